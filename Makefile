@@ -1,0 +1,53 @@
+# Two commands do everything: `make demo` and `make test`. Each sets up .venv first if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test quick lint bench docs clean
+
+help:
+	@echo "make demo    show and compare schedules in the terminal"
+	@echo "make test    all checks and tests, PyTorch comparison included (under 15 minutes)"
+	@echo "make quick   the checks and tests that need no torch (under a minute)"
+	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
+	@echo "make docs    the documentation as HTML in docs/_build"
+	@echo "make setup   only the environment, .venv"
+
+# The package and the tools; torch comes on top of it where it is needed.
+$(VENV)/base.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/full.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[dev,train]"
+	@touch $(VENV)/base.stamp $@
+
+setup: $(VENV)/full.stamp
+
+demo: $(VENV)/base.stamp
+	$(BIN)/drumline demo
+
+lint: $(VENV)/base.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+
+quick: lint
+	$(BIN)/pytest -m "not torch and not slow" --numprocesses 2
+
+test: $(VENV)/full.stamp lint docs
+	$(BIN)/pytest --numprocesses 2
+
+bench: $(VENV)/full.stamp
+	@mkdir -p out
+	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
+
+docs: $(VENV)/base.stamp
+	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build
+
+clean:
+	rm -rf $(VENV) out docs/_build

@@ -1,0 +1,102 @@
+"""Drumline: pipeline parallelism as one system.
+
+A schedule is generated, proven, simulated, searched, run and measured, always as the same `Program` in the same
+text form. Names are imported when they are first used, so that `import drumline` costs next to nothing.
+
+>>> import drumline as dl
+>>> program = dl.generate("zb-h1", num_ranks=4, num_microbatches=8)
+>>> dl.simulate(program).makespan
+27.0
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drumline.core.action import Action, B, F, I, Op, W, overlap
+    from drumline.core.attribute import Limit, attribute
+    from drumline.core.costs import Costs, Edge
+    from drumline.core.errors import DrumlineError
+    from drumline.core.lower import lower
+    from drumline.core.placement import Placement
+    from drumline.core.program import Program
+    from drumline.core.simulate import makespans, simulate
+    from drumline.core.timeline import Timeline
+    from drumline.core.torch_text import for_torch, titan_schedule
+    from drumline.core.validate import Violation, validate
+    from drumline.report.compare import compare
+    from drumline.report.grid import grid
+    from drumline.schedules import generate, schedule
+
+_HOME = {
+    "Action": "core.action",
+    "B": "core.action",
+    "Costs": "core.costs",
+    "DrumlineError": "core.errors",
+    "Edge": "core.costs",
+    "F": "core.action",
+    "I": "core.action",
+    "Limit": "core.attribute",
+    "Op": "core.action",
+    "Placement": "core.placement",
+    "Program": "core.program",
+    "Timeline": "core.timeline",
+    "Violation": "core.validate",
+    "W": "core.action",
+    "attribute": "core.attribute",
+    "compare": "report.compare",
+    "for_torch": "core.torch_text",
+    "generate": "schedules",
+    "grid": "report.grid",
+    "lower": "core.lower",
+    "makespans": "core.simulate",
+    "overlap": "core.action",
+    "schedule": "schedules",
+    "simulate": "core.simulate",
+    "titan_schedule": "core.torch_text",
+    "validate": "core.validate",
+}
+
+__all__ = [
+    "Action",
+    "B",
+    "Costs",
+    "DrumlineError",
+    "Edge",
+    "F",
+    "I",
+    "Limit",
+    "Op",
+    "Placement",
+    "Program",
+    "Timeline",
+    "Violation",
+    "W",
+    "attribute",
+    "compare",
+    "for_torch",
+    "generate",
+    "grid",
+    "lower",
+    "makespans",
+    "overlap",
+    "schedule",
+    "simulate",
+    "titan_schedule",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'drumline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"drumline.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

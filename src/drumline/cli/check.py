@@ -1,0 +1,52 @@
+"""`drumline check FILE.csv`: the proof that a program can run, or every violation."""
+
+from __future__ import annotations
+
+import argparse
+
+from drumline.cli import flags
+from drumline.cli.output import print_json
+from drumline.core.validate import validate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_schedule(parser)
+    flags.add_costs(parser)
+    flags.add_limit(parser)
+    flags.add_json(parser)
+    parser.add_argument(
+        "--placement", choices=flags.PLACEMENTS, help="where stages belong (default: where most of their work is)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check one program; exit 1 if anything is wrong with it."""
+    program = flags.program_of(args)
+    violations = validate(
+        program,
+        placement=flags.placement_of(args.placement, program),
+        limit=flags.limit_of(args),
+        costs=flags.costs_of(args),
+    )
+    if args.json:
+        found = [
+            {
+                "rank": v.rank,
+                "index": v.index,
+                "action": None if v.action is None else str(v.action),
+                "reason": v.reason,
+            }
+            for v in violations
+        ]
+        print_json({"ok": not violations, "violations": found})
+    elif violations:
+        for violation in violations:
+            print(violation)
+        print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run")
+    else:
+        print(
+            f"{program.name} is proven: {program.num_actions} actions on {program.num_ranks} ranks, "
+            f"{program.num_stages} stages, {program.num_microbatches} microbatches; nothing missing, nothing can hang"
+        )
+    return 1 if violations else 0

@@ -1,0 +1,48 @@
+"""`drumline compare`: all schedules for one model on given ranks, best first."""
+
+from __future__ import annotations
+
+import argparse
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, terminal_width
+from drumline.core.errors import ScheduleError, UsageError
+from drumline.report.compare import compare, compare_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_counts(parser)
+    flags.add_costs(parser)
+    flags.add_limit(parser)
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and print; costs are those of a stage when every rank holds one."""
+    for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise UsageError(f"{flag} missing", fix="for example: drumline compare --ranks 4 --microbatches 8")
+    for flag, value in (
+        ("--ranks", args.ranks),
+        ("--microbatches", args.microbatches),
+        ("--stages-per-rank", args.stages_per_rank),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    rows = compare(
+        args.ranks,
+        num_microbatches=args.microbatches,
+        costs=flags.costs_of(args),
+        stages_per_rank=args.stages_per_rank,
+        limit=flags.limit_of(args),
+    )
+    if not rows:
+        raise ScheduleError(
+            f"no schedule admits {args.ranks} ranks and {args.microbatches} microbatches", fix="try smaller counts"
+        )
+    if args.json:
+        print_json({"rows": [row.summary() for row in rows]})
+    else:
+        print(compare_table(rows, width=terminal_width()))
+    return 0 if rows[0].fits else 1

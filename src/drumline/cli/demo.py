@@ -1,0 +1,50 @@
+"""`drumline demo`: a short tour, from one schedule to the choice among all of them."""
+
+from __future__ import annotations
+
+import argparse
+
+from drumline.cli import flags
+from drumline.cli.output import colour_wanted, print_json, terminal_width
+
+TOUR = (
+    ("gpipe", "all forwards, then all backwards. Every microbatch is stashed."),
+    ("1f1b", "backwards as soon as they can. The same time, a fraction of the stash."),
+    ("zb-h1", "the backward split in two. Weight gradients (W) fill the drain."),
+    ("zb-v", "two stages per rank, down and up again. No rank waits between its first and last action."),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_counts(parser)
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw four schedules, then compare all."""
+    from drumline.core.costs import Costs
+    from drumline.core.simulate import simulate
+    from drumline.report.compare import compare, compare_table
+    from drumline.report.grid import grid
+    from drumline.schedules import find
+
+    ranks, microbatches = args.ranks or 4, args.microbatches or 8
+    rows = compare(ranks, num_microbatches=microbatches, stages_per_rank=args.stages_per_rank)
+    if args.json:
+        print_json({"rows": [row.summary() for row in rows]})
+        return 0
+    width = terminal_width()
+    print(f"One model on {ranks} ranks, {microbatches} microbatches. F forward, B backward, I and W its two halves.\n")
+    for name, what in TOUR:
+        schedule = find(name)
+        per_stage = 1 / schedule.stages_per_rank
+        costs = Costs(forward=per_stage, backward_input=per_stage, backward_weight=per_stage)
+        timeline = simulate(schedule.build(ranks, microbatches), costs)
+        print(f"{name}: {what}")
+        print(grid(timeline, width=width, colour=colour_wanted()))
+        print(f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}\n")
+    print("All schedules, best first:\n")
+    print(compare_table(rows, width=width))
+    print("\nNext: drumline show zb-v --ranks 4 --microbatches 8, or drumline simulate --help")
+    return 0

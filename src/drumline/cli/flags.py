@@ -1,0 +1,154 @@
+"""Flags that mean the same in every verb, and what they make: programs, costs, limits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drumline.core.attribute import Limit
+from drumline.core.costs import Costs
+from drumline.core.errors import UsageError
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+
+PLACEMENTS = ("linear", "loop", "v", "bidirectional")
+
+
+def whole_number(text: str) -> int:
+    """Parse a count; the message names the value."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """Parse a time or a size; the message names the value."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number")
+    return value
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_counts(parser: argparse.ArgumentParser) -> None:
+    """Add the counts that a recipe needs."""
+    parser.add_argument("--ranks", type=whole_number, metavar="P", help="number of ranks")
+    parser.add_argument("--microbatches", type=whole_number, metavar="M", help="number of microbatches in a step")
+    parser.add_argument("--stages-per-rank", type=whole_number, metavar="V", help="number of stages on each rank")
+
+
+def add_schedule(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add SCHEDULE and the counts that its recipe needs."""
+    nargs: Any = "?" if optional else None
+    parser.add_argument("schedule", nargs=nargs, metavar="SCHEDULE", help="a schedule's name, or a CSV file")
+    add_counts(parser)
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the costs of a stage."""
+    group = parser.add_argument_group("costs of one stage, in any one unit of time")
+    group.add_argument("--forward", type=number, metavar="T", help="F, the forward (default 1)")
+    group.add_argument("--backward-input", type=number, metavar="T", help="I, the input-gradient half (default 1)")
+    group.add_argument("--backward-weight", type=number, metavar="T", help="W, the weight-gradient half (default 1)")
+    group.add_argument("--comm", type=number, metavar="T", help="latency of an edge between ranks (default 0)")
+    group.add_argument("--overlapped", type=number, metavar="T", help="a fused F and B (default F + B)")
+    group.add_argument("--activation-bytes", type=number, metavar="A", help="bytes a microbatch holds from F on")
+    group.add_argument(
+        "--held-until-weight-bytes", type=number, metavar="G", help="of which stay from I to W (default all)"
+    )
+    group.add_argument("--costs", type=Path, metavar="FILE", help="all of these and more, as JSON; flags override it")
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    """Add what a rank may hold."""
+    group = parser.add_argument_group("what a rank may hold")
+    group.add_argument("--max-activations", type=number, metavar="N", help="(stage, microbatch) pairs")
+    group.add_argument("--max-bytes", type=number, metavar="N", help="bytes")
+
+
+def costs_of(args: argparse.Namespace) -> Costs:
+    """Return the costs that the flags and the file say."""
+    costs = Costs.load(args.costs) if args.costs is not None else Costs()
+    names = (
+        "forward",
+        "backward_input",
+        "backward_weight",
+        "comm",
+        "overlapped",
+        "activation_bytes",
+        "held_until_weight_bytes",
+    )
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return replace(costs, **given)
+
+
+def limit_of(args: argparse.Namespace) -> Limit | None:
+    """Return the limit that the flags say, or None."""
+    for flag, value in (("--max-activations", args.max_activations), ("--max-bytes", args.max_bytes)):
+        if value is not None and value <= 0:
+            raise UsageError(f"{flag} is {value:g}", expected="more than 0")
+    limit = Limit(args.max_activations, args.max_bytes)
+    return limit or None
+
+
+def program_of(args: argparse.Namespace) -> Program:
+    """Return the program that SCHEDULE names: generated, or read from a CSV file."""
+    from drumline.schedules import find
+
+    name: str = args.schedule
+    if name.lower().endswith(".csv") or "/" in name or Path(name).is_file():
+        return _loaded(args)
+    schedule = find(name)
+    if args.ranks is None or args.microbatches is None:
+        missing = " and ".join(
+            flag for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)) if value is None
+        )
+        raise UsageError(
+            f"{missing} missing",
+            expected=f"the counts to generate {name} for",
+            fix=f"for example: {name} --ranks 4 --microbatches 8",
+        )
+    return schedule.build(args.ranks, args.microbatches, args.stages_per_rank)
+
+
+def _loaded(args: argparse.Namespace) -> Program:
+    program = Program.load(args.schedule)
+    stages_per_rank = max(len(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
+    for flag, given, found in (
+        ("--ranks", args.ranks, program.num_ranks),
+        ("--microbatches", args.microbatches, program.num_microbatches),
+        ("--stages-per-rank", args.stages_per_rank, stages_per_rank),
+    ):
+        if given is not None and given != found:
+            raise UsageError(
+                f"{flag} is {given}, but {args.schedule} has {found}", fix=f"leave {flag} out: the file says it"
+            )
+    return program
+
+
+def placement_of(name: str | None, program: Program) -> Placement | None:
+    """Return the named placement for the program's counts, or None where none was asked for."""
+    if name is None:
+        return None
+    per_rank, rest = divmod(program.num_stages, program.num_ranks)
+    if name == "bidirectional":
+        half = (program.num_microbatches + 1) // 2
+        return Placement.bidirectional(program.num_ranks, mirrored=range(half, program.num_microbatches))
+    if rest or per_rank < 1 or (name == "linear" and per_rank != 1):
+        raise UsageError(
+            f"--placement is {name}, but {program.num_stages} stages lie on {program.num_ranks} ranks",
+            expected="as many stages as ranks" if name == "linear" else "a multiple of the ranks as stages",
+        )
+    maker = Placement.v if name == "v" else Placement.loop
+    return maker(program.num_ranks, stages_per_rank=per_rank)

@@ -1,0 +1,91 @@
+"""`drumline`: finds the verb, runs it, and turns refusals into exit codes.
+
+Exit codes: 0 fine, 1 the answer is no, 2 bad input, 3 the run failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from drumline.cli.output import print_error
+from drumline.core.errors import DrumlineError, UsageError, nearest
+
+# One thin module a verb; only the one that runs is imported.
+VERBS = {
+    "demo": "show and compare schedules, to get to know them",
+    "show": "draw a schedule in the terminal, or write it out",
+    "simulate": "times, idle time by cause, and memory of one program",
+    "compare": "all schedules for one model on given ranks, best first",
+    "check": "prove that a program can run, or list every violation",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises instead of exiting, so that errors look the same everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, fix=f"`{self.prog} --help` shows what it takes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    >>> main(["simulate", "1f1b", "--ranks", "0", "--microbatches", "8", "--json"])
+    {
+      "error": "--ranks is 0",
+      "expected": "a whole number of 1 or more",
+      "fix": ""
+    }
+    2
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except DrumlineError as error:
+        print_error(error, as_json="--json" in words)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"drumline {version('drumline')}")
+        return 0
+    verb = words[0]
+    if verb not in VERBS:
+        raise UsageError(f"unknown verb {verb[:40]!r}", fix=nearest(verb[:40], VERBS))
+    module = importlib.import_module(f"drumline.cli.{verb}")
+    parser = _Parser(prog=f"drumline {verb}", description=VERBS[verb].capitalize() + ".", allow_abbrev=False)
+    module.add_arguments(parser)
+    try:
+        args = parser.parse_args(words[1:])
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    code: int = module.run(args)
+    return code
+
+
+def _help() -> str:
+    lines = [f"  {verb:<10} {summary}" for verb, summary in VERBS.items()]
+    return "\n".join(["usage: drumline VERB ...", "", *lines, "", "`drumline VERB --help` shows what a verb takes."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Printing: JSON objects, errors, and what is known of the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from typing import Any
+
+from drumline.core.errors import DrumlineError
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one object."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_error(error: DrumlineError, *, as_json: bool) -> None:
+    """Print a refusal: an object on stdout, or one or two lines on stderr."""
+    if as_json:
+        print_json({"error": error.error, "expected": error.expected, "fix": error.fix})
+        return
+    second = "; ".join(part for part in (f"expected {error.expected}" if error.expected else "", error.fix) if part)
+    print(f"drumline: {error.error}", file=sys.stderr)
+    if second:
+        print(f"  {second}", file=sys.stderr)
+
+
+def terminal_width() -> int:
+    """Return the columns to draw in: the terminal's, or 100 where there is none (COLUMNS overrides both)."""
+    return max(shutil.get_terminal_size(fallback=(100, 24)).columns, 10)
+
+
+def colour_wanted() -> bool:
+    """Whether stdout takes colour: a terminal, and NO_COLOR is not set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

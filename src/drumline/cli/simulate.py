@@ -1,0 +1,83 @@
+"""`drumline simulate SCHEDULE`: times, idle time by cause, and memory of one program."""
+
+from __future__ import annotations
+
+import argparse
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, terminal_width
+from drumline.core.attribute import attribute
+from drumline.core.errors import ProgramError
+from drumline.core.simulate import Simulation, simulate
+from drumline.core.validate import validate
+from drumline.report.summary import summarize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_schedule(parser)
+    flags.add_costs(parser)
+    flags.add_limit(parser)
+    flags.add_json(parser)
+    parser.add_argument("--intervals", action="store_true", help="list every idle interval with its cause")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate one program and report its figures."""
+    program, costs, limit = flags.program_of(args), flags.costs_of(args), flags.limit_of(args)
+    timeline = simulate(program, costs)
+    if limit and limit.max_bytes is not None and timeline.peak_bytes is None:
+        raise ProgramError("--max-bytes without bytes to hold against it", fix="give --activation-bytes or --costs")
+    causes = attribute(timeline, limit)
+    summary = summarize(timeline, causes)
+    over = validate(program, limit=limit, costs=costs) if limit else []
+    if limit:
+        summary["over_limit"] = [str(violation) for violation in over]
+    if args.intervals:
+        summary["intervals"] = [
+            {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": str(one)}
+            for one in causes
+        ]
+    if args.json:
+        print_json(summary)
+    else:
+        print(_text(timeline, summary))
+        for line in [*summary.get("over_limit", []), *(one["why"] for one in summary.get("intervals", []))]:
+            print(line)
+    return 1 if over else 0
+
+
+def _text(timeline: Simulation, summary: dict[str, object]) -> str:
+    from drumline.report.table import table
+
+    program = timeline.program
+    by_cause = summary["idle_by_cause"]
+    assert isinstance(by_cause, dict)
+    header = ["rank", "stages", "busy", "idle", *by_cause, "peak activations"]
+    header += ["peak bytes"] if timeline.peak_bytes is not None else []
+    rows = []
+    for rank in range(timeline.num_ranks):
+        cells = [
+            str(rank),
+            " ".join(map(str, program.placement.stages_of(rank))),
+            f"{timeline.busy[rank]:.6g}",
+            f"{timeline.idle[rank]:.6g}",
+            *(f"{by_cause[cause][rank]:.6g}" for cause in by_cause),
+            str(timeline.peak_activations[rank]),
+        ]
+        if timeline.peak_bytes is not None:
+            cells.append(f"{timeline.peak_bytes[rank]:.6g}")
+        rows.append(cells)
+    path = timeline.critical_path
+    return "\n".join(
+        [
+            f"{program.name}: {program.num_ranks} ranks, {program.num_stages} stages, "
+            f"{program.num_microbatches} microbatches, {program.num_actions} actions",
+            f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it",
+            f"longest span {timeline.span:g}, span bubble {timeline.span_bubble:.2%}",
+            f"critical path: {len(path)} actions, {path[0].action} on rank {path[0].rank} "
+            f"to {path[-1].action} on rank {path[-1].rank}",
+            "",
+            table(header, rows, width=terminal_width(), left=2),
+        ]
+    )

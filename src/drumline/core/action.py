@@ -1,0 +1,179 @@
+"""One thing that a rank does, and its text.
+
+    2F0    forward of stage 2 on microbatch 0        2SEND_F0  hand stage 2's output on
+    2B0    its whole backward                        3RECV_F0  take it in at stage 3
+    2I0    the half that makes the input gradient    3SEND_B0  hand stage 3's input gradient back
+    2W0    the half that makes the weight gradient   2RECV_B0  take it in at stage 2
+    (0F5;1B2)OVERLAP_F_B   a forward and a backward run as one action
+    2UNSHARD  2RESHARD     gather or release the stage's parameters
+    2REDUCE_GRAD           exchange the stage's gradients between its copies or replicas
+    2UPDATE5               optimizer step of stage 2 with the gradients up to microbatch 5
+
+All but UPDATE is the text that PyTorch's pipelining reads and writes.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from drumline.core.errors import ProgramError, nearest
+
+
+class Op(StrEnum):
+    """What an action does; the value is its text."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    OVERLAP = "OVERLAP_F_B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    UPDATE = "UPDATE"
+
+
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
+RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
+TRANSFER_OPS = SEND_OPS | RECV_OPS
+TIMED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE, Op.UNSHARD, Op.RESHARD}
+STATE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+
+class Action(NamedTuple):
+    """One action of one rank; an overlapped pair carries its two halves in `parts`.
+
+    A named tuple rather than a dataclass: programs have up to millions, and tuples hash and compare five times faster.
+
+    >>> Action(2, Op.FORWARD, 0)
+    2F0
+    >>> Action.parse("(0F5;1B2)OVERLAP_F_B").parts
+    (0F5, 1B2)
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+    parts: tuple[Any, ...] = ()  # of Action: mypy loses the defaults of a named tuple that names itself
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.op.value}"
+        number = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.op.value}{number}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the rank computes: F, B, I, W or an overlapped pair."""
+        return self.op in COMPUTE_OPS or self.op is Op.OVERLAP
+
+    @property
+    def work(self) -> tuple[Action, ...]:
+        """The plain actions inside: the two halves of an overlapped pair, else the action itself."""
+        return self.parts or (self,)
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Return the action that `text` spells; strict, so `2F0junk` is an error.
+
+        >>> Action.parse("2UPDATE5")
+        2UPDATE5
+        """
+        return _parse_pair(text) if text.startswith("(") else _parse_single(text)
+
+
+def F(stage: int, microbatch: int) -> Action:  # noqa: N802 - the literature's own letter
+    """Return the forward of `stage` on `microbatch`.
+
+    >>> F(2, 0)
+    2F0
+    """
+    return Action(stage, Op.FORWARD, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Action:  # noqa: N802
+    """Return the whole backward of `stage` on `microbatch`.
+
+    >>> B(2, 0)
+    2B0
+    """
+    return Action(stage, Op.BACKWARD, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743, N802
+    """Return the input-gradient half of the backward.
+
+    >>> I(2, 0)
+    2I0
+    """
+    return Action(stage, Op.BACKWARD_INPUT, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Action:  # noqa: N802
+    """Return the weight-gradient half of the backward.
+
+    >>> W(2, 0)
+    2W0
+    """
+    return Action(stage, Op.BACKWARD_WEIGHT, microbatch)
+
+
+def overlap(forward: Action, backward: Action) -> Action:
+    """Return a forward and a backward as one overlapped action.
+
+    >>> overlap(F(0, 5), B(1, 2))
+    (0F5;1B2)OVERLAP_F_B
+    """
+    return Action(-1, Op.OVERLAP, None, (forward, backward))
+
+
+# ASCII digits only and no leading zeros, so that one action has one spelling: parse(format(x)) == x and back.
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+)?)(?:{_NUMBER})?")
+_PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+_BY_TEXT = {op.value: op for op in Op}
+_WITHOUT_MICROBATCH = STATE_OPS
+
+
+def _parse_single(text: str) -> Action:
+    match = _SINGLE.fullmatch(text)
+    if match is None:
+        raise ProgramError(f"{_shown(text)} is not an action", expected="<stage><op><microbatch> like 2F0")
+    stage, word, microbatch = match.groups()
+    op = _BY_TEXT.get(word)
+    if op is None or op is Op.OVERLAP:
+        raise ProgramError(
+            f"{_shown(text)} has the unknown op {word!r}",
+            fix=nearest(word, (op.value for op in Op if op is not Op.OVERLAP)),
+        )
+    if (microbatch is None) != (op in _WITHOUT_MICROBATCH):
+        wants = "no microbatch number" if op in _WITHOUT_MICROBATCH else "a microbatch number"
+        example = f"{stage}{word}" if op in _WITHOUT_MICROBATCH else f"{stage}{word}0"
+        raise ProgramError(f"{_shown(text)} is not an action", expected=f"{wants} after {word}, like {example}")
+    return Action(int(stage), op, None if microbatch is None else int(microbatch))
+
+
+def _parse_pair(text: str) -> Action:
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        raise ProgramError(
+            f"{_shown(text)} is not an overlapped pair", expected="two actions like (0F5;1B2)OVERLAP_F_B"
+        )
+    parts = tuple(_parse_single(part) for part in match.groups())
+    if any(part.op not in COMPUTE_OPS for part in parts):
+        raise ProgramError(f"{_shown(text)} overlaps what is not compute", expected="F, B, I or W in both halves")
+    return Action(-1, Op.OVERLAP, None, parts)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,198 @@
+"""Why each idle second was idle.
+
+rank 1  ....F0..........B0      the rank's first action starts late: fill
+        |fill|  wait    |       then it waits for 2B0 of rank 2, until that ends: wait
+                        |       and until its gradient has arrived: transfer
+
+fill        before the rank's first action          drain    after its last one
+wait        for an action of another rank           transfer the input was made, and on its way
+imbalance   the part of the three above that equal stages and microbatches would not have had
+memory      the part of a wait in which a later forward was ready, but the stated limit forbade holding it
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from drumline.core.action import Action, Op
+
+if TYPE_CHECKING:
+    from drumline.core.timeline import Timeline
+
+
+class Cause(StrEnum):
+    """Why a rank was idle."""
+
+    FILL = "fill"
+    DRAIN = "drain"
+    WAIT = "wait"
+    TRANSFER = "transfer"
+    IMBALANCE = "imbalance"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """One idle interval: its cause, the action it ended with, and what that action waited for on which rank."""
+
+    rank: int
+    start: float
+    end: float
+    cause: Cause
+    before: Action | None = None
+    waits_for: Action | None = None
+    on_rank: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        needed = f"{self.waits_for} of rank {self.on_rank}" if self.waits_for is not None else "nothing"
+        return (
+            f"rank {self.rank} idle {self.seconds:g} from {self.start:g}: "
+            + {
+                Cause.FILL: f"the pipeline fills; {self.before} waits for {needed}",
+                Cause.DRAIN: f"the pipeline drains; {needed} ends last",
+                Cause.WAIT: f"{self.before} waits for {needed}",
+                Cause.TRANSFER: f"{needed} is made and on its way to {self.before}",
+                Cause.IMBALANCE: f"{self.before or 'the end'} waits for {needed}, which unequal costs delay",
+                Cause.MEMORY: f"{self.before} waits for {needed}, and the memory limit forbids running ahead",
+            }[self.cause]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that a rank may hold: pairs, bytes, or both."""
+
+    max_activations: float | None = None
+    max_bytes: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.max_activations is not None or self.max_bytes is not None
+
+
+def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...]:
+    r"""Return every idle interval with its cause, rank by rank in order of time; they sum to `timeline.idle`.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate import simulate
+    >>> for idle in attribute(simulate(Program.parse("0F0,0B0\n1F0,1B0"))):
+    ...     print(idle)
+    rank 0 idle 3 from 1: 0B0 waits for 1B0 of rank 1
+    rank 1 idle 1 from 0: the pipeline fills; 1F0 waits for 0F0 of rank 0
+    rank 1 idle 2 from 4: the pipeline drains; 0B0 of rank 0 ends last
+    """
+    return tuple(idle for rank in range(timeline.num_ranks) for idle in _Rank(timeline, rank, limit).intervals())
+
+
+class _Rank:
+    """One rank's track, walked once from left to right."""
+
+    def __init__(self, timeline: Timeline, rank: int, limit: Limit | None) -> None:
+        self.timeline = timeline
+        self.rank = rank
+        self.track = timeline.tracks[rank]
+        self.twin = timeline.balanced
+        self.occupied = deque(timeline.occupied[rank])
+        self.limit = limit
+        self.next_forward = _next_forwards(self.track.actions) if limit else []
+
+    def intervals(self) -> Iterator[Idle]:
+        free = self.timeline.start
+        for index, start in enumerate(self.track.starts):
+            if start > free:
+                yield from self.gap(free, start, index)
+            free = self.track.ends[index]
+        if self.timeline.end > free:
+            yield from self.drain(free)
+
+    def gap(self, start: float, end: float, index: int) -> Iterator[Idle]:
+        action = self.track.actions[index]
+        inputs = self.timeline.inputs(self.rank, action)
+        made, on_rank, _, waits_for = inputs[-1] if inputs else (start, None, None, None)
+        excess = end - start - self.twin_gap(index) if self.twin else 0.0
+        for free_from, free_to, is_transfer in self.split_by_occupied(start, end):
+            if is_transfer:
+                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, action, waits_for, on_rank)
+                continue
+            waited_to = min(max(made, free_from), free_to)
+            balanced_to = waited_to - min(max(excess, 0.0), waited_to - free_from)
+            excess -= waited_to - balanced_to
+            refused_from = self.refused_from(index, free_from, balanced_to)
+            bounds = (free_from, refused_from, balanced_to, waited_to, free_to)
+            causes = (Cause.WAIT if index else Cause.FILL, Cause.MEMORY, Cause.IMBALANCE, Cause.TRANSFER)
+            for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
+                if high > low:
+                    yield Idle(self.rank, low, high, cause, action, waits_for, on_rank)
+
+    def drain(self, free: float) -> Iterator[Idle]:
+        timeline = self.timeline
+        exchanged = max((span.end for span in timeline.exchanges if span.rank == self.rank), default=free)
+        last = max(timeline.tracks, key=lambda track: track.ends[-1] if track.ends else -math.inf)
+        on_rank, waits_for = timeline.tracks.index(last), last.actions[-1]
+        own = min(max(exchanged, free), timeline.end) if exchanged == timeline.end else free
+        excess = timeline.end - own - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
+        drained_to = timeline.end - min(max(excess, 0.0), timeline.end - own)
+        bounds = (free, own, drained_to, timeline.end)
+        for (low, high), cause in zip(pairwise(bounds), (Cause.TRANSFER, Cause.DRAIN, Cause.IMBALANCE), strict=True):
+            if high > low:
+                yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
+
+    def twin_gap(self, index: int) -> float:
+        """Return how long the balanced twin idles before the action at `index` (one past the last: at the end)."""
+        assert self.twin is not None
+        track = self.twin.tracks[self.rank]
+        free = track.ends[index - 1] if index else self.twin.start
+        return (track.starts[index] if index < len(track.starts) else self.twin.end) - free
+
+    def split_by_occupied(self, start: float, end: float) -> Iterator[tuple[float, float, bool]]:
+        """Yield the interval's parts, and whether the rank was busy moving a message in each."""
+        while self.occupied and self.occupied[0].start < end:
+            span = self.occupied.popleft()
+            if span.start > start:
+                yield start, span.start, False
+            if span.end > span.start:
+                yield span.start, span.end, True
+            start = max(start, span.end)
+        if end > start:
+            yield start, end, False
+
+    def refused_from(self, index: int, start: float, end: float) -> float:
+        """Return from when on a later forward was ready and the limit alone forbade it; `end` if it never was."""
+        if not self.limit or index == 0 or (upcoming := self.next_forward[index]) < 0:
+            return end
+        forward = next(part for part in self.track.actions[upcoming].work if part.op is Op.FORWARD)
+        if not self.would_exceed(index - 1, forward):
+            return end
+        ready = max((made for made, *_ in self.timeline.inputs(self.rank, forward)), default=start)
+        return min(max(ready, start), end)
+
+    def would_exceed(self, index: int, forward: Action) -> bool:
+        assert self.limit is not None
+        holding = self.timeline.memory[self.rank]
+        if self.limit.max_activations is not None and holding.pairs[index][1] + 1 > self.limit.max_activations:
+            return True
+        if self.limit.max_bytes is None or holding.bytes is None:
+            return False
+        where = self.timeline.located[forward.stage, forward.op, forward.microbatch][1]
+        size = holding.bytes[where][0] - (holding.bytes[where - 1][1] if where else holding.static_bytes)
+        return holding.bytes[index][1] + size > self.limit.max_bytes
+
+
+def _next_forwards(actions: Sequence[Action]) -> list[int]:
+    """Return, per action, the index of the next one behind it that holds a forward, or -1."""
+    found, upcoming = [], -1
+    for index in range(len(actions) - 1, -1, -1):
+        found.append(upcoming)
+        if any(part.op is Op.FORWARD for part in actions[index].work):
+            upcoming = index
+    return found[::-1]

@@ -1,0 +1,196 @@
+"""What actions cost: seconds per stage and op, seconds and bytes per edge, bytes per stage.
+
+Every per-stage value is one number for all stages or a sequence with one number for each. Times may be in any unit;
+results are in the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import CostsError, nearest
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A directed link between two ranks: pure latency, and a bandwidth that one transfer at a time uses."""
+
+    latency: float = 0.0
+    bytes_per_second: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds and bytes of every action, message and stage.
+
+    >>> costs = Costs(forward=[2, 1], backward_input=[2, 1], backward_weight=[2, 1], comm=0.1)
+    >>> costs.per_stage("forward", num_stages=2)
+    (2.0, 1.0)
+
+    Time: `backward` is the unsplit B (I + W unless given), `overlapped` a fused F&B pair (F + B unless given, in the
+    forward's stage), `update` and `reduce` the optimizer step and gradient exchange of a stage, `microbatch_factor` a
+    multiplier of time and bytes for each microbatch (variable lengths).
+
+    Messages: `comm` is pure latency on every edge and occupies neither rank nor link. `message_bytes` over
+    `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it occupies both ranks too.
+    `edges` overrides latency and bandwidth of single directed links, by (source rank, target rank).
+
+    Memory: a pair holds `activation_bytes` from F on; of these `held_until_weight_bytes` (all, unless given) stay
+    from I to W. A stage under `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F
+    again. `weight_bytes` count once per weight version in use, `gradient_bytes` per accumulation under way,
+    `optimizer_bytes` once.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    overlapped: PerStage | None = None
+    update: PerStage = 0.0
+    reduce: PerStage = 0.0
+    microbatch_factor: PerStage = 1.0
+    comm: float = 0.0
+    bytes_per_second: float = math.inf
+    message_bytes: PerStage = 0.0
+    edges: Mapping[tuple[int, int], Edge] = field(default_factory=dict)
+    overlap: bool = True
+    activation_bytes: PerStage | None = None
+    held_until_weight_bytes: PerStage | None = None
+    recompute: bool | Sequence[bool] = False
+    checkpoint_bytes: PerStage = 0.0
+    weight_bytes: PerStage = 0.0
+    gradient_bytes: PerStage = 0.0
+    optimizer_bytes: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            for number in value if isinstance(value, Sequence) else (value,):
+                _check_number(name, number, infinite=name == "bytes_per_second")
+        for (source, target), edge in self.edges.items():
+            _check_number(f"latency of edge {source}->{target}", edge.latency)
+            _check_number(f"bytes_per_second of edge {source}->{target}", edge.bytes_per_second, infinite=True)
+        if self.bytes_per_second == 0 or any(edge.bytes_per_second == 0 for edge in self.edges.values()):
+            raise CostsError(
+                "bytes_per_second is 0", expected="more than 0", fix="leave it out for an infinitely fast link"
+            )
+
+    @property
+    def knows_bytes(self) -> bool:
+        """Whether anything about memory was said."""
+        said = (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes)
+        return self.activation_bytes is not None or any(value != 0.0 for value in said)
+
+    @property
+    def has_finite_links(self) -> bool:
+        """Whether any link's bandwidth is limited, so that messages occupy it."""
+        speeds = (self.bytes_per_second, *(edge.bytes_per_second for edge in self.edges.values()))
+        return any(math.isfinite(speed) for speed in speeds)
+
+    def edge(self, source: int, target: int) -> Edge:
+        """Return the link from rank `source` to rank `target`."""
+        return self.edges.get((source, target)) or Edge(self.comm, self.bytes_per_second)
+
+    def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
+        """Return the field `name` as one number per stage; backward is I + W where it was not given."""
+        value = getattr(self, name)
+        if value is None and name == "backward":
+            halves = (self.per_stage(half, num_stages) for half in ("backward_input", "backward_weight"))
+            return tuple(map(sum, zip(*halves, strict=True)))
+        return _expand(name, 0.0 if value is None else value, num_stages, "stages")
+
+    def factors(self, num_microbatches: int) -> tuple[float, ...]:
+        """Return the multiplier of every microbatch."""
+        return _expand("microbatch_factor", self.microbatch_factor, num_microbatches, "microbatches")
+
+    def recomputes(self, num_stages: int) -> tuple[bool, ...]:
+        """Return, per stage, whether its forward runs again before its backward."""
+        value = self.recompute if isinstance(self.recompute, Sequence) else [self.recompute] * num_stages
+        return tuple(map(bool, _expand("recompute", [float(flag) for flag in value], num_stages, "stages")))
+
+    @staticmethod
+    def from_json(text: str) -> Costs:
+        """Return the costs that a JSON object spells, keys being the field names.
+
+        `edges` is a list of {"from", "to", "latency", "bytes_per_second"}.
+
+        >>> Costs.from_json('{"forward": [2, 1], "comm": 0.5}').comm
+        0.5
+        >>> Costs.from_json('{"foward": 2}')
+        Traceback (most recent call last):
+        drumline.core.errors.CostsError: unknown cost 'foward'; did you mean forward?
+        """
+        try:
+            table = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise CostsError(f"the costs are not JSON: {error}", expected="an object like {{'forward': 1}}") from None
+        if not isinstance(table, dict):
+            raise CostsError(f"the costs are a {type(table).__name__}", expected='an object like {"forward": 1}')
+        known = [one.name for one in fields(Costs)]
+        for key in table:
+            if key not in known:
+                raise CostsError(f"unknown cost {key!r}", fix=nearest(key, known))
+        if "edges" in table:
+            table["edges"] = _edges_from_json(table["edges"])
+        for name in ("overlap", "recompute"):
+            flags = table.get(name, False)
+            if not all(isinstance(flag, bool) for flag in (flags if isinstance(flags, list) else [flags])):
+                raise CostsError(f"{name} is {flags!r}", expected="true or false")
+        return Costs(**table)
+
+    @staticmethod
+    def load(path: str | Path) -> Costs:
+        """Read costs from a JSON file."""
+        try:
+            return Costs.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CostsError(f"{path}: {error}", expected="a JSON file of costs") from None
+        except CostsError as error:
+            raise CostsError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+
+
+_NUMBERS = tuple(one.name for one in fields(Costs) if one.name not in ("edges", "overlap", "recompute"))
+_OPTIONAL = frozenset({"backward", "overlapped", "activation_bytes", "held_until_weight_bytes"})
+
+
+def _check_number(name: str, number: Any, *, infinite: bool = False) -> None:
+    if number is None and name in _OPTIONAL:
+        return
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise CostsError(f"{name} is {number!r}", expected="a number, or one number per stage")
+    if not number >= 0 or (math.isinf(number) and not infinite):
+        raise CostsError(f"{name} is {number}", expected="a finite number of 0 or more")
+
+
+def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, ...]:
+    if not isinstance(value, Sequence):
+        return (float(value),) * count
+    if len(value) != count:
+        raise CostsError(
+            f"{name} has {len(value)} values", expected=f"one number, or one for each of the {count} {what}"
+        )
+    return tuple(map(float, value))
+
+
+def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
+    expected = 'a list like [{"from": 0, "to": 1, "latency": 0.1, "bytes_per_second": 1e9}]'
+    edges: dict[tuple[int, int], Edge] = {}
+    for entry in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(entry, dict) or not {"from", "to"} <= entry.keys() <= {
+            "from",
+            "to",
+            "latency",
+            "bytes_per_second",
+        }:
+            raise CostsError(f"edges holds {entry!r}", expected=expected)
+        if not all(isinstance(entry[end], int) and entry[end] >= 0 for end in ("from", "to")):
+            raise CostsError(f"edges holds {entry!r}", expected="ranks counted from 0 in 'from' and 'to'")
+        edges[entry["from"], entry["to"]] = Edge(entry.get("latency", 0.0), entry.get("bytes_per_second", math.inf))
+    return edges

@@ -1,0 +1,75 @@
+"""What can go wrong, as a tree: every error names the value, what was expected, and the mend.
+
+DrumlineError            anything that Drumline refuses
+├── ProgramError         text that is not a program, or a program used where it does not fit
+│   └── InvalidProgram   a program that the validator refuses; carries every violation
+├── ScheduleError        an unknown schedule, or counts that its recipe does not admit
+├── CostsError           costs that do not fit the program, or make no sense
+└── UsageError           command-line input that no library call ever sees
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drumline.core.validate import Violation
+
+
+class DrumlineError(ValueError):
+    """A refusal that a user can act on: what is wrong, what was expected, how to mend it.
+
+    >>> print(DrumlineError("M is 0", expected="a count of 1 or more", fix="pass --microbatches 8"))
+    M is 0; expected a count of 1 or more; pass --microbatches 8
+    """
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "") -> None:
+        self.error = error
+        self.expected = expected
+        self.fix = fix
+        parts = [error, f"expected {expected}" if expected else "", fix]
+        super().__init__("; ".join(part for part in parts if part))
+
+
+class ProgramError(DrumlineError):
+    """Text that is not a program, or a program used where it does not fit."""
+
+
+class InvalidProgram(ProgramError):
+    """A program that the validator refuses. `violations` holds every reason, not only the first."""
+
+    def __init__(self, name: str, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+        super().__init__(
+            f"program {name!r} cannot run: {violations[0]}{more}",
+            expected="a program without violations",
+            fix="`drumline check FILE.csv` lists them all",
+        )
+
+
+class ScheduleError(DrumlineError):
+    """An unknown schedule, or counts that its recipe does not admit."""
+
+
+class CostsError(DrumlineError):
+    """Costs that do not fit the program, or make no sense."""
+
+
+class UsageError(DrumlineError):
+    """Command-line input that no library call ever sees."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a half-sentence that suggests the closest known word, or lists them all.
+
+    >>> nearest("1f1v", ["gpipe", "1f1b"])
+    'did you mean 1f1b?'
+    >>> nearest("xyz", ["gpipe", "1f1b"])
+    'choose one of gpipe, 1f1b'
+    """
+    words = list(known)
+    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(words)}"

@@ -1,0 +1,106 @@
+"""Where everything stands in a program: the look-ups that the validator's checks share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from drumline.core import rules
+from drumline.core.action import TRANSFER_OPS, Action
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule: where, which action, and why. `rank` or `index` is None for what is not there at all.
+
+    >>> print(Violation(1, 7, Action.parse("3B2"), "runs before 3F2"))
+    rank 1, position 7: 3B2 runs before 3F2
+    """
+
+    rank: int | None
+    index: int | None
+    action: Action | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank is not None else []
+        where += [f"position {self.index}"] if self.index is not None else []
+        prefix = f"{', '.join(where)}: " if where else ""
+        return f"{prefix}{'' if self.action is None else f'{self.action} '}{self.reason}"
+
+
+class Place(NamedTuple):
+    """A position in a row."""
+
+    rank: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """A program with its plain actions looked up once."""
+
+    program: Program
+    placement: Placement
+
+    @cached_property
+    def places(self) -> dict[Action, list[Place]]:
+        """Every place of every plain compute action; more than one is a duplicate."""
+        found: dict[Action, list[Place]] = defaultdict(list)
+        for rank, row in enumerate(self.program.rows):
+            for index, action in enumerate(row):
+                if action.is_compute:
+                    for part in action.work:
+                        found[part].append(Place(rank, index))
+        return dict(found)
+
+    @cached_property
+    def inputs(self) -> dict[Action, list[tuple[Action, Place]]]:
+        """What every plain compute action needs and the program has, with its first place."""
+        num_stages = self.program.num_stages
+        found: dict[Action, list[tuple[Action, Place]]] = {}
+        for action in self.places:
+            listed = found[action] = []
+            for alternatives in rules.needs(action, num_stages):
+                for needed in alternatives:
+                    if needed in self.places:
+                        listed.append((needed, self.places[needed][0]))
+                        break
+        return found
+
+    @cached_property
+    def transfers(self) -> dict[Action, list[Place]]:
+        """Every place of every send and receive."""
+        found: dict[Action, list[Place]] = defaultdict(list)
+        for rank, row in enumerate(self.program.rows):
+            for index, action in enumerate(row):
+                if action.op in TRANSFER_OPS:
+                    found[action].append(Place(rank, index))
+        return dict(found)
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """The stage numbers that appear, lowest first."""
+        return sorted({action.stage for action in self.places})
+
+    @cached_property
+    def microbatches(self) -> list[int]:
+        """The microbatch numbers that appear, lowest first."""
+        return sorted({action.microbatch for action in self.places if action.microbatch is not None})
+
+    def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, Place] | None:
+        """Return whichever of the alternatives stands in the program, with its first place."""
+        for action in alternatives:
+            if action in self.places:
+                return action, self.places[action][0]
+        return None
+
+    def home(self, action: Action) -> int | None:
+        """Return the rank that the placement gives an action of a stage and microbatch."""
+        if action.microbatch is None or not 0 <= action.stage < self.placement.num_stages:
+            return None
+        return self.placement.rank_of(action.stage, action.microbatch)

@@ -1,0 +1,127 @@
+"""What a rank holds, action by action.
+
+A (stage, microbatch) pair is held from its F's start to its B's (split: W's) end; in an overlapped pair F counts before
+B. All of it follows from the rows alone, whatever the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.versions import Versions, versions
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One rank's memory: pairs and bytes while each timed action runs, and once it has ended.
+
+    Bytes are None where none are known; `static_bytes` (weights, gradients, optimizer) are part of them throughout.
+    """
+
+    pairs: Sequence[tuple[int, int]]
+    bytes: Sequence[tuple[float, float]] | None
+    static_bytes: float
+    peak_versions: int
+
+    @property
+    def peak_pairs(self) -> int:
+        """The most pairs held at once."""
+        return max((during for during, _ in self.pairs), default=0)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The most bytes held at once, or None where no bytes are known."""
+        if self.bytes is None:
+            return None
+        return max((during for during, _ in self.bytes), default=self.static_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What one op does to a rank's memory as it starts and as it ends; bytes are those of a microbatch of factor 1."""
+
+    pairs_start: int = 0
+    pairs_end: int = 0
+    bytes_start: float = 0.0
+    bytes_end: float = 0.0
+
+
+def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
+    r"""Return what every rank holds.
+
+    >>> [holding.peak_pairs for holding in holdings(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), Costs())]
+    [2, 1]
+    """
+    changes = _changes(program, costs)
+    factors = costs.factors(program.num_microbatches)
+    static = [
+        sum(values)
+        for values in zip(
+            *(costs.per_stage(f"{what}_bytes", program.num_stages) for what in ("weight", "gradient", "optimizer")),
+            strict=True,
+        )
+    ]
+    return tuple(
+        _holding(
+            [action for action in row if action.op in TIMED_OPS],
+            changes,
+            factors,
+            static,
+            versions(row, costs, program),
+            costs,
+        )
+        for row in program.rows
+    )
+
+
+def _changes(program: Program, costs: Costs) -> dict[tuple[Op, int], _Change]:
+    """Return the change that every (op, stage) makes."""
+    stages = program.num_stages
+    full = costs.per_stage("activation_bytes", stages)
+    until_weight = full
+    if costs.held_until_weight_bytes is not None:
+        until_weight = costs.per_stage("held_until_weight_bytes", stages)
+    recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
+    changes: dict[tuple[Op, int], _Change] = {}
+    for stage in range(stages):
+        kept = checkpoint[stage] if recomputes[stage] else full[stage]
+        again = full[stage] - kept
+        at_once = not program.has_backward
+        changes[Op.FORWARD, stage] = _Change(+1, -1 if at_once else 0, kept, -kept if at_once else 0.0)
+        changes[Op.BACKWARD, stage] = _Change(0, -1, again, -full[stage])
+        changes[Op.BACKWARD_INPUT, stage] = _Change(0, 0, again, until_weight[stage] - full[stage])
+        changes[Op.BACKWARD_WEIGHT, stage] = _Change(0, -1, 0.0, -until_weight[stage])
+    return changes
+
+
+def _holding(
+    row: Sequence[Action],
+    changes: dict[tuple[Op, int], _Change],
+    factors: Sequence[float],
+    static_bytes_of: Sequence[float],
+    extra: Versions | None,
+    costs: Costs,
+) -> Holding:
+    static = sum(static_bytes_of[stage] for stage in {part.stage for action in row for part in action.work})
+    pairs: list[tuple[int, int]] = []
+    sizes: list[tuple[float, float]] = []
+    held, size = 0, static
+    nothing = _Change()
+    for action in row:
+        during, during_size = held, size
+        for part in action.parts or (action,):
+            change = changes.get((part.op, part.stage), nothing)
+            factor = factors[part.microbatch] if part.microbatch is not None else 1.0
+            during += change.pairs_start
+            during_size += change.bytes_start * factor
+            held += change.pairs_start + change.pairs_end
+            size += (change.bytes_start + change.bytes_end) * factor
+        pairs.append((during, held))
+        sizes.append((during_size, size))
+    if extra is not None:
+        sizes = [(a + more, b + after) for (a, b), (more, after) in zip(sizes, extra.bytes, strict=True)]
+    return Holding(pairs, sizes if costs.knows_bytes else None, static, extra.peak if extra else 1)

@@ -1,0 +1,142 @@
+"""Which rank runs (stage, microbatch).
+
+    linear          loop (v = 2)      v (v = 2)         bidirectional
+    rank 0: 0       rank 0: 0 4       rank 0: 0 7       rank 0: 0, and 3 for mirrored microbatches
+    rank 1: 1       rank 1: 1 5       rank 1: 1 6       rank 1: 1, and 2
+    rank 2: 2       rank 2: 2 6       rank 2: 2 5       rank 2: 2, and 1
+    rank 3: 3       rank 3: 3 7       rank 3: 3 4       rank 3: 3, and 0
+
+A bidirectional placement holds two copies of every stage: mirrored microbatches flow from the last rank to the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from drumline.core.action import COMPUTE_OPS, Action, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The home rank of every stage, and the microbatches that see the ranks in mirror image.
+
+    >>> placement = Placement.v(num_ranks=4)
+    >>> [placement.rank_of(stage, 0) for stage in range(8)]
+    [0, 1, 2, 3, 3, 2, 1, 0]
+    >>> placement.name
+    'v'
+    """
+
+    num_ranks: int
+    homes: tuple[int, ...]
+    mirrored: frozenset[int] = frozenset()
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank that runs `stage` for `microbatch`."""
+        home = self.homes[stage]
+        return self.num_ranks - 1 - home if microbatch in self.mirrored else home
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """Return every rank that holds a copy of `stage`, lowest first."""
+        home = self.homes[stage]
+        return tuple(sorted({home, self.num_ranks - 1 - home})) if self.mirrored else (home,)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` holds, lowest first."""
+        return tuple(stage for stage in range(self.num_stages) if rank in self.ranks_of(stage))
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return len(self.homes)
+
+    @property
+    def name(self) -> str:
+        """`linear`, `loop`, `v`, `bidirectional`, or `custom` for any other."""
+        if self.mirrored:
+            return "bidirectional" if self.homes == tuple(range(self.num_ranks)) else "custom"
+        passes, rest = divmod(self.num_stages, self.num_ranks)
+        if rest == 0:
+            for named in (Placement.loop, Placement.v):
+                if self == named(self.num_ranks, stages_per_rank=passes):
+                    return "linear" if passes == 1 else named.__name__
+        return "custom"
+
+    @staticmethod
+    def linear(num_ranks: int) -> Placement:
+        """One stage per rank, in order."""
+        return Placement(num_ranks, tuple(range(num_ranks)))
+
+    @staticmethod
+    def loop(num_ranks: int, *, stages_per_rank: int = 2) -> Placement:
+        """Stages dealt round and round: rank 0 holds stages 0, P, 2P, ..."""
+        return Placement(num_ranks, tuple(range(num_ranks)) * stages_per_rank)
+
+    @staticmethod
+    def v(num_ranks: int, *, stages_per_rank: int = 2) -> Placement:
+        """Stages dealt down and up again, so that every turn stays on its rank."""
+        down = tuple(range(num_ranks))
+        passes = (down if turn % 2 == 0 else down[::-1] for turn in range(stages_per_rank))
+        return Placement(num_ranks, tuple(rank for one_pass in passes for rank in one_pass))
+
+    @staticmethod
+    def bidirectional(num_ranks: int, *, mirrored: Iterable[int]) -> Placement:
+        """One stage per rank going down; the microbatches in `mirrored` go up."""
+        return Placement(num_ranks, tuple(range(num_ranks)), frozenset(mirrored))
+
+
+def infer(rows: Sequence[Sequence[Action]]) -> Placement:
+    """Return the placement that most of the rows' work agrees with.
+
+    Work that disagrees is for the validator to name: one stray action must not move its whole stage.
+
+    >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
+    (0, 1)
+    """
+    votes: dict[tuple[int, int], dict[int, int]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            for part in action.parts or (action,):
+                if part.op in COMPUTE_OPS and part.microbatch is not None:
+                    # A forward weighs more: where a pair is torn apart, the stash is where F ran.
+                    weight = 3 if part.op is Op.FORWARD else 2
+                    ranks = votes.setdefault((part.stage, part.microbatch), {})
+                    ranks[rank] = ranks.get(rank, 0) + weight
+    num_ranks = len(rows)
+    num_stages = 1 + max((stage for stage, _ in votes), default=-1)
+    paths: dict[int, dict[int, int]] = {}
+    for (stage, microbatch), counts in votes.items():
+        agreed = len(counts) == 1
+        rank = next(iter(counts)) if agreed else min(counts.items(), key=lambda item: (-item[1], item[0]))[0]
+        paths.setdefault(microbatch, {})[stage] = rank
+
+    # Two directions are two equally common paths; the smaller one is called down, and its mirror image up.
+    seed = min(Counter(map(_as_tuple, paths.values())).items(), key=lambda item: (-item[1], item[0]), default=((), 0))[
+        0
+    ]
+    up = _mirror_images(paths, dict(seed), num_ranks)
+    homes = _majority((path for m, path in paths.items() if m not in up), num_stages)
+    return Placement(num_ranks, homes, frozenset(_mirror_images(paths, dict(enumerate(homes)), num_ranks)))
+
+
+def _as_tuple(path: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted(path.items()))
+
+
+def _mirror_images(paths: dict[int, dict[int, int]], down: dict[int, int], num_ranks: int) -> set[int]:
+    up = {stage: num_ranks - 1 - rank for stage, rank in down.items()}
+    return {m for m, path in paths.items() if _distance(path, up) < _distance(path, down)}
+
+
+def _distance(path: dict[int, int], other: dict[int, int]) -> int:
+    return sum(other.get(stage) != rank for stage, rank in path.items())
+
+
+def _majority(paths: Iterable[dict[int, int]], num_stages: int) -> tuple[int, ...]:
+    counts: list[Counter[int]] = [Counter() for _ in range(num_stages)]
+    for path in paths:
+        for stage, rank in path.items():
+            counts[stage][rank] += 1
+    return tuple(min(count.items(), key=lambda item: (-item[1], item[0]), default=(0, 0))[0] for count in counts)

@@ -1,0 +1,212 @@
+"""What every rank will do: rows of actions, and their text form.
+
+    0F0,0F1,0B0,0B1        one row per rank, one cell per action; an empty cell is an idle slot
+    1F0,1B0,1F1,1B1        and means nothing: when an action runs follows from what it waits for
+
+The text is PyTorch's own, so a file written here loads there and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from drumline.core import placement
+from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.errors import ProgramError
+from drumline.core.placement import Placement
+
+Row = tuple[Action, ...]
+
+# 64 MiB is some seven million actions, 2000 ranks of 3500: anything larger is not a program.
+MAX_FILE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Program:
+    r"""All ranks' rows. Two programs are equal when their rows are; the name is only for people.
+
+    >>> program = Program.parse("0F0,0B0\n1F0,1B0")
+    >>> program.num_ranks, program.num_stages, program.num_microbatches
+    (2, 2, 1)
+    >>> print(program.format())
+    0F0,0B0
+    1F0,1B0
+    """
+
+    rows: tuple[Row, ...]
+    name: str = field(default="custom", compare=False)
+
+    @staticmethod
+    def of(rows: Iterable[Iterable[Action]], name: str = "custom") -> Program:
+        """Return the program of any nested iterable of actions.
+
+        >>> Program.of([[Action(0, Op.FORWARD, 0)]]).format()
+        '0F0'
+        """
+        return Program(tuple(tuple(row) for row in rows), name)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks execute a row."""
+        return len(self.rows)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """How many stages the rows speak of: the highest number plus one."""
+        return 1 + max(self._highest[0], max((part.stage for part in self._halves()), default=-1))
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches the rows speak of: the highest number plus one, over all steps."""
+        return 1 + max(self._highest[1], max((part.microbatch or 0 for part in self._halves()), default=-1))
+
+    @cached_property
+    def _highest(self) -> tuple[int, int]:
+        actions = [action for row in self.rows for action in row]
+        numbered = [action.microbatch for action in actions if action.microbatch is not None]
+        return max([action.stage for action in actions], default=-1), max(numbered, default=-1)
+
+    def _halves(self) -> Iterator[Action]:
+        return (part for row in self.rows for action in row if action.parts for part in action.parts)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """How many actions all rows hold; an overlapped pair is one."""
+        return sum(map(len, self.rows))
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank runs (stage, microbatch), as most of the rows say."""
+        return placement.infer(self.rows)
+
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether sends and receives are spelled out."""
+        return any(action.op in TRANSFER_OPS for row in self.rows for action in row)
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether anything is trained; without, it is inference and nothing is stashed."""
+        return any(part.op in COMPUTE_OPS and part.op is not Op.FORWARD for part in self.work())
+
+    @cached_property
+    def num_updates(self) -> int:
+        """How many optimizer steps the program itself takes; 0 for a flushed one, where the user takes it."""
+        return len({action.microbatch for row in self.rows for action in row if action.op is Op.UPDATE})
+
+    @cached_property
+    def compiled(self) -> dict[object, object]:
+        """Forms that were computed from the rows once and are kept, by kind."""
+        return {}
+
+    def work(self) -> Iterator[Action]:
+        """Yield every plain action, both halves of overlapped pairs included, rank by rank."""
+        for row in self.rows:
+            for action in row:
+                yield from action.work
+
+    def compute_only(self) -> Program:
+        r"""Return the program without sends, receives and parameter state; gradient exchange and updates stay.
+
+        >>> Program.parse("0F0,0SEND_F0\n1RECV_F0,1F0").compute_only().format()
+        '0F0\n1F0'
+        """
+        dropped = TRANSFER_OPS | {Op.UNSHARD, Op.RESHARD}
+        rows = tuple(tuple(action for action in row if action.op not in dropped) for row in self.rows)
+        return Program(rows, self.name)
+
+    def format(self) -> str:
+        """Return the text form: one line per rank, actions separated by commas."""
+        return "\n".join(",".join(map(str, row)) for row in self.rows)
+
+    __str__ = format
+
+    def __repr__(self) -> str:
+        counts = f"num_ranks={self.num_ranks}, num_stages={self.num_stages}"
+        return f"Program({self.name!r}, {counts}, num_microbatches={self.num_microbatches})"
+
+    @staticmethod
+    def parse(text: str, name: str = "custom") -> Program:
+        """Return the program that `text` spells, or raise ProgramError with row and column.
+
+        >>> Program.parse("0F0,,0B0,0F0junk")
+        Traceback (most recent call last):
+        drumline.core.errors.ProgramError: row 1, column 4: '0F0junk' is not an action; ...
+        """
+        known: dict[str, Action] = {}
+        rows: list[Row] = []
+        lines = text.rstrip().splitlines()
+        for number, line in enumerate(lines, start=1):
+            row = tuple(_parse_row(line, number, known))
+            if not row:
+                raise ProgramError(
+                    f"row {number} of {len(lines)} is empty, so rank {number - 1} would do nothing",
+                    expected="one row of actions per rank",
+                    fix="add the rank's row or remove the line",
+                )
+            rows.append(row)
+        if not rows:
+            raise ProgramError("the text holds no action", expected="one row of actions like 0F0,0B0 per rank")
+        return Program(tuple(rows), name)
+
+    @staticmethod
+    def load(path: str | Path) -> Program:
+        """Read a CSV file, as this or PyTorch's pipelining writes it; bounded in time and memory.
+
+        >>> Program.load("no-such-file.csv")
+        Traceback (most recent call last):
+        drumline.core.errors.ProgramError: no-such-file.csv: No such file or directory; ...
+        """
+        path = Path(path)
+        try:
+            program = Program.parse(_read(path), name=path.stem)
+        except ProgramError as error:
+            raise ProgramError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+        present = {part.stage for part in program.work()}
+        if missing := sorted(set(range(min(program.num_stages, len(present) + 1))) - present):
+            raise ProgramError(
+                f"{path}: stage {missing[0]} appears on no rank, though stage {program.num_stages - 1} does",
+                expected=f"all of the stages 0 to {program.num_stages - 1} in the file's {program.num_ranks} rows",
+                fix="a rank's row is missing, or stages are misnumbered",
+            )
+        return program
+
+    def save(self, path: str | Path) -> None:
+        """Write the text form to a file."""
+        Path(path).write_text(self.format() + "\n", encoding="utf-8")
+
+
+def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Action]:
+    for column, cell in enumerate(line.split(","), start=1):
+        text = cell.strip()
+        if not text:
+            continue
+        action = known.get(text)
+        if action is None:
+            try:
+                action = known[text] = Action.parse(text)
+            except ProgramError as error:
+                where = f"row {number}, column {column}"
+                raise ProgramError(f"{where}: {error.error}", expected=error.expected, fix=error.fix) from None
+        yield action
+
+
+def _read(path: Path) -> str:
+    expected = "a CSV file, one row of actions per rank"
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ProgramError(error.strerror or str(error), expected=expected) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ProgramError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected=expected)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise ProgramError(
+            f"byte 0x{byte:02x} at offset {error.start} is not UTF-8 text", expected=expected, fix="save it as UTF-8"
+        ) from None

@@ -1,0 +1,103 @@
+"""Who needs what. The only copy: validator, simulator, lowering and executor all read it here.
+
+    F of a stage needs F of the stage before it.          0F3 ──► 1F3 ──► 2F3
+    B and I need F of their own stage, and B or I          │       │       │
+    of the stage after it. W needs its own I.             0B3 ◄── 1B3 ◄── 2B3
+
+What one rank needs of another travels as a message: activations after F, gradients after B or I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from drumline.core.action import Action, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An input: any one of `ops` at the stage `stage_offset` away, same microbatch."""
+
+    stage_offset: int
+    ops: tuple[Op, ...]
+
+
+_OWN_FORWARD = Need(0, (Op.FORWARD,))
+_GRADIENT = Need(+1, (Op.BACKWARD, Op.BACKWARD_INPUT))
+
+NEEDS: dict[Op, tuple[Need, ...]] = {
+    Op.FORWARD: (Need(-1, (Op.FORWARD,)),),
+    Op.BACKWARD: (_OWN_FORWARD, _GRADIENT),
+    Op.BACKWARD_INPUT: (_OWN_FORWARD, _GRADIENT),
+    Op.BACKWARD_WEIGHT: (Need(0, (Op.BACKWARD_INPUT,)),),
+}
+
+# What ends a pair's stay in memory, and what makes a message for a neighbouring stage.
+RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
+MESSAGE_TO: dict[Op, int] = {Op.FORWARD: +1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1}
+
+
+def needs(action: Action, num_stages: int) -> Iterator[tuple[Action, ...]]:
+    """Yield the inputs of a plain action, each as the alternatives of which one must have run.
+
+    >>> list(needs(Action.parse("1B0"), num_stages=3))
+    [(1F0,), (2B0, 2I0)]
+    >>> list(needs(Action.parse("0F0"), num_stages=3))
+    []
+    """
+    for need in NEEDS.get(action.op, ()):
+        stage = action.stage + need.stage_offset
+        if 0 <= stage < num_stages:
+            yield tuple(Action(stage, op, action.microbatch) for op in need.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What travels after a plain action, with the actions that spell it out."""
+
+    send: Action
+    recv: Action
+
+
+_SPELLED = {+1: (Op.SEND_F, Op.RECV_F), -1: (Op.SEND_B, Op.RECV_B)}
+
+
+def message(action: Action, num_stages: int) -> Message | None:
+    """Return what `action` hands to a neighbouring stage, or None; it travels only if that stage is on another rank.
+
+    >>> message(Action.parse("1F0"), num_stages=3)
+    Message(send=1SEND_F0, recv=2RECV_F0)
+    >>> message(Action.parse("2F0"), num_stages=3) is None
+    True
+    """
+    offset = MESSAGE_TO.get(action.op)
+    if offset is None or not 0 <= action.stage + offset < num_stages:
+        return None
+    send, recv = _SPELLED[offset]
+    return Message(
+        Action(action.stage, send, action.microbatch), Action(action.stage + offset, recv, action.microbatch)
+    )
+
+
+def message_of(transfer: Action) -> Message:
+    """Return the message that a send or a receive belongs to.
+
+    >>> message_of(Action.parse("2RECV_F0")).send
+    1SEND_F0
+    """
+    offset = +1 if transfer.op in (Op.SEND_F, Op.RECV_F) else -1
+    send, recv = _SPELLED[offset]
+    stage = transfer.stage if transfer.op is send else transfer.stage - offset
+    return Message(Action(stage, send, transfer.microbatch), Action(stage + offset, recv, transfer.microbatch))
+
+
+def producers(transfer: Action) -> tuple[Action, ...]:
+    """Return the actions of which one makes what `transfer` carries.
+
+    >>> producers(Action.parse("2RECV_B0"))
+    (3B0, 3I0)
+    """
+    made = message_of(transfer).send
+    ops = (Op.FORWARD,) if made.op is Op.SEND_F else (Op.BACKWARD, Op.BACKWARD_INPUT)
+    return tuple(Action(made.stage, op, made.microbatch) for op in ops)

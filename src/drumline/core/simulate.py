@@ -1,0 +1,175 @@
+"""What a program costs: the times of every action, for given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.costs import Costs
+from drumline.core.durations import lags, level_work, message_bytes, node_seconds, work_seconds
+from drumline.core.errors import CostsError, InvalidProgram
+from drumline.core.evaluate import evaluate, evaluate_many
+from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable, compile_program
+from drumline.core.memory import Holding, holdings
+from drumline.core.program import Program
+from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
+from drumline.core.validate import validate
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Simulation(Timeline):
+    """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin."""
+
+    costs: Costs
+    graph: Graph
+    starts: list[float]
+    ends: list[float]
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """The messages between ranks."""
+        graph = self.graph
+        crossings, work = graph.crossings, graph.work
+        sizes = message_bytes(graph, self.costs)
+        columns = (
+            np.where(crossings.node >= 0, crossings.node, -1),
+            work.node[crossings.producer],
+            work.node[crossings.consumer],
+            work.stage[crossings.producer],
+            work.code[crossings.producer],
+            work.microbatch[crossings.producer],
+            crossings.source,
+            crossings.target,
+            sizes,
+        )
+        found = []
+        for node, made, taken, stage, code, microbatch, source, target, size in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            start, sent = (self.ends[made], self.ends[made]) if node < 0 else (self.starts[node], self.ends[node])
+            arrived = sent + self.costs.edge(source, target).latency
+            message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
+            assert message is not None
+            found.append(Transfer(message.send, source, target, start, arrived, self.starts[taken], size))
+        return found
+
+    @cached_property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which moving a message kept it from computing."""
+        crossings = self.graph.crossings
+        spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        if self.graph.messages is Messages.BLOCKING:
+            for index, transfer in enumerate(self.transfers):
+                recv = rules.message_of(transfer.action).recv
+                for rank, action, node in (
+                    (transfer.source, transfer.action, int(crossings.node[index])),
+                    (transfer.target, recv, int(crossings.recv_node[index])),
+                ):
+                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], Lane.TRANSFER))
+        return [sorted(row, key=lambda span: (span.start, span.end)) for row in spans]
+
+    @cached_property
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end."""
+        return holdings(self.program, self.costs)
+
+    @cached_property
+    def balanced(self) -> Timeline | None:
+        """The same program and work, were all stages and microbatches equally heavy; None where they are."""
+        seconds = work_seconds(self.graph, self.costs)
+        level = level_work(self.graph, seconds)
+        if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
+            return None
+        return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Simulation:
+    """Return the timeline of `program` under `costs`; every action starts as soon as what it waits for allows.
+
+    >>> from drumline.schedules import generate
+    >>> timeline = simulate(generate("1f1b", num_ranks=4, num_microbatches=8))
+    >>> timeline.makespan, round(timeline.bubble, 4), timeline.peak_activations
+    (33.0, 0.2727, (4, 3, 2, 1))
+    """
+    costs = costs or Costs()
+    try:
+        graph = compile_program(program, _messages(costs))
+        return _timed(program, costs, graph, node_seconds(graph, costs, work_seconds(graph, costs)))
+    except NotCompilable:
+        raise _invalid(program) from None
+
+
+def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floats | None = None) -> Floats:
+    """Return the makespan of one program under many costs at once.
+
+    Either pass a sequence of costs, or one and `factors`: an array (samples, compute and update actions) that
+    multiplies the seconds of each, row by row in order, the two halves of an overlapped pair apart.
+
+    >>> from drumline.schedules import generate
+    >>> program = generate("1f1b", num_ranks=2, num_microbatches=2)
+    >>> makespans(program, [Costs(), Costs(forward=2)]).tolist()
+    [9.0, 12.0]
+    """
+    many = [costs] if isinstance(costs, Costs) else list(costs)
+    if not many:
+        return np.empty(0)
+    kinds = {_messages(one) for one in many}
+    if len(kinds) > 1:
+        raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
+    try:
+        graph = compile_program(program, kinds.pop())
+        ends = evaluate_many(graph, *_samples(graph, many, factors))
+    except NotCompilable:
+        raise _invalid(program) from None
+    latest: Floats = ends.max(axis=0)
+    return latest
+
+
+def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+    """Return seconds and lag of every node, one column per sample."""
+    if factors is None:
+        seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
+        waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
+        return np.stack(seconds, axis=1), np.stack(waits, axis=1)
+    actions = len(graph.work.node)
+    if len(many) != 1 or factors.ndim != 2 or factors.shape[1] != actions:
+        raise CostsError(f"factors has the shape {factors.shape}", expected=f"(samples, {actions}) and a single Costs")
+    by_row = np.empty(actions, dtype=np.int64)
+    by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)
+    work = work_seconds(graph, many[0])[:, None] * factors.T[by_row]
+    seconds_many = node_seconds(graph, many[0], work)
+    return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
+
+
+def _messages(costs: Costs) -> Messages:
+    if not costs.has_finite_links:
+        return Messages.LATENCY
+    return Messages.LINKS if costs.overlap else Messages.BLOCKING
+
+
+def _invalid(program: Program) -> InvalidProgram:
+    violations = validate(program)
+    assert violations, f"{program!r} passes the validator and yet cannot be simulated"
+    return InvalidProgram(program.name, violations)
+
+
+def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats) -> Simulation:
+    started, ended = evaluate(graph, seconds, lags(graph, costs, seconds))
+    tracks = []
+    for row, nodes in zip(program.rows, graph.action_nodes, strict=True):
+        actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
+        tracks.append(Track(actions, started[nodes].tolist(), ended[nodes].tolist()))
+    starts, ends = started.tolist(), ended.tolist()
+    exchanges = tuple(
+        Span(rank, Action(stage, Op.REDUCE_GRAD), starts[node], ends[node], Lane.EXCHANGE)
+        for rank, stage, node in zip(
+            *(column.tolist() for column in (graph.exchanges.rank, graph.exchanges.stage, graph.exchanges.node)),
+            strict=True,
+        )
+    )
+    return Simulation(program, tuple(tracks), exchanges, costs=costs, graph=graph, starts=starts, ends=ends)

@@ -1,0 +1,241 @@
+"""What happened, or would happen: spans on ranks, messages between them, and the figures that follow from both.
+
+The simulator and the executor both make timelines, so everything that reads one is written once.
+
+    makespan       first start to last end over all ranks
+    bubble         1 - busy / (ranks x makespan)
+    span_bubble    the same with the longest rank's own span in place of the makespan (the zero-bubble papers' figure)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from drumline.core import rules
+from drumline.core.action import Action, Op
+from drumline.core.attribute import Idle, attribute
+from drumline.core.memory import Holding
+from drumline.core.program import Program
+
+
+class Lane(StrEnum):
+    """Where a span is drawn: a rank computes, exchanges gradients, or (with overlap off) moves a message itself."""
+
+    COMPUTE = "compute"
+    EXCHANGE = "exchange"
+    TRANSFER = "transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed action of one rank."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    lane: Lane = Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message: on its way from `start` to `end`, taken up by its consumer at `consumed`."""
+
+    action: Action
+    source: int
+    target: int
+    start: float
+    end: float
+    consumed: float
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank's timed actions in order, with their starts and ends."""
+
+    actions: Sequence[Action]
+    starts: Sequence[float]
+    ends: Sequence[float]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
+
+    >>> from drumline.core.simulate import simulate
+    >>> timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0"))
+    >>> timeline.makespan, timeline.bubble, timeline.peak_activations
+    (6.0, 0.5, (1, 1))
+    """
+
+    program: Program
+    tracks: tuple[Track, ...]
+    exchanges: tuple[Span, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.program.name!r}, makespan={self.makespan:g}, bubble={self.bubble:.4f})"
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """The messages between ranks."""
+        return ()
+
+    @property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which moving a message kept it from computing."""
+        return [()] * self.num_ranks
+
+    @property
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end."""
+        raise NotImplementedError("who makes a timeline knows its memory")
+
+    @property
+    def balanced(self) -> Timeline | None:
+        """The same program were all stages and microbatches equally heavy; None where they are."""
+        return None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks took part."""
+        return len(self.tracks)
+
+    def spans(self) -> Iterator[Span]:
+        """Yield every span of every rank, rank by rank in order of time; gradient exchanges come last."""
+        for rank, track in enumerate(self.tracks):
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                yield Span(rank, action, start, end)
+        yield from self.exchanges
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min((track.starts[0] for track in self.tracks if track.starts), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action or exchange ends."""
+        last = (track.ends[-1] for track in self.tracks if track.ends)
+        return max((*last, *(span.end for span in self.exchanges)), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computed."""
+        return tuple(math.fsum(track.ends) - math.fsum(track.starts) for track in self.tracks)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds of the makespan in which each rank did not compute."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest rank's own first start to last end."""
+        return max((track.ends[-1] - track.starts[0] for track in self.tracks if track.ends), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the makespan over all ranks."""
+        return self._idle_share(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """Idle share of the longest rank's span: what the zero-bubble papers report."""
+        return self._idle_share(self.span)
+
+    def _idle_share(self, seconds: float) -> float:
+        return 1.0 - math.fsum(self.busy) / (self.num_ranks * seconds) if seconds > 0 else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs each rank held at once."""
+        return tuple(holding.peak_pairs for holding in self.memory)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """The most bytes each rank held at once: weights, gradients, optimizer and stash; None where unknown."""
+        if any(holding.peak_bytes is None for holding in self.memory):
+            return None
+        return tuple(holding.peak_bytes or 0.0 for holding in self.memory)
+
+    @cached_property
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`. For memory limits call `attribute` yourself."""
+        return attribute(self)
+
+    @cached_property
+    def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
+        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
+        changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        for transfer in self.transfers:
+            changes[transfer.source, transfer.target] += [(transfer.start, +1), (transfer.consumed, -1)]
+        depths: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        for edge, events in sorted(changes.items()):
+            depth = 0
+            curve: list[tuple[float, int]] = []
+            for time, change in sorted(events):
+                depth += change
+                if curve and curve[-1][0] == time:
+                    curve[-1] = (time, depth)
+                else:
+                    curve.append((time, depth))
+            depths[edge] = curve
+        return depths
+
+    @cached_property
+    def located(self) -> dict[tuple[int, Op, int | None], tuple[int, int]]:
+        """Where each plain action ran, as (rank, index in its track), by (stage, op, microbatch)."""
+        where: dict[tuple[int, Op, int | None], tuple[int, int]] = {}
+        for rank, track in enumerate(self.tracks):
+            for index, action in enumerate(track.actions):
+                for part in action.parts or (action,):
+                    where[part[:3]] = (rank, index)
+        return where
+
+    def inputs(self, rank: int, action: Action) -> list[tuple[float, int, int, Action]]:
+        """Return what `action` needed of other ranks, as (end, rank, index, action), the latest last."""
+        found = []
+        for part in action.work:
+            for alternatives in rules.needs(part, self.program.num_stages):
+                for one in alternatives:
+                    place = self.located.get(one[:3])
+                    if place is not None and place[0] != rank:
+                        found.append((self.tracks[place[0]].ends[place[1]], *place, one))
+        return sorted(found, key=lambda entry: entry[:3])
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        r"""The chain of spans that makes the makespan what it is, first to last: shorten one of them to shorten it.
+
+        >>> from drumline.core.simulate import simulate
+        >>> [span.action for span in simulate(Program.parse("0F0,0B0\n1F0,1B0")).critical_path]
+        [0F0, 1F0, 1B0, 0B0]
+        """
+        ranks = [rank for rank, track in enumerate(self.tracks) if track.ends]
+        if not ranks:
+            return ()
+        rank = max(ranks, key=lambda rank: self.tracks[rank].ends[-1])
+        index = len(self.tracks[rank].ends) - 1
+        path = []
+        while True:
+            track = self.tracks[rank]
+            path.append(Span(rank, track.actions[index], track.starts[index], track.ends[index]))
+            before = track.ends[index - 1] if index else -math.inf
+            inputs = self.inputs(rank, track.actions[index])
+            if inputs and before < track.starts[index]:
+                _, rank, index, _ = inputs[-1]
+            elif index:
+                index -= 1
+            else:
+                return tuple(reversed(path))

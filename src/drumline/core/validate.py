@@ -1,0 +1,222 @@
+"""The proof that a program computes everything once, in an order that cannot hang, within its memory.
+
+The channel is the hardest one: a send completes only once its receive is posted, messages of one directed edge
+travel in posting order, and nothing is buffered between. Compute goes on while a send is pending. So a rank can
+stand still for one reason only: its next action needs something that another rank has not sent yet. If no rank can
+go on and work is left, following "who waits for whom" leads round a cycle, and that is the deadlock.
+
+All violations are returned, not only the first; what follows from another violation is not reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core import check_exchange, check_messages
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.attribute import Limit
+from drumline.core.costs import Costs
+from drumline.core.index import Index, Place, Violation
+from drumline.core.memory import holdings
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+
+__all__ = ["Violation", "validate"]
+
+
+def validate(
+    program: Program, *, placement: Placement | None = None, limit: Limit | None = None, costs: Costs | None = None
+) -> list[Violation]:
+    r"""Return every violation of `program`; an empty list is the proof that it can run.
+
+    `placement` states where stages belong (otherwise where most of their work is), `limit` what a rank may hold, in
+    pairs or in the bytes of `costs`.
+
+    >>> validate(Program.parse("0F0,0B0\n1F0,1B0"))
+    []
+    >>> for violation in validate(Program.parse("0B0,0F0\n1F0,1B0")):
+    ...     print(violation)
+    rank 0, position 0: 0B0 runs before 0F0
+    """
+    if gaps := list(_gaps(program)):
+        return gaps
+    index = Index(program, placement or program.placement)
+    found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
+    found += check_messages.check(index)
+    found += check_exchange.check(index)
+    found += _deadlocks(index)
+    if limit:
+        found += _held(program, limit, costs or Costs())
+    return sorted(found, key=_by_place)
+
+
+def _by_place(violation: Violation) -> tuple[int, int]:
+    rank = -1 if violation.rank is None else violation.rank
+    return rank, -1 if violation.index is None else violation.index
+
+
+def _gaps(program: Program) -> Iterator[Violation]:
+    """Find stages or microbatches that nobody speaks of: with these nothing else can be counted."""
+    for what, numbers, name in (
+        ("stage", {part.stage for part in program.work()}, "stages"),
+        ("microbatch", {part.microbatch for part in program.work() if part.microbatch is not None}, "microbatches"),
+    ):
+        if not numbers:
+            yield Violation(None, None, None, f"the program names no {what}")
+        elif (count := max(numbers) + 1) > len(numbers):
+            missing = next(number for number in range(count) if number not in numbers)
+            yield Violation(
+                None,
+                None,
+                None,
+                f"{what} {missing} is missing on every rank, though {what} {count - 1} is there: "
+                f"{len(numbers)} of {count} {name} appear",
+            )
+
+
+def _shape(index: Index) -> Iterator[Violation]:
+    """Check that pairs are a forward and a backward, and that nothing is done twice."""
+    for rank, row in enumerate(index.program.rows):
+        for at, action in enumerate(row):
+            if action.parts and [part.op is Op.FORWARD for part in action.parts].count(True) != 1:
+                yield Violation(rank, at, action, "overlaps what is not one forward and one backward")
+    for action, places in index.places.items():
+        for again in places[1:]:
+            first = places[0]
+            yield Violation(
+                again.rank, again.position, action, f"runs again; it ran on rank {first.rank} at position
+                {first.position}"
+            )
+        if action.op in _HALVES and action._replace(op=Op.BACKWARD) in index.places:
+            place, whole = places[0], action._replace(op=Op.BACKWARD)
+            yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
+
+
+_HALVES = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+
+
+def _placed(index: Index) -> Iterator[Violation]:
+    """Check that every action stands on its stage's rank."""
+    if index.placement.num_ranks != index.program.num_ranks:
+        expected = f"the placement has {index.placement.num_ranks}"
+        yield Violation(None, None, None, f"the program has {index.program.num_ranks} ranks, {expected}")
+        return
+    for action, places in index.places.items():
+        home = index.home(action)
+        for place in places:
+            if place.rank != home:
+                lives = "is not part of the placement" if home is None else f"lives on rank {home}"
+                who = (
+                    f"stage {action.stage} for microbatch {action.microbatch}"
+                    if index.placement.mirrored
+                    else f"stage {action.stage}"
+                )
+                yield Violation(place.rank, place.position, action, f"is on the wrong rank: {who} {lives}")
+
+
+def _complete(index: Index) -> Iterator[Violation]:
+    """Check that no work is missing."""
+    trains = index.program.has_backward
+    for stage in index.stages:
+        for microbatch in index.microbatches:
+            forward, whole, first, second = (
+                Action(stage, op, microbatch) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            )
+            if forward not in index.places:
+                yield Violation(index.home(forward), None, forward, "is missing")
+            if not trains or whole in index.places:
+                continue
+            halves = first in index.places, second in index.places
+            if not any(halves):
+                yield Violation(index.home(whole), None, whole, f"is missing, and so are {first} and {second}")
+            elif not all(halves):
+                missing, there = (second, first) if halves[0] else (first, second)
+                yield Violation(index.home(missing), None, missing, f"is missing, though {there} is there")
+
+
+def _ordered(index: Index) -> Iterator[Violation]:
+    """Check that what an action needs of its own rank stands before it."""
+    for action, inputs in index.inputs.items():
+        place = index.places[action][0]
+        for needed, at in inputs:
+            if at.rank == place.rank and at.position >= place.position:
+                how = "in one overlapped pair with" if at.position == place.position else "before"
+                yield Violation(place.rank, place.position, action, f"runs {how} {needed}")
+
+
+def _deadlocks(index: Index) -> Iterator[Violation]:
+    """Run all rows against the channel; where nothing moves, report each cycle of ranks that wait for each other."""
+    rows = index.program.rows
+    at = [0] * len(rows)
+    needed = _remote_inputs(index)
+    waiting: dict[Place, list[int]] = {}
+    active = list(range(len(rows)))
+    while active:
+        rank = active.pop()
+        while at[rank] < len(rows[rank]):
+            inputs = needed.get(Place(rank, at[rank]), ())
+            blocker = next((place for place in inputs if at[place.rank] <= place.position), None)
+            if blocker is not None:
+                waiting.setdefault(blocker, []).append(rank)
+                break
+            passed = Place(rank, at[rank])
+            at[rank] += 1
+            active += waiting.pop(passed, ())
+    stuck = {rank: place for place, ranks in waiting.items() for rank in ranks}
+    yield from _cycles(index, at, stuck)
+
+
+def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
+    """Return, per place, the places on other ranks that must be passed first.
+
+    What stands in the wrong order on its own rank is left out: it has been reported, and would hide the rest.
+    """
+    found: dict[Place, list[Place]] = {}
+    for action, inputs in index.inputs.items():
+        place = index.places[action][0]
+        if any(at.rank == place.rank and at.position >= place.position for _, at in inputs):
+            continue
+        remote = [check_messages.sent_at(index, needed, at) for needed, at in inputs if at.rank != place.rank]
+        if remote:
+            found.setdefault(place, []).extend(remote)
+    return found
+
+
+def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:
+    seen: set[int] = set()
+    for start in sorted(stuck):
+        path: list[int] = []
+        rank = start
+        while rank in stuck and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = stuck[rank].rank
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            links = [_link(index, one, at[one], stuck[one]) for one in cycle]
+            first = cycle[0]
+            action = index.program.rows[first][at[first]]
+            yield Violation(first, at[first], action, f"never runs, ranks wait for each other: {'; '.join(links)}")
+
+
+def _link(index: Index, rank: int, at: int, needed: Place) -> str:
+    rows = index.program.rows
+    return (
+        f"rank {rank} at {rows[rank][at]} (position {at}) waits for "
+        f"{rows[needed.rank][needed.position]} of rank {needed.rank} (position {needed.position})"
+    )
+
+
+def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
+    """Check every rank's stash against the limit; the first action that breaks it is named."""
+    for rank, holding in enumerate(holdings(program, costs)):
+        timed = [at for at, action in enumerate(program.rows[rank]) if action.op in TIMED_OPS]
+        for held, most, unit in (
+            (holding.pairs, limit.max_activations, "pairs"),
+            (holding.bytes or (), limit.max_bytes, "bytes"),
+        ):
+            over = next((at for at, (during, _) in enumerate(held) if most is not None and during > most), None)
+            if over is not None:
+                where = timed[over]
+                reason = f"makes the rank hold {held[over][0]:g} {unit}, over the limit of {most:g}"
+                yield Violation(rank, where, program.rows[rank][where], reason)

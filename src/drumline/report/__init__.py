@@ -1,0 +1,1 @@
+"""Timelines made visible. Nothing here knows where a timeline came from."""

@@ -1,0 +1,146 @@
+"""All schedules side by side, for one model on given ranks.
+
+The costs are those of a stage when every rank holds one. A schedule with v stages per rank cuts the same model
+finer, so each of its stages costs a v-th: every row does the same work, and times and bytes can be held against
+each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from drumline.core.attribute import Limit
+from drumline.core.costs import Costs
+from drumline.core.errors import CostsError, ScheduleError
+from drumline.core.simulate import Simulation, simulate
+from drumline.report.summary import summarize
+from drumline.report.table import table
+from drumline.schedules import schedules
+
+_PER_STAGE = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "backward",
+    "overlapped",
+    "update",
+    "reduce",
+    "activation_bytes",
+    "held_until_weight_bytes",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule of a comparison; `stages_per_rank` says how fine it cuts the model."""
+
+    name: str
+    stages_per_rank: int
+    timeline: Simulation
+    fits: bool
+
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """The makespan over all microbatches: comparable also where a program spans several steps."""
+        return self.timeline.makespan / self.timeline.program.num_microbatches
+
+    @property
+    def peak_share(self) -> float:
+        """The largest rank's peak of pairs, in whole-rank activations: v pairs of a v-th each count as one."""
+        return max(self.timeline.peak_activations) / self.stages_per_rank
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures as `simulate` reports them, and what only a comparison knows."""
+        return {
+            **summarize(self.timeline),
+            "stages_per_rank": self.stages_per_rank,
+            "seconds_per_microbatch": self.seconds_per_microbatch,
+            "peak_share": self.peak_share,
+            "fits": self.fits,
+        }
+
+
+def compare(
+    num_ranks: int,
+    *,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    stages_per_rank: int | None = None,
+    limit: Limit | None = None,
+) -> list[Row]:
+    """Return every training schedule that admits these counts, best first; those over the limit come last.
+
+    >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
+    ['interleaved-zb', 'zb-v', 'dualpipe']
+    """
+    rows = []
+    for name, schedule in schedules().items():
+        v = schedule.stages_per_rank
+        if schedule.stage_counts != "fixed" and stages_per_rank is not None and v > 1:
+            v = stages_per_rank
+        if schedule.refusal(num_ranks, num_microbatches, v) is not None:
+            continue
+        try:
+            program = schedule.build(num_ranks, num_microbatches, v)
+        except ScheduleError:
+            continue
+        if not program.has_backward:
+            continue
+        timeline = simulate(program, _cut_finer(costs or Costs(), v))
+        rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
+    return sorted(rows, key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
+
+
+def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:
+    if limit is None:
+        return True
+    if limit.max_activations is not None and max(timeline.peak_activations) > limit.max_activations * stages_per_rank:
+        return False
+    return limit.max_bytes is None or timeline.peak_bytes is None or max(timeline.peak_bytes) <= limit.max_bytes
+
+
+def _cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
+    changed: dict[str, Any] = {}
+    for name in _PER_STAGE:
+        value = getattr(costs, name)
+        if isinstance(value, Sequence):
+            raise CostsError(
+                f"{name} is given per stage", expected="one number: schedules cut the model into different stages"
+            )
+        if value is not None:
+            changed[name] = value / stages_per_rank
+    for field in fields(costs):
+        if (
+            field.name not in _PER_STAGE
+            and field.name != "microbatch_factor"
+            and isinstance(getattr(costs, field.name), Sequence)
+        ):
+            raise CostsError(f"{field.name} is given per stage", expected="one value for all stages")
+    return replace(costs, **changed) if stages_per_rank > 1 else costs
+
+
+def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
+    """Return the comparison as an aligned table."""
+    bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
+    header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
+    header += ["peak bytes"] if bytes_known else []
+    lines = []
+    for row in rows:
+        timeline = row.timeline
+        cells = [
+            row.name + ("" if row.fits else " (over the limit)"),
+            str(row.stages_per_rank),
+            f"{row.seconds_per_microbatch:.4g}",
+            f"{timeline.bubble:.2%}",
+            f"{timeline.span_bubble:.2%}",
+            f"{row.peak_share:.3g}",
+        ]
+        if bytes_known:
+            cells.append(f"{max(timeline.peak_bytes or (0.0,)):.4g}")
+        lines.append(cells)
+    return table(header, lines, width=width)

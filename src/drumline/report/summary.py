@@ -1,0 +1,51 @@
+"""The figures of one timeline, as the object that `--json` prints and as text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from drumline.core.attribute import Idle
+from drumline.core.timeline import Timeline
+
+
+def summarize(timeline: Timeline, causes: tuple[Idle, ...] | None = None) -> dict[str, Any]:
+    r"""Return the figures that every verb reports of a timeline; times are in the unit of the costs.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate import simulate
+    >>> summary = summarize(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
+    >>> summary["makespan"], summary["idle"], summary["idle_by_cause"]["fill"]
+    (6.0, [3.0, 3.0], [0.0, 1.0])
+    """
+    program = timeline.program
+    summary: dict[str, Any] = {
+        "schedule": program.name,
+        "ranks": timeline.num_ranks,
+        "microbatches": program.num_microbatches,
+        "stages": program.num_stages,
+        "placement": program.placement.name,
+        "actions": program.num_actions,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "busy": list(timeline.busy),
+        "idle": list(timeline.idle),
+        "idle_by_cause": idle_by_cause(timeline, timeline.causes if causes is None else causes),
+        "peak_activations": list(timeline.peak_activations),
+    }
+    if timeline.peak_bytes is not None:
+        summary["peak_bytes"] = list(timeline.peak_bytes)
+    if program.num_updates:
+        summary["updates"] = program.num_updates
+        summary["weight_versions"] = [holding.peak_versions for holding in timeline.memory]
+    return summary
+
+
+def idle_by_cause(timeline: Timeline, causes: tuple[Idle, ...]) -> dict[str, list[float]]:
+    """Return the idle seconds of every rank, by cause."""
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0] * timeline.num_ranks)
+    for idle in causes:
+        total[idle.cause.value][idle.rank] += idle.seconds
+    return dict(total)

@@ -1,0 +1,56 @@
+"""DualPipe (arXiv 2412.19437): two opposed directions whose forwards and backwards overlap.
+
+PICTURE
+
+Every stage has two copies, on ranks r and P-1-r; the first half of the microbatches goes down, the second half up,
+and the copies exchange gradients at the end. The recipe is made for M even and M >= 2P; any other M is cut out of a
+larger run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, Op
+from drumline.schedules.eight_steps import EightSteps
+from drumline.schedules.registry import schedule
+from drumline.schedules.trim import trim
+
+
+@schedule(
+    "dualpipe",
+    summary="two directions overlap F with B: small bubble where F&B is fused; twice the weights",
+    even_ranks=True,
+)
+def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+    """Run the eight steps on every rank, then exchange the two copies' gradients."""
+    num_down = (num_microbatches + 1) // 2
+    num_each = max(num_down, num_ranks)
+    for rank in range(num_ranks):
+        goes_up = rank >= num_ranks // 2
+
+        def place(flow: int, number: int, rank: int = rank, goes_up: bool = goes_up) -> tuple[int, int]:
+            up = goes_up != bool(flow)
+            return (num_ranks - 1 - rank, num_each + number) if up else (rank, number)
+
+        steps = EightSteps(num_ranks // 2, min(rank, num_ranks - 1 - rank), num_each, place)
+        row = [
+            _renumbered(action, num_each, num_down)
+            for action in trim(steps.row(), lambda one: _exists(one, num_each, num_down, num_microbatches))
+        ]
+        held = {part.stage for action in row for part in action.work}
+        yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held)]
+
+
+def _exists(action: Action, num_each: int, num_down: int, num_microbatches: int) -> bool:
+    """Whether the (down: 0..num_each-1, up: num_each..) number belongs to a real microbatch."""
+    number = action.microbatch or 0
+    return number < num_down if number < num_each else number - num_each < num_microbatches - num_down
+
+
+def _renumbered(action: Action, num_each: int, num_down: int) -> Action:
+    if action.parts:
+        parts = tuple(_renumbered(part, num_each, num_down) for part in action.parts)
+        return action._replace(parts=parts)
+    number = action.microbatch or 0
+    return action if number < num_each else action._replace(microbatch=number - num_each + num_down)

@@ -1,0 +1,21 @@
+"""GPipe (arXiv 1811.06965): all forwards, then all backwards.
+
+PICTURE
+
+Every microbatch is stashed until its backward. The paper recomputes activations to pay less for that:
+`Costs(recompute=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, B, F
+from drumline.schedules.registry import schedule
+
+
+@schedule("gpipe", summary="all forwards, then all backwards; simplest, stashes every microbatch")
+def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+    """Run all forwards, then all backwards."""
+    for rank in range(num_ranks):
+        yield [op(rank, m) for op in (F, B) for m in range(num_microbatches)]

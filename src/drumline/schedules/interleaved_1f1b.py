@@ -1,0 +1,35 @@
+"""Interleaved 1F1B (arXiv 2104.04473): several stages per rank, dealt round and round; the bubble shrinks v-fold.
+
+PICTURE
+
+Rank r runs 2(P-1-r) + (v-1)P forwards ahead, then one forward and one backward in turn. Megatron wants M to be a
+multiple of P; here the groups of microbatches stretch to take any M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, B, F
+from drumline.schedules.groups import group_sizes, visits
+from drumline.schedules.registry import schedule
+
+
+@schedule(
+    "interleaved-1f1b",
+    summary="1F1B over v stages per rank: a v-th of the bubble, more memory and v times the messages",
+    stages_per_rank=2,
+    stage_counts="any",
+)
+def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
+    """Run the grouped forwards and backwards in turn."""
+    order = list(visits(num_ranks, num_microbatches, stages_per_rank))
+    for rank in range(num_ranks):
+        forwards = [F(local * num_ranks + rank, m) for local, m in order]
+        backwards = [B((stages_per_rank - 1 - local) * num_ranks + rank, m) for local, m in order]
+        round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
+        ahead = min(round_trip + 2 * (num_ranks - 1 - rank), len(order))
+        row = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            row += [forward, backward]
+        yield row + backwards[len(order) - ahead :]

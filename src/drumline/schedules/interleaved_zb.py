@@ -1,0 +1,39 @@
+"""Interleaved zero bubble (ZB1P over a loop, as PyTorch's InterleavedZeroBubble).
+
+PICTURE
+
+Rank r runs (P-1-r) + (v-1)P forwards ahead, half as many hops as interleaved 1F1B because I is shorter than B, and
+delays W by r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, F, I, W
+from drumline.schedules.groups import group_sizes, visits
+from drumline.schedules.registry import schedule
+
+
+@schedule(
+    "interleaved-zb",
+    summary="interleaved 1F1B with split backwards: W fills what is left of the bubble",
+    stages_per_rank=2,
+    stage_counts="any",
+)
+def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
+    """Run the grouped forwards and input halves in turn, weight halves r behind."""
+    order = list(visits(num_ranks, num_microbatches, stages_per_rank))
+    for rank in range(num_ranks):
+        back = [((stages_per_rank - 1 - local) * num_ranks + rank, m) for local, m in order]
+        round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
+        ahead = min(round_trip + num_ranks - 1 - rank, len(order))
+        row = [F(local * num_ranks + rank, m) for local, m in order[:ahead]]
+        for at in range(len(order)):
+            if at + ahead < len(order):
+                local, m = order[at + ahead]
+                row.append(F(local * num_ranks + rank, m))
+            row.append(I(*back[at]))
+            if at >= rank:
+                row.append(W(*back[at - rank]))
+        yield row + [W(*pair) for pair in back[max(0, len(back) - rank) :]]

@@ -1,0 +1,28 @@
+"""Breadth-first pipelining (arXiv 2211.05953): all microbatches of one local stage before the next local stage.
+
+PICTURE
+
+The bubble of interleaved 1F1B with the stash of GPipe; each stage's parameters are used in one go, which sharded data
+parallelism likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, B, F
+from drumline.schedules.registry import schedule
+
+
+@schedule(
+    "looped-bfs",
+    summary="GPipe over v stages per rank: a v-th of the bubble, each stage's weights gathered once",
+    stages_per_rank=2,
+    stage_counts="any",
+)
+def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
+    """Run every local stage's forwards, then every local stage's backwards in reverse."""
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        row = [F(stage, m) for stage in stages for m in range(num_microbatches)]
+        yield row + [B(stage, m) for stage in reversed(stages) for m in range(num_microbatches)]

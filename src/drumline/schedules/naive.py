@@ -1,0 +1,18 @@
+"""Model parallelism without a pipeline: one microbatch is in the machine at a time.
+
+PICTURE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, B, F
+from drumline.schedules.registry import schedule
+
+
+@schedule("naive", summary="one microbatch at a time: what pipelining is measured against")
+def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+    """Run F then B of every microbatch before the next one starts."""
+    for rank in range(num_ranks):
+        yield [op(rank, m) for m in range(num_microbatches) for op in (F, B)]

@@ -1,0 +1,42 @@
+"""PipeDream-2BW (arXiv 2006.09503): 1F1B without a flush, gradients of M microbatches per step, two weight versions.
+
+PICTURE (rUm is the optimizer step; here two steps of four microbatches)
+
+Step t computes with W(t-1): W(t+1) = W(t) - lr * gradient(W(t-1)). A forward sees the updates that stand before it
+in its row, so the update of step t stands just before the first forward of step t+2, the first that may see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import ScheduleError
+from drumline.schedules.one_f_one_b import alternating
+from drumline.schedules.registry import schedule
+
+
+@schedule("pipedream-2bw", summary="asynchronous 1F1B over several steps with two weight versions, one step stale")
+def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) -> Iterator[list[Action]]:
+    """Run 1F1B over num_steps x num_microbatches, each step's update where step t+2 begins."""
+    if num_microbatches < num_ranks:
+        raise ScheduleError(
+            f"pipedream-2bw with {num_microbatches} microbatches a step on {num_ranks} ranks needs a third version",
+            expected="at least as many microbatches as ranks",
+            fix=f"--microbatches {num_ranks} would do",
+        )
+    if num_steps < 1:
+        raise ScheduleError(f"num_steps is {num_steps}", expected="1 or more")
+    for rank in range(num_ranks):
+        row: list[Action] = []
+        steps = iter(range(num_steps))
+        for action in alternating(rank, num_microbatches * num_steps, ahead=num_ranks - 1 - rank):
+            step, first = divmod(action.microbatch or 0, num_microbatches)
+            if action.op is Op.FORWARD and first == 0 and step >= 2:
+                row.append(_update(rank, next(steps), num_microbatches))
+            row.append(action)
+        yield row + [_update(rank, step, num_microbatches) for step in steps]
+
+
+def _update(stage: int, step: int, num_microbatches: int) -> Action:
+    return Action(stage, Op.UPDATE, (step + 1) * num_microbatches - 1)

@@ -1,0 +1,162 @@
+"""Names for recipes: how a schedule enters, is looked up, and becomes a program.
+
+A recipe is a function of the counts that yields one row of actions per rank, rank 0 first. Registering it is all that
+a schedule needs: proof, timing, comparison and execution come with the name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.core.action import Action
+from drumline.core.errors import ScheduleError, nearest
+from drumline.core.program import Program
+
+Rows = Iterable[Iterable[Action]]
+Recipe = Callable[..., Rows]
+
+# A recipe makes three actions per stage and microbatch; far more than anyone runs, far less than fills memory.
+MAX_PAIRS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A named recipe and what it admits.
+
+    `stages_per_rank` is the default; `stage_counts` says which others would do: only it ("fixed"), "any", or "even".
+    """
+
+    name: str
+    recipe: Recipe
+    summary: str
+    stages_per_rank: int = 1
+    stage_counts: str = "fixed"
+    even_ranks: bool = False
+
+    def refusal(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleError | None:
+        """Return why these counts do not do, with some that would, or None if they do."""
+        for name, value in (
+            ("--ranks", num_ranks),
+            ("--microbatches", num_microbatches),
+            ("--stages-per-rank", stages_per_rank),
+        ):
+            if value < 1:
+                return ScheduleError(f"{name} is {value}", expected="a whole number of 1 or more")
+        if self.even_ranks and num_ranks % 2:
+            near = [count for count in (num_ranks - 1, num_ranks + 1) if count > 0]
+            return ScheduleError(
+                f"{self.name} with {num_ranks} ranks: its two directions meet in the middle",
+                expected="an even number of ranks",
+                fix=f"{' or '.join(map(str, near))} would do",
+            )
+        if self.stage_counts == "fixed" and stages_per_rank != self.stages_per_rank:
+            return ScheduleError(
+                f"{self.name} with {stages_per_rank} stages per rank",
+                expected=f"exactly {self.stages_per_rank} per rank",
+                fix=f"leave --stages-per-rank out or make it {self.stages_per_rank}",
+            )
+        if self.stage_counts == "even" and stages_per_rank % 2:
+            return ScheduleError(
+                f"{self.name} with {stages_per_rank} stages per rank: each wave passes every rank twice",
+                expected="an even number of stages per rank",
+                fix=f"{stages_per_rank + 1} would do"
+                if stages_per_rank == 1
+                else f"{stages_per_rank - 1} or {stages_per_rank + 1} would do",
+            )
+        if num_ranks * num_microbatches * stages_per_rank > MAX_PAIRS:
+            return ScheduleError(
+                f"{num_ranks} ranks x {stages_per_rank} stages x {num_microbatches} microbatches is too large",
+                expected=f"at most {MAX_PAIRS} (stage, microbatch) pairs",
+                fix="a step repeats itself: fewer microbatches show the same",
+            )
+        return None
+
+    def build(
+        self, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
+    ) -> Program:
+        """Return the program for these counts, or raise ScheduleError."""
+        stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        if (refused := self.refusal(num_ranks, num_microbatches, stages)) is not None:
+            raise refused
+        accepted = inspect.signature(self.recipe).parameters
+        for option in options:
+            if option not in accepted:
+                raise ScheduleError(f"{self.name} has no option {option!r}", fix=nearest(option, accepted))
+        if "stages_per_rank" in accepted:
+            options["stages_per_rank"] = stages
+        return Program.of(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name)
+
+
+_REGISTRY: dict[str, Schedule] = {}
+
+
+def schedule(
+    name: str, *, summary: str = "", stages_per_rank: int = 1, stage_counts: str = "fixed", even_ranks: bool = False
+) -> Callable[[Recipe], Recipe]:
+    """Register a recipe under `name`.
+
+    >>> from drumline.core.action import B, F
+    >>> @schedule("two-at-a-time", summary="two forwards, two backwards, and so on")
+    ... def two_at_a_time(num_ranks, *, num_microbatches):
+    ...     for rank in range(num_ranks):
+    ...         pairs = [range(m, min(m + 2, num_microbatches)) for m in range(0, num_microbatches, 2)]
+    ...         yield [op(rank, m) for pair in pairs for op in (F, B) for m in pair]
+    >>> print(generate("two-at-a-time", num_ranks=2, num_microbatches=2))
+    0F0,0F1,0B0,0B1
+    1F0,1F1,1B0,1B1
+    >>> unregister("two-at-a-time")
+    """
+
+    def register(recipe: Recipe) -> Recipe:
+        if name in _REGISTRY:
+            raise ScheduleError(f"the schedule {name!r} is registered already", fix="choose another name")
+        if stage_counts not in ("fixed", "any", "even"):
+            raise ScheduleError(f"stage_counts is {stage_counts!r}", expected="'fixed', 'any' or 'even'")
+        first_line = (recipe.__doc__ or "").strip().partition("\n")[0]
+        _REGISTRY[name] = Schedule(name, recipe, summary or first_line, stages_per_rank, stage_counts, even_ranks)
+        return recipe
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Forget a schedule, so that a notebook cell can be run again."""
+    _REGISTRY.pop(name, None)
+
+
+def schedules() -> dict[str, Schedule]:
+    """Return all registered schedules by name, in the order of registration.
+
+    >>> "1f1b" in schedules()
+    True
+    """
+    return dict(_REGISTRY)
+
+
+def find(name: str) -> Schedule:
+    """Return the schedule of that name; a near miss is suggested.
+
+    >>> find("1f1v")
+    Traceback (most recent call last):
+    drumline.core.errors.ScheduleError: unknown schedule '1f1v'; did you mean 1f1b?
+    """
+    found = _REGISTRY.get(name)
+    if found is None:
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        raise ScheduleError(f"unknown schedule {shown!r}", fix=nearest(name[:60], _REGISTRY))
+    return found
+
+
+def generate(
+    name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None, **options: Any
+) -> Program:
+    """Return the program that the schedule `name` makes for these counts.
+
+    >>> print(generate("1f1b", num_ranks=2, num_microbatches=3))
+    0F0,0F1,0B0,0F2,0B1,0B2
+    1F0,1B0,1F1,1B1,1F2,1B2
+    """
+    return find(name).build(num_ranks, num_microbatches, stages_per_rank, **options)

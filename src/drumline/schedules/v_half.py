@@ -1,0 +1,30 @@
+"""V-Half (arXiv 2405.15362): half of 1F1B's activation memory, and half of its bubble.
+
+PICTURE
+
+The block moves two slots per rank where it goes down (F of the lower stages, I of the upper ones) and one where it
+comes up.
+"""
+
+from __future__ import annotations
+
+from drumline.core.action import Action
+from drumline.schedules.building_block import from_block
+from drumline.schedules.registry import schedule
+
+
+@schedule(
+    "v-half",
+    summary="two stages per rank in a V: half of 1F1B's memory and about half of its bubble",
+    stages_per_rank=2,
+)
+def v_half(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
+    """Repeat a block of some 6P slots per rank: P pairs."""
+    # With an even P the way back would collide with the way there: three slots more.
+    gap = 3 if num_ranks % 2 == 0 else 0
+
+    def offsets(rank: int) -> tuple[int, int, int, int]:
+        turn = 3 * num_ranks - 2
+        return 2 * rank, turn - rank, turn + 1 + gap + 2 * rank, 2 * turn + 2 + gap - rank
+
+    return from_block(num_ranks, num_microbatches, offsets)

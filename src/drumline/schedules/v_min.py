@@ -1,0 +1,27 @@
+"""V-Min (arXiv 2405.15362): the least activation memory, a third of 1F1B's, for two thirds of its bubble.
+
+PICTURE
+
+The block moves one slot per rank in every direction, as fast as it can.
+"""
+
+from __future__ import annotations
+
+from drumline.core.action import Action
+from drumline.schedules.building_block import from_block
+from drumline.schedules.registry import schedule
+
+
+@schedule(
+    "v-min", summary="two stages per rank in a V: a third of 1F1B's memory, two thirds of its bubble", stages_per_rank=2
+)
+def v_min(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
+    """Repeat a block of some 4P slots per rank: two thirds of P pairs."""
+    # With P a multiple of three the way back would collide with the way there: two slots more.
+    gap = 2 if num_ranks % 3 == 0 else 0
+
+    def offsets(rank: int) -> tuple[int, int, int, int]:
+        turn = 2 * num_ranks
+        return rank, turn - 1 - rank, turn + gap + rank, 2 * turn + gap - 1 - rank
+
+    return from_block(num_ranks, num_microbatches, offsets)

@@ -1,0 +1,69 @@
+"""ZB-V (arXiv 2401.10241, section 6): each rank holds a stage of the way down and one of the way up.
+
+PICTURE
+
+With F = I = W and M >= 2P no rank idles between its first and its last action, in 1F1B's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import Action, F, I, W
+from drumline.schedules.registry import schedule
+from drumline.schedules.trim import below, trim
+
+
+@schedule(
+    "zb-v",
+    summary="two stages per rank in a V: no bubble inside the span at F = I = W, in 1F1B's memory",
+    stages_per_rank=2,
+)
+def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+    """Run the recipe's three phases; fewer than 2P-1 microbatches are cut out of a full run."""
+    full = max(num_microbatches, 2 * num_ranks - 1)
+    for rank in range(num_ranks):
+        yield list(trim(_row(rank, num_ranks, full), below(num_microbatches)))
+
+
+def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    down, up = rank, 2 * num_ranks - 1 - rank
+    forwards, backwards = {down: 0, up: 0}, {down: 0, up: 0}
+
+    def forward(stage: int) -> Action:
+        forwards[stage] += 1
+        return F(stage, forwards[stage] - 1)
+
+    def both_halves(stage: int) -> tuple[Action, Action]:
+        backwards[stage] += 1
+        return I(stage, backwards[stage] - 1), W(stage, backwards[stage] - 1)
+
+    # Fill: forwards of the way down until the first one comes back up, then F I W of the way up.
+    for _ in range(2 * (num_ranks - rank) - 1):
+        yield forward(down)
+    for _ in range(rank):
+        yield forward(up)
+        yield forward(down)
+    for _ in range(num_ranks - rank):
+        yield forward(up)
+        yield from both_halves(up)
+    # Steady: F I W of either stage in turn.
+    while forwards[up] < num_microbatches:
+        if forwards[down] < num_microbatches:
+            yield forward(down)
+        yield from both_halves(down)
+        yield forward(up)
+        yield from both_halves(up)
+    # Drain: input gradients as they arrive, weight gradients where there is nothing else to do.
+    waiting: dict[int, list[Action]] = {down: [], up: []}
+    for stage in (down, up) * rank:
+        first, second = both_halves(stage)
+        waiting[stage].append(second)
+        yield first
+    for _ in range(num_ranks - rank):
+        first, second = both_halves(down)
+        waiting[down].append(second)
+        yield first
+        yield waiting[down].pop(0)
+    yield from waiting[up]
+    yield from waiting[down]
