@@ -36,14 +36,14 @@ def _stray(index: Index) -> Iterator[Violation]:
     """Find transfers that carry nothing: doubled, or without work at both ends on two ranks."""
     for action, places in index.transfers.items():
         for place in places[1:]:
-            yield Violation(place.rank, place.position, action, f"is posted again; it was at position
-            {places[0].position}")
+            reason = f"is posted again; it was at position {places[0].position}"
+            yield Violation(place.rank, place.position, action, reason)
         made = index.first(rules.producers(action))
         taken = _consumer(index, action)
         place = places[0]
         if made is None:
-            yield Violation(place.rank, place.position, action, f"carries what {rules.producers(action)[0]} never
-            makes")
+            reason = f"carries what {rules.producers(action)[0]} never makes"
+            yield Violation(place.rank, place.position, action, reason)
         elif taken is None:
             yield Violation(place.rank, place.position, action, "carries what no action takes up")
         elif made[1].rank == taken[1].rank:

@@ -83,10 +83,8 @@ def _shape(index: Index) -> Iterator[Violation]:
     for action, places in index.places.items():
         for again in places[1:]:
             first = places[0]
-            yield Violation(
-                again.rank, again.position, action, f"runs again; it ran on rank {first.rank} at position
-                {first.position}"
-            )
+            reason = f"runs again; it ran on rank {first.rank} at position {first.position}"
+            yield Violation(again.rank, again.position, action, reason)
         if action.op in _HALVES and action._replace(op=Op.BACKWARD) in index.places:
             place, whole = places[0], action._replace(op=Op.BACKWARD)
             yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
