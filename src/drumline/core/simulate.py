@@ -21,14 +21,58 @@ from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
 from drumline.core.validate import validate
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Simulation(Timeline):
-    """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin."""
+    """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
 
+    `started` and `ended` are the times of the graph's nodes; what else there is to know is made when it is asked for.
+    """
+
+    program: Program
     costs: Costs
     graph: Graph
-    starts: list[float]
-    ends: list[float]
+    started: Floats
+    ended: Floats
+
+    @cached_property
+    def starts(self) -> list[float]:
+        """The nodes' starts, as plain numbers."""
+        times: list[float] = self.started.tolist()
+        return times
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """The nodes' ends, as plain numbers."""
+        times: list[float] = self.ended.tolist()
+        return times
+
+    @cached_property
+    def tracks(self) -> Sequence[Track]:
+        """Every rank's timed actions."""
+        found = []
+        for row, nodes in zip(self.program.rows, self.graph.action_nodes, strict=True):
+            actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
+            found.append(Track(actions, self.started[nodes].tolist(), self.ended[nodes].tolist()))
+        return found
+
+    @cached_property
+    def exchanges(self) -> Sequence[Span]:
+        """The gradient exchanges."""
+        columns = self.graph.exchanges.rank, self.graph.exchanges.stage, self.graph.exchanges.node
+        return [
+            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], Lane.EXCHANGE)
+            for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min((float(self.started[nodes[0]]) for nodes in self.graph.action_nodes if len(nodes)), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action, message or exchange ends."""
+        return float(self.ended.max(initial=0.0))
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
@@ -160,16 +204,4 @@ def _invalid(program: Program) -> InvalidProgram:
 
 def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats) -> Simulation:
     started, ended = evaluate(graph, seconds, lags(graph, costs, seconds))
-    tracks = []
-    for row, nodes in zip(program.rows, graph.action_nodes, strict=True):
-        actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
-        tracks.append(Track(actions, started[nodes].tolist(), ended[nodes].tolist()))
-    starts, ends = started.tolist(), ended.tolist()
-    exchanges = tuple(
-        Span(rank, Action(stage, Op.REDUCE_GRAD), starts[node], ends[node], Lane.EXCHANGE)
-        for rank, stage, node in zip(
-            *(column.tolist() for column in (graph.exchanges.rank, graph.exchanges.stage, graph.exchanges.node)),
-            strict=True,
-        )
-    )
-    return Simulation(program, tuple(tracks), exchanges, costs=costs, graph=graph, starts=starts, ends=ends)
+    return Simulation(program, costs, graph, started, ended)

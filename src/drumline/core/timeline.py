@@ -10,6 +10,7 @@ The simulator and the executor both make timelines, so everything that reads one
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,21 @@ class Timeline:
     """
 
     program: Program
-    tracks: tuple[Track, ...]
-    exchanges: tuple[Span, ...] = ()
+
+    @property
+    @abstractmethod
+    def tracks(self) -> Sequence[Track]:
+        """Every rank's timed actions."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end."""
+
+    @property
+    def exchanges(self) -> Sequence[Span]:
+        """The gradient exchanges."""
+        return ()
 
     def __repr__(self) -> str:
         return f"Timeline({self.program.name!r}, makespan={self.makespan:g}, bubble={self.bubble:.4f})"
@@ -92,11 +106,6 @@ class Timeline:
         return [()] * self.num_ranks
 
     @property
-    def memory(self) -> Sequence[Holding]:
-        """Per rank, what it holds after each start and end."""
-        raise NotImplementedError("who makes a timeline knows its memory")
-
-    @property
     def balanced(self) -> Timeline | None:
         """The same program were all stages and microbatches equally heavy; None where they are."""
         return None
@@ -104,7 +113,7 @@ class Timeline:
     @property
     def num_ranks(self) -> int:
         """How many ranks took part."""
-        return len(self.tracks)
+        return self.program.num_ranks
 
     def spans(self) -> Iterator[Span]:
         """Yield every span of every rank, rank by rank in order of time; gradient exchanges come last."""
