@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Bounded and repeatable: what fails in CI fails everywhere.
+settings.register_profile("drumline", deadline=None, max_examples=100, derandomize=True)
+settings.load_profile("drumline")
+os.environ.setdefault("COLUMNS", "100")

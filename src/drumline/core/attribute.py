@@ -62,7 +62,9 @@ class Idle:
                 Cause.FILL: f"the pipeline fills; {self.before} waits for {needed}",
                 Cause.DRAIN: f"the pipeline drains; {needed} ends last",
                 Cause.WAIT: f"{self.before} waits for {needed}",
-                Cause.TRANSFER: f"{needed} is made and on its way to {self.before}",
+                Cause.TRANSFER: f"{needed} is made and on its way to {self.before}"
+                if self.before
+                else "it still transfers",
                 Cause.IMBALANCE: f"{self.before or 'the end'} waits for {needed}, which unequal costs delay",
                 Cause.MEMORY: f"{self.before} waits for {needed}, and the memory limit forbids running ahead",
             }[self.cause]
@@ -136,16 +138,24 @@ class _Rank:
 
     def drain(self, free: float) -> Iterator[Idle]:
         timeline = self.timeline
-        exchanged = max((span.end for span in timeline.exchanges if span.rank == self.rank), default=free)
+        # A rank that has computed all it has to is transferring as long as its own gradients are being exchanged.
+        own = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
+        exchanged = max((span.end for span in own), default=free)
         last = max(timeline.tracks, key=lambda track: track.ends[-1] if track.ends else -math.inf)
         on_rank, waits_for = timeline.tracks.index(last), last.actions[-1]
-        own = min(max(exchanged, free), timeline.end) if exchanged == timeline.end else free
-        excess = timeline.end - own - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
-        drained_to = timeline.end - min(max(excess, 0.0), timeline.end - own)
-        bounds = (free, own, drained_to, timeline.end)
-        for (low, high), cause in zip(pairwise(bounds), (Cause.TRANSFER, Cause.DRAIN, Cause.IMBALANCE), strict=True):
-            if high > low:
-                yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
+        excess = timeline.end - free - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
+        for free_from, free_to, is_transfer in self.split_by_occupied(free, timeline.end):
+            if is_transfer or free_to <= exchanged:
+                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, None, waits_for, on_rank)
+                continue
+            exchanged_to = min(max(exchanged, free_from), free_to)
+            drained_to = free_to - min(max(excess, 0.0), free_to - exchanged_to)
+            excess -= free_to - drained_to
+            bounds = (free_from, exchanged_to, drained_to, free_to)
+            causes = (Cause.TRANSFER, Cause.DRAIN, Cause.IMBALANCE)
+            for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
+                if high > low:
+                    yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
 
     def twin_gap(self, index: int) -> float:
         """Return how long the balanced twin idles before the action at `index` (one past the last: at the end)."""

@@ -72,7 +72,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
-            for number in value if isinstance(value, Sequence) else (value,):
+            for number in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
                 _check_number(name, number, infinite=name == "bytes_per_second")
         for (source, target), edge in self.edges.items():
             _check_number(f"latency of edge {source}->{target}", edge.latency)

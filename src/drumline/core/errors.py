@@ -70,6 +70,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("xyz", ["gpipe", "1f1b"])
     'choose one of gpipe, 1f1b'
     """
-    words = list(known)
+    words = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(words)}"
+    return f"did you mean {words[close[0]]}?" if close else f"choose one of {', '.join(words.values())}"

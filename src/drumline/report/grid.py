@@ -54,9 +54,14 @@ class _Canvas:
 
 
 def grid(
-    timeline: Timeline, *, width: int = 100, colour: bool = False, window: tuple[float, float] | None = None
+    timeline: Timeline,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    window: tuple[float, float] | None = None,
+    figures: bool = True,
 ) -> str:
-    r"""Return the picture of a timeline, no line wider than `width`.
+    r"""Return the picture of a timeline, no line wider than `width`; `figures` end each line with idle share and peak.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate import simulate
@@ -66,7 +71,7 @@ def grid(
     """
     start, end = window or (timeline.start, timeline.end)
     name_of = _labels(timeline)
-    prefix, suffix = _margins(timeline, width)
+    prefix, suffix = _margins(timeline, width, figures)
     room = width - len(prefix[0]) - max(map(len, suffix)) - 2
     canvas = _fit(timeline, start, end, name_of, max(room, 1))
     lines = []
@@ -85,7 +90,7 @@ def legend(timeline: Timeline) -> str:
     return "Small letters: the rank's second stage." if per_rank == 2 else ""
 
 
-def _margins(timeline: Timeline, width: int) -> tuple[list[str], list[str]]:
+def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
     """Return what stands before and behind each rank's line; narrow terminals do without."""
     digits = len(str(timeline.num_ranks - 1))
     prefix = [f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
@@ -95,7 +100,7 @@ def _margins(timeline: Timeline, width: int) -> tuple[list[str], list[str]]:
         f" idle {timeline.idle[rank] / makespan:>3.0%} peak {timeline.peak_activations[rank]:>{peak_digits}}"
         for rank in range(timeline.num_ranks)
     ]
-    if width < 60:
+    if width < 60 or not figures:
         suffix = [""] * timeline.num_ranks
     if width < 30:
         prefix = [f"{rank:<{digits}}" for rank in range(timeline.num_ranks)]

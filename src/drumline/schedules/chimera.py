@@ -1,6 +1,11 @@
 """Chimera (arXiv 2107.06925): two opposed 1F1B pipelines that fill each other's bubbles.
 
-PICTURE
+    4 ranks, 4 stages, 4 microbatches
+
+    rank 0 |F0 F1 .. f2 b2 f3 b3 B0 .. B1 |
+    rank 1 |.. F0 f2 F1 f3 b2 B0 b3 B1 .. |
+    rank 2 |.. f2 F0 f3 F1 B0 b2 B1 b3 .. |
+    rank 3 |f2 f3 .. F0 B0 F1 B1 b2 .. b3 |
 
 Every stage has two copies, on ranks r and P-1-r; half the microbatches go down, half up. In slots of one forward or one
 backward, a unit of P microbatches uses every slot of 2P once on every rank, so units follow each other without a gap:

@@ -1,6 +1,11 @@
 """DualPipe (arXiv 2412.19437): two opposed directions whose forwards and backwards overlap.
 
-PICTURE
+    4 ranks, 4 stages, 8 microbatches
+
+    rank 0 |F0 F1 F2 f4 i4 w4 f5 F3b5---- .. f6B0---- b6--- .. f7B1---- b7--- I2 W2 I3 W3 |
+    rank 1 |.. F0 f4 F1 f5 F2 b4--- f6B0---- F3b5---- f7B1---- b6--- B2--- .. i7 I3 w7 W3 |
+    rank 2 |.. f4 F0 f5 F1 f6 B0--- F2b4---- f7B1---- F3b5---- B2--- b6--- .. I3 i7 W3 w7 |
+    rank 3 |f4 f5 f6 F0 I0 W0 F1 f7B1---- .. F2b4---- B2--- .. F3b5---- B3--- i6 w6 i7 w7 |
 
 Every stage has two copies, on ranks r and P-1-r; the first half of the microbatches goes down, the second half up,
 and the copies exchange gradients at the end. The recipe is made for M even and M >= 2P; any other M is cut out of a

@@ -1,6 +1,11 @@
 """DualPipeV: DualPipe folded in the middle, so that half the ranks hold one copy of every stage in a V.
 
-PICTURE
+    4 ranks, 8 stages, 4 microbatches
+
+    rank 0 |F0 F1 F2 F3 .. .. .. f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 b3--- B0--- .. .. B1--- .. .. B2--- .. .. B3--- |
+    rank 1 |.. F0 F1 F2 F3 .. f0 .. f1 i0 w0 f2 i1 w1 f3 b2--- B0--- b3--- B1--- .. .. B2--- .. .. B3--- .. .. |
+    rank 2 |.. .. F0 F1 F2 f0 F3 f1 .. f2 i0 w0 f3 b1--- B0--- b2--- B1--- b3--- B2--- .. .. B3--- .. .. .. .. |
+    rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 F3 f3 b0--- B0--- b1--- B1--- b2--- B2--- b3--- B3--- .. .. .. .. .. .. |
 
 The recipe is made for M >= 2P; fewer microbatches are cut out of a larger run.
 """

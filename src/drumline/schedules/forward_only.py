@@ -1,6 +1,13 @@
 """Inference: forwards only, nothing stashed.
 
-PICTURE
+    4 ranks, 4 stages, 6 microbatches
+
+    rank 0 |F0 F1 F2 F3 F4 F5 .. .. .. |
+    rank 1 |.. F0 F1 F2 F3 F4 F5 .. .. |
+    rank 2 |.. .. F0 F1 F2 F3 F4 F5 .. |
+    rank 3 |.. .. .. F0 F1 F2 F3 F4 F5 |
+
+With several stages per rank the groups of microbatches go round the loop as in interleaved 1F1B.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """GPipe (arXiv 1811.06965): all forwards, then all backwards.
 
-PICTURE
+    4 ranks, 4 stages, 5 microbatches
+
+    rank 0 |F0 F1 F2 F3 F4 .. .. .. .. .. .. .. .. .. B0--- B1--- B2--- B3--- B4--- |
+    rank 1 |.. F0 F1 F2 F3 F4 .. .. .. .. .. .. B0--- B1--- B2--- B3--- B4--- .. .. |
+    rank 2 |.. .. F0 F1 F2 F3 F4 .. .. .. B0--- B1--- B2--- B3--- B4--- .. .. .. .. |
+    rank 3 |.. .. .. F0 F1 F2 F3 F4 B0--- B1--- B2--- B3--- B4--- .. .. .. .. .. .. |
 
 Every microbatch is stashed until its backward. The paper recomputes activations to pay less for that:
 `Costs(recompute=True)`.

@@ -1,6 +1,11 @@
 """Hanayo (SC'23, arXiv 2308.15762): stages in a zig-zag, so that microbatches run through the ranks in waves.
 
-PICTURE
+    4 ranks, 8 stages, 3 microbatches
+
+    rank 0 |F0 F1 F2 .. .. .. .. f0 b0--- f1 b1--- f2 b2--- .. .. .. .. .. .. B0--- .. .. B1--- .. .. B2--- |
+    rank 1 |.. F0 F1 F2 .. .. f0 .. f1 .. b0--- f2 b1--- .. b2--- .. .. B0--- .. .. B1--- .. .. B2--- .. .. |
+    rank 2 |.. .. F0 F1 F2 f0 .. f1 .. f2 .. .. b0--- .. b1--- .. B0--- b2--- B1--- .. .. B2--- .. .. .. .. |
+    rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 .. .. .. .. .. b0--- B0--- b1--- B1--- b2--- B2--- .. .. .. .. .. .. |
 
 v stages per rank are v/2 waves; each wave passes every rank on its way down and again on its way up, as Chimera's
 two directions do, with one copy of the weights. The order is found by running it, a backward taking two slots: a

@@ -1,6 +1,9 @@
 """Interleaved 1F1B (arXiv 2104.04473): several stages per rank, dealt round and round; the bubble shrinks v-fold.
 
-PICTURE
+    2 ranks, 4 stages, 4 microbatches
+
+    rank 0 |F0 F1 f0 f1 F2 .. b0--- F3 b1--- f2 B0--- f3 B1--- .. b2--- .. b3--- B2--- B3--- |
+    rank 1 |.. F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3--- .. .. |
 
 Rank r runs 2(P-1-r) + (v-1)P forwards ahead, then one forward and one backward in turn. Megatron wants M to be a
 multiple of P; here the groups of microbatches stretch to take any M.

@@ -1,6 +1,11 @@
 """Interleaved zero bubble (ZB1P over a loop, as PyTorch's InterleavedZeroBubble).
 
-PICTURE
+    4 ranks, 8 stages, 4 microbatches
+
+    rank 0 |F0 F1 F2 F3 f0 f1 f2 f3 .. .. .. i0 w0 i1 w1 i2 w2 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3 |
+    rank 1 |.. F0 F1 F2 F3 f0 f1 f2 .. .. i0 f3 i1 w0 i2 w1 i3 w2 I0 w3 I1 W0 I2 W1 I3 W2 W3 |
+    rank 2 |.. .. F0 F1 F2 F3 f0 f1 .. i0 f2 i1 f3 i2 w0 i3 w1 I0 w2 I1 w3 I2 W0 I3 W1 W2 W3 |
+    rank 3 |.. .. .. F0 F1 F2 F3 f0 i0 f1 i1 f2 i2 f3 i3 w0 I0 w1 I1 w2 I2 w3 I3 W0 W1 W2 W3 |
 
 Rank r runs (P-1-r) + (v-1)P forwards ahead, half as many hops as interleaved 1F1B because I is shorter than B, and
 delays W by r.

@@ -1,6 +1,9 @@
 """Breadth-first pipelining (arXiv 2211.05953): all microbatches of one local stage before the next local stage.
 
-PICTURE
+    2 ranks, 4 stages, 4 microbatches
+
+    rank 0 |F0 F1 F2 F3 f0 f1 f2 f3 .. .. .. b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- |
+    rank 1 |.. F0 F1 F2 F3 f0 f1 f2 f3 b0--- b1--- b2--- b3--- B0--- B1--- B2--- B3--- .. .. |
 
 The bubble of interleaved 1F1B with the stash of GPipe; each stage's parameters are used in one go, which sharded data
 parallelism likes.

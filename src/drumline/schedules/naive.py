@@ -1,6 +1,13 @@
 """Model parallelism without a pipeline: one microbatch is in the machine at a time.
 
-PICTURE
+    4 ranks, 4 stages, 2 microbatches
+
+    rank 0 |F0 .. .. .. .. .. .. .. .. .. B0--- F1 .. .. .. .. .. .. .. .. .. B1--- |
+    rank 1 |.. F0 .. .. .. .. .. .. B0--- .. .. .. F1 .. .. .. .. .. .. B1--- .. .. |
+    rank 2 |.. .. F0 .. .. .. B0--- .. .. .. .. .. .. F1 .. .. .. B1--- .. .. .. .. |
+    rank 3 |.. .. .. F0 B0--- .. .. .. .. .. .. .. .. .. F1 B1--- .. .. .. .. .. .. |
+
+Every other rank waits meanwhile: with P ranks, (P-1)/P of the time is bubble.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """1F1B with a flush (PipeDream-Flush, arXiv 2104.04473): backwards start as soon as they can.
 
-PICTURE
+    4 ranks, 4 stages, 6 microbatches
+
+    rank 0 |F0 F1 F2 F3 .. .. .. .. .. .. B0--- F4 B1--- F5 B2--- .. B3--- .. B4--- .. B5--- |
+    rank 1 |.. F0 F1 F2 .. .. .. .. B0--- F3 B1--- F4 B2--- F5 B3--- .. B4--- .. B5--- .. .. |
+    rank 2 |.. .. F0 F1 .. .. B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .. B5--- .. .. .. .. |
+    rank 3 |.. .. .. F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- .. .. .. .. .. .. |
 
 Rank r runs P-1-r forwards ahead, then one forward and one backward in turn. As long as GPipe, with min(M, P-r) in place
 of M microbatches stashed.

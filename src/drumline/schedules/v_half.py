@@ -1,6 +1,11 @@
 """V-Half (arXiv 2405.15362): half of 1F1B's activation memory, and half of its bubble.
 
-PICTURE
+    4 ranks, 8 stages, 3 microbatches
+
+    rank 0 |F0 F1 .. .. .. .. .. f0 F2 i0 w0 f1 i1 w1 .. f2 .. I0 i2 W0 w2 I1 W1 .. .. I2 W2 |
+    rank 1 |.. F0 F1 .. .. .. f0 .. .. F2 f1 i0 w0 .. f2 i1 I0 w1 W0 i2 I1 w2 W1 .. I2 W2 .. |
+    rank 2 |.. .. F0 .. .. f0 F1 .. .. f1 F2 .. i0 f2 w0 I0 i1 W0 w1 I1 i2 W1 w2 I2 W2 .. .. |
+    rank 3 |.. .. .. F0 f0 .. .. F1 f1 .. .. F2 f2 i0 I0 w0 W0 i1 I1 w1 W1 i2 I2 w2 W2 .. .. |
 
 The block moves two slots per rank where it goes down (F of the lower stages, I of the upper ones) and one where it
 comes up.

@@ -1,6 +1,11 @@
 """V-Min (arXiv 2405.15362): the least activation memory, a third of 1F1B's, for two thirds of its bubble.
 
-PICTURE
+    4 ranks, 8 stages, 3 microbatches
+
+    rank 0 |F0 F1 .. .. .. .. .. f0 i0 F2 w0 .. .. f1 i1 I0 w1 W0 .. f2 i2 I1 w2 W1 .. .. .. I2 W2 |
+    rank 1 |.. F0 .. .. .. .. f0 F1 .. i0 w0 .. f1 F2 I0 i1 W0 w1 f2 .. I1 i2 W1 w2 .. .. I2 W2 .. |
+    rank 2 |.. .. F0 .. .. f0 .. .. F1 .. i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 W1 .. i2 w2 .. I2 W2 .. .. |
+    rank 3 |.. .. .. F0 f0 .. .. .. .. F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 .. .. i2 I2 w2 W2 .. .. |
 
 The block moves one slot per rank in every direction, as fast as it can.
 """

@@ -1,6 +1,11 @@
 """ZB-H1 (arXiv 2401.10241): 1F1B with the backward split; weight gradients fill the bubble of the drain.
 
-PICTURE
+    4 ranks, 4 stages, 6 microbatches
+
+    rank 0 |F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5 |
+    rank 1 |.. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5 |
+    rank 2 |.. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5 |
+    rank 3 |.. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5 |
 
 Rank r delays its W by r microbatches, so that every rank holds P pairs and all W that is left fits behind the last I.
 """

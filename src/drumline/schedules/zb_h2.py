@@ -1,6 +1,11 @@
 """ZB-H2 (arXiv 2401.10241): twice as many forwards ahead, so that no rank ever waits after its first action.
 
-PICTURE
+    4 ranks, 4 stages, 7 microbatches
+
+    rank 0 |F0 F1 F2 F3 F4 F5 F6 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 .. .. .. |
+    rank 1 |.. F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 I3 W1 I4 W2 I5 W3 I6 W4 W5 W6 .. .. |
+    rank 2 |.. .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 I5 W1 I6 W2 W3 W4 W5 W6 .. |
+    rank 3 |.. .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 W1 W2 W3 W4 W5 W6 |
 
 Each rank's own span is free of bubbles where F = I = W, but the ranks start and end in a staircase: it pays where one
 step's end overlaps the next one's start, that is where the optimizer does not synchronise the ranks.

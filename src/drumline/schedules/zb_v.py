@@ -1,6 +1,11 @@
 """ZB-V (arXiv 2401.10241, section 6): each rank holds a stage of the way down and one of the way up.
 
-PICTURE
+    4 ranks, 8 stages, 4 microbatches
+
+    rank 0 |F0 F1 F2 F3 .. .. .. f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 .. I1 W1 .. I2 W2 .. I3 W3 |
+    rank 1 |.. F0 F1 F2 F3 .. f0 .. f1 i0 w0 f2 i1 w1 f3 i2 w2 I0 W0 i3 w3 I1 W1 .. I2 W2 .. I3 W3 .. |
+    rank 2 |.. .. F0 F1 F2 f0 F3 f1 .. f2 i0 w0 f3 i1 w1 I0 W0 i2 w2 I1 W1 i3 w3 I2 W2 .. I3 W3 .. .. |
+    rank 3 |.. .. .. F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 I0 W0 i1 w1 I1 W1 i2 w2 I2 W2 i3 w3 I3 W3 .. .. .. |
 
 With F = I = W and M >= 2P no rank idles between its first and its last action, in 1F1B's memory.
 """

@@ -1,0 +1,246 @@
+"""A timeline as drawing data: plain lists that JSON can carry, shared by the SVG and the page.
+
+Boxes are columns, not objects, so that 200,000 of them stay a few megabytes:
+
+    rows[0] = {"start": [0, 1, 4], "seconds": [1, 1, 2], "stage": [0, 0, 0], "op": [0, 0, 1], "microbatch": [0, 1, 0]}
+
+is 0F0, 0F1, 0B0 on rank 0. Times count from the timeline's start, so that several line up. An op is its place in
+`OPS`; of an overlapped pair the columns hold the first half and `second` the other, as [index, stage, op, microbatch].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from drumline.core.action import Action, Op
+from drumline.core.attribute import Cause
+from drumline.core.timeline import Timeline, Track
+from drumline.report.palette import SHADES
+
+Columns = dict[str, Any]
+Rounded = Callable[[float], float]
+
+
+class Words(NamedTuple):
+    """How an op is called in a legend, and what one action of it does."""
+
+    name: str
+    sentence: str
+
+
+OPS: dict[Op, Words] = {
+    Op.FORWARD: Words("forward", "Forward of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD: Words("backward", "Backward of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD_INPUT: Words("input gradient", "Input-gradient half of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD_WEIGHT: Words("weight gradient", "Weight-gradient half of stage {stage} on microbatch {microbatch}"),
+    Op.UPDATE: Words("update", "Optimizer step of stage {stage} after microbatch {microbatch}"),
+    Op.UNSHARD: Words("unshard", "Gathering the parameters of stage {stage}"),
+    Op.RESHARD: Words("reshard", "Releasing the parameters of stage {stage}"),
+    Op.REDUCE_GRAD: Words("gradient exchange", "Exchanging the gradients of stage {stage}"),
+}
+CODES = {op: code for code, op in enumerate(OPS)}
+CAUSES = {cause: code for code, cause in enumerate(Cause)}
+
+
+def document(
+    timelines: Iterable[Timeline],
+    *,
+    title: str | None = None,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    advice: str | None = None,
+) -> dict[str, Any]:
+    """Return all that a page of timelines shows; `rows` are points of a comparison, as `Row.summary` gives them.
+
+    >>> from drumline.core.simulate import simulate
+    >>> from drumline.schedules import generate
+    >>> page = document([simulate(generate("1f1b", num_ranks=2, num_microbatches=2))])
+    >>> page["title"], len(page["timelines"]), page["points"]
+    ('1f1b', 1, [])
+    """
+    scenes = [scene(timeline) for timeline in timelines]
+    if title is None:
+        title = scenes[0]["name"] if len(scenes) == 1 else f"{len(scenes)} timelines side by side"
+    return {
+        "title": title,
+        "advice": advice or "",
+        "ops": [
+            {"text": op.value, "name": words.name, "sentence": words.sentence, **SHADES[op]._asdict()}
+            for op, words in OPS.items()
+        ],
+        "causes": [cause.value for cause in CAUSES],
+        "points": [_point(row) for row in rows or ()],
+        "timelines": scenes,
+    }
+
+
+def scene(timeline: Timeline) -> dict[str, Any]:
+    r"""Return one timeline's drawing data.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate import simulate
+    >>> drawn = scene(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
+    >>> drawn["rows"][1]["start"], drawn["rows"][1]["seconds"], drawn["rows"][1]["idle"]["words"][0]
+    ([1, 2], [1, 2], 'the pipeline fills; 1F0 waits for 0F0 of rank 0')
+    """
+    program, origin, makespan = timeline.program, timeline.start, timeline.makespan
+    rounded = _rounding(makespan)
+    rows = [_row(timeline, rank, rounded) for rank in range(timeline.num_ranks)]
+    for idle in timeline.causes:
+        columns = rows[idle.rank]["idle"]
+        columns["start"].append(rounded(idle.start - origin))
+        columns["seconds"].append(rounded(idle.seconds))
+        columns["cause"].append(CAUSES[idle.cause])
+        columns["words"].append(str(idle).split(": ", 1)[1])
+    for span in timeline.exchanges:
+        if span.end > span.start:
+            times = rounded(span.start - origin), rounded(span.end - span.start)
+            rows[span.rank]["exchanges"].append([*times, span.action.stage])
+    return {
+        "name": program.name,
+        "stages": program.num_stages,
+        "microbatches": program.num_microbatches,
+        "placement": program.placement.name,
+        "boxes": sum(len(row["start"]) for row in rows),
+        "makespan": rounded(makespan),
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peak_activations": max(timeline.peak_activations, default=0),
+        "peak_bytes": None if timeline.peak_bytes is None else max(timeline.peak_bytes, default=0.0),
+        "rows": rows,
+        "critical": _critical(timeline),
+        "queues": _queues(timeline, rounded),
+    }
+
+
+def second_copy(timeline: Timeline, rank: int) -> Callable[[Action], int]:
+    """Return the function that tells which of the rank's stages an action belongs to: 0 for its first.
+
+    >>> from drumline.core.simulate import simulate
+    >>> from drumline.schedules import generate
+    >>> timeline = simulate(generate("zb-v", num_ranks=2, num_microbatches=2))
+    >>> [second_copy(timeline, 0)(Action(stage, Op.FORWARD, 0)) for stage in (0, 3)]
+    [0, 1]
+    """
+    placement = timeline.program.placement
+    if placement.mirrored:
+        return lambda part: int(part.microbatch in placement.mirrored)
+    local = {stage: at for at, stage in enumerate(placement.stages_of(rank))}
+    return lambda part: local.get(part.stage, 0)
+
+
+def _row(timeline: Timeline, rank: int, rounded: Rounded) -> Columns:
+    track, origin = timeline.tracks[rank], timeline.start
+    firsts = [action.work[0] for action in track.actions]
+    local = list(map(second_copy(timeline, rank), firsts))
+    needs = [timeline.inputs(rank, action)[-1:] for action in track.actions]
+    peak_bytes = timeline.peak_bytes
+    return {
+        "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
+        "peak_activations": timeline.peak_activations[rank],
+        "peak_bytes": None if peak_bytes is None else peak_bytes[rank],
+        "start": [rounded(start - origin) for start in track.starts],
+        "seconds": [rounded(end - start) for start, end in zip(track.starts, track.ends, strict=True)],
+        "stage": [first.stage for first in firsts],
+        "op": [CODES[first.op] for first in firsts],
+        "microbatch": [-1 if first.microbatch is None else first.microbatch for first in firsts],
+        "local": local if any(local) else [],
+        "second": [
+            [index, other.stage, CODES[other.op], other.microbatch]
+            for index, action in enumerate(track.actions)
+            for other in action.work[1:]
+        ],
+        "need_rank": [need[0][1] if need else -1 for need in needs],
+        "need_index": [need[0][2] if need else -1 for need in needs],
+        "idle": {"start": [], "seconds": [], "cause": [], "words": []},
+        "exchanges": [],
+        "memory": _memory(timeline, rank, rounded),
+    }
+
+
+def _memory(timeline: Timeline, rank: int, rounded: Rounded) -> Columns:
+    """Return what the rank holds from each change on: bytes where they are known, else pairs."""
+    track, holding = timeline.tracks[rank], timeline.memory[rank]
+    held = holding.pairs if holding.bytes is None else holding.bytes
+    before = 0.0 if holding.bytes is None else holding.static_bytes
+    points = [(timeline.start, before)]
+    for start, end, (during, after) in zip(track.starts, track.ends, held, strict=True):
+        points += [(start, during), (end, after)]
+    return _steps(points, timeline.start, rounded)
+
+
+def _queues(timeline: Timeline, rounded: Rounded) -> list[Columns]:
+    """Return the edges on which a message ever waited, with their depths from each change on."""
+    return [
+        {"source": source, "target": target, **_steps([(timeline.start, 0), *curve], timeline.start, rounded)}
+        for (source, target), curve in timeline.queue_depths.items()
+        if any(depth for _, depth in curve)
+    ]
+
+
+def _steps(points: Iterable[tuple[float, float]], origin: float, rounded: Rounded) -> Columns:
+    times: list[float] = []
+    values: list[float] = []
+    for time, value in points:
+        at = rounded(time - origin)
+        if times and times[-1] == at:
+            values[-1] = _plain(value)
+        elif not values or values[-1] != value:
+            times.append(at)
+            values.append(_plain(value))
+    return {"time": times, "value": values}
+
+
+def _critical(timeline: Timeline) -> Columns:
+    """Return the critical path as ranks and indices of boxes, first to last."""
+    ranks: list[int] = []
+    indices: list[int] = []
+    at = [len(track.actions) for track in timeline.tracks]
+    for span in reversed(timeline.critical_path):
+        at[span.rank] = _before(timeline.tracks[span.rank], at[span.rank], span.start, span.action)
+        ranks.append(span.rank)
+        indices.append(at[span.rank])
+    return {"rank": ranks[::-1], "index": indices[::-1]}
+
+
+def _before(track: Track, index: int, start: float, action: Action) -> int:
+    index -= 1
+    while track.starts[index] != start or track.actions[index] != action:
+        index -= 1
+    return index
+
+
+def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": str(row["name"]),
+        "bubble": float(row["bubble"]),
+        "peak_share": float(row["peak_share"]),
+        "fits": bool(row.get("fits", True)),
+    }
+
+
+def _rounding(extent: float) -> Rounded:
+    """Return how times are rounded: to a billionth of the whole, and integers without their point."""
+    digits = 9 - math.floor(math.log10(extent)) if extent > 0 else 9
+    return lambda value: _plain(round(value, digits))
+
+
+def _plain(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
+    """Return round times from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(33, most=8)
+    [0, 5, 10, 15, 20, 25, 30]
+    >>> ticks(0.5, most=5)
+    [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    """
+    if not extent > 0:
+        return [0]
+    power = math.floor(math.log10(extent / most))
+    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
+    count = math.floor(extent / (step * 10.0**power) + 1e-9)
+    return [_plain(round(at * step * 10.0**power, max(0, -power))) for at in range(count + 1)]

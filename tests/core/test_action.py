@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.core.action import COMPUTE_OPS, STATE_OPS, Action, Op, overlap
+from drumline.core.errors import ProgramError
+
+plain = st.builds(
+    Action,
+    st.integers(0, 999),
+    st.sampled_from([op for op in Op if op not in STATE_OPS and op is not Op.OVERLAP]),
+    st.integers(0, 9999),
+    st.just(()),
+)
+state = st.builds(Action, st.integers(0, 999), st.sampled_from(sorted(STATE_OPS)), st.none(), st.just(()))
+compute = plain.filter(lambda action: action.op in COMPUTE_OPS)
+actions = plain | state | st.builds(overlap, compute, compute)
+
+
+@given(actions)
+def test_parsing_what_was_formatted_gives_the_same_action(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@given(st.text(alphabet="0123456789FBIWSENDRCV_();UPATO ", max_size=14))
+def test_whatever_parses_is_spelled_exactly_that_way(text: str) -> None:
+    try:
+        action = Action.parse(text)
+    except ProgramError:
+        return
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "F0",
+        "2F",
+        "2F0junk",
+        "2f0",
+        "-1F0",
+        "02F0",
+        "2F00",
+        " 2F0",
+        "2X0",
+        "2UNSHARD3",
+        "2UPDATE",
+        "2SEND_F",
+        "²F0",
+        "٣F0",
+    ]
+    + [
+        "(0F5;1B2)",
+        "(0F5)OVERLAP_F_B",
+        "(0F5;1B2;2F0)OVERLAP_F_B",
+        "(0F5;1SEND_F2)OVERLAP_F_B",
+        "0OVERLAP_F_B1",
+        "9999999999F0",
+    ],
+)
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ProgramError):
+        Action.parse(text)
+
+
+def test_a_long_cell_is_shown_shortened() -> None:
+    with pytest.raises(ProgramError) as caught:
+        Action.parse("9" * 10_000)
+    assert len(str(caught.value)) < 200
+
+
+def test_an_unknown_op_suggests_the_nearest() -> None:
+    with pytest.raises(ProgramError, match="did you mean RECV_F"):
+        Action.parse("2RECW_F0")
+
+
+def test_work_of_a_pair_is_its_two_halves() -> None:
+    pair = Action.parse("(0F5;1B2)OVERLAP_F_B")
+    assert [str(part) for part in pair.work] == ["0F5", "1B2"]
+    assert pair.is_compute
+    assert not Action.parse("2SEND_F0").is_compute

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drumline.core.costs import Costs, Edge
+from drumline.core.errors import CostsError
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("not json", "not JSON"),
+        ("[1, 2]", "the costs are a list"),
+        ('{"foward": 1}', "did you mean forward"),
+        ('{"forward": "fast"}', "forward is 'fast'"),
+        ('{"forward": -1}', "forward is -1"),
+        ('{"forward": [1, null]}', "forward is None"),
+        ('{"forward": NaN}', "forward is nan"),
+        ('{"forward": Infinity}', "forward is inf"),
+        ('{"forward": true}', "forward is True"),
+        ('{"overlap": 1}', "overlap is 1"),
+        ('{"bytes_per_second": 0}', "bytes_per_second is 0"),
+        ('{"edges": [{"from": 0}]}', "edges holds"),
+        ('{"edges": [{"from": 0, "to": -1}]}', "edges holds"),
+        ('{"edges": [{"from": 0, "to": 1, "latency": -2}]}', "latency of edge 0->1 is -2"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_costs_are_refused_with_the_value(text: str, says: str) -> None:
+    with pytest.raises(CostsError, match=says):
+        Costs.from_json(text)
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"forward": [1, 2], "edges": [{"from": 0, "to": 1, "latency": 0.5, "bytes_per_second": 10}]}')
+    costs = Costs.load(path)
+    assert costs.edge(0, 1) == Edge(0.5, 10)
+    assert costs.edge(1, 0) == Edge()
+    with pytest.raises(CostsError, match=r"none\.json"):
+        Costs.load(tmp_path / "none.json")
+    path.write_text('{"fwd": 1}')
+    with pytest.raises(CostsError, match=r"costs\.json: unknown cost 'fwd'"):
+        Costs.load(path)
+
+
+def test_a_whole_backward_is_both_halves_unless_given() -> None:
+    assert Costs(backward_input=2, backward_weight=3).per_stage("backward", 2) == (5, 5)
+    assert Costs(backward=4).per_stage("backward", 2) == (4, 4)

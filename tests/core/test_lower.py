@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline.core.action import TRANSFER_OPS
+from drumline.core.errors import InvalidProgram, ProgramError
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from programs import NAMES, build, programs
+from reference import run_on_strictest_channel
+
+
+@settings(max_examples=60)
+@given(programs(), st.integers(1, 4))
+def test_what_is_lowered_is_the_same_compute_with_every_message_once(program: Program, ahead: int) -> None:
+    lowered = lower(program, ahead=ahead)
+    assert lowered.compute_only() == program
+    transfers = [action for row in lowered.rows for action in row if action.op in TRANSFER_OPS]
+    assert len(transfers) == len(set(transfers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_open_receives_are_bounded(name: str) -> None:
+    program = build(name, 4, 8)
+    if program.placement.name == "linear":
+        assert run_on_strictest_channel(lower(program, ahead=1)) == 1
+    assert run_on_strictest_channel(lower(program, ahead=2)) <= 8
+
+
+def test_lowering_again_changes_nothing() -> None:
+    lowered = lower(build("zb-v", 3, 4))
+    assert lower(lowered) is lowered
+
+
+def test_what_cannot_run_is_not_lowered() -> None:
+    with pytest.raises(InvalidProgram):
+        lower(Program.parse("0B0,0F0"))
+    with pytest.raises(ProgramError, match="ahead is 0"):
+        lower(Program.parse("0F0,0B0"), ahead=0)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline.core.costs import Costs, Edge
+from drumline.core.errors import CostsError, InvalidProgram
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from drumline.core.simulate import makespans, simulate
+from programs import NAMES, build, costs_for, programs
+from reference import reference_times
+
+
+@settings(max_examples=200)
+@given(programs(), st.data())
+def test_times_are_those_of_the_reference(program: Program, data: st.DataObject) -> None:
+    costs = data.draw(costs_for(program))
+    expected = reference_times(program, costs)
+    timeline = simulate(program, costs)
+    found = {part: (span.start, span.end) for span in timeline.spans() for part in span.action.work if part in expected}
+    assert found == expected
+
+
+@settings(max_examples=60)
+@given(programs(), st.data())
+def test_spelling_communication_out_changes_no_time_where_receives_are_posted_ahead(
+    program: Program, data: st.DataObject
+) -> None:
+    costs = data.draw(costs_for(program))
+    ahead = program.num_microbatches * program.num_stages
+    plain, spelled = simulate(program, costs), simulate(lower(program, ahead=ahead), costs)
+    assert [track.starts for track in spelled.tracks] == [track.starts for track in plain.tracks]
+
+
+@settings(max_examples=40)
+@given(programs(), st.data())
+def test_a_late_receive_only_delays(program: Program, data: st.DataObject) -> None:
+    costs = data.draw(costs_for(program))
+    assert simulate(lower(program, ahead=1), costs).makespan >= simulate(program, costs).makespan
+
+
+def test_a_receive_posted_late_delays_its_transfer() -> None:
+    early = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
+    late = early.replace("1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
+    costs = Costs(bytes_per_second=1, message_bytes=1)
+    first, second = (simulate(Program.parse(text), costs).tracks[1].starts[2] for text in (early, late))
+    assert (first, second) == (5.0, 6.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_by_one_and_all_at_once_agree(name: str) -> None:
+    program = build(name, 4, 6)
+    rng = np.random.default_rng(0)
+    many = []
+    for _ in range(5):
+        forward, backward_input, backward_weight, comm = rng.uniform(0.5, 2.0, 4).tolist()
+        many.append(Costs(forward, backward_input, backward_weight, comm=comm / 4))
+    assert makespans(program, many).tolist() == pytest.approx([simulate(program, one).makespan for one in many])
+
+
+def test_factors_multiply_the_actions_in_row_order() -> None:
+    program = Program.parse("0F0,0B0\n1F0,1B0")
+    factors = np.array([[1, 1, 1, 1], [3, 1, 1, 1], [1, 1, 1, 5]], dtype=float)
+    assert makespans(program, Costs(), factors=factors).tolist() == [6, 8, 14]
+
+
+def test_factors_reach_both_halves_of_an_overlapped_pair() -> None:
+    program = Program.parse("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    factors = np.array([[1, 10, 1, 1], [1, 1, 10, 1]], dtype=float)
+    assert makespans(program, Costs(), factors=factors).tolist() == [1 + 12 + 2, 1 + 21 + 2]
+
+
+def test_links_serialise_their_transfers() -> None:
+    costs = Costs(bytes_per_second=1, message_bytes=2)
+    timeline = simulate(Program.parse("0F0,0F1\n1F0,1F1"), costs)
+    assert [(transfer.start, transfer.end) for transfer in timeline.transfers] == [(1, 3), (3, 5)]
+    assert list(timeline.tracks[1].starts) == [3, 5]
+
+
+def test_latency_occupies_neither_rank_nor_link() -> None:
+    timeline = simulate(Program.parse("0F0,0F1\n1F0,1F1"), Costs(comm=10))
+    assert [(transfer.start, transfer.end) for transfer in timeline.transfers] == [(1, 11), (2, 12)]
+
+
+def test_without_overlap_a_transfer_takes_both_ranks_time() -> None:
+    costs = Costs(bytes_per_second=1, message_bytes=2, overlap=False)
+    timeline = simulate(Program.parse("0F0,0F1\n1F0,1F1"), costs)
+    assert list(timeline.tracks[0].starts) == [0, 3]
+    assert list(timeline.tracks[1].starts) == [3, 6]
+    assert [(span.start, span.end) for span in timeline.occupied[1]] == [(1, 3), (4, 6)]
+
+
+def test_one_slow_edge_delays_only_what_crosses_it() -> None:
+    program = Program.parse("0F0\n1F0\n2F0")
+    timeline = simulate(program, Costs(edges={(1, 2): Edge(latency=7)}))
+    assert [track.starts[0] for track in timeline.tracks] == [0, 1, 9]
+
+
+def test_a_fused_pair_costs_its_sum_unless_said_otherwise() -> None:
+    program = Program.parse("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    assert simulate(program).makespan == 1 + 3 + 2
+    assert simulate(program, Costs(overlapped=2.5)).makespan == 1 + 2.5 + 2
+    longer = Costs(overlapped=2, microbatch_factor=[1, 3])
+    assert simulate(program, longer).makespan == 1 + 2 * 2 + 6
+
+
+def test_recomputation_costs_a_forward_before_each_backward() -> None:
+    program = build("gpipe", 4, 8)
+    assert simulate(program, Costs(recompute=True)).makespan == (8 + 3) * (1 + 3)
+    one_stage = simulate(build("zb-h1", 2, 2), Costs(recompute=[True, False]))
+    assert one_stage.busy == (2 * 4, 2 * 3)
+
+
+def test_an_update_takes_its_time_whatever_the_microbatch() -> None:
+    program = build("pipedream", 1, 2)
+    assert simulate(program, Costs(update=5, microbatch_factor=[2, 2])).makespan == 2 * (6 + 5)
+
+
+def test_two_copies_exchange_when_both_are_ready() -> None:
+    timeline = simulate(build("chimera", 2, 2), Costs(reduce=10))
+    compute_end = max(track.ends[-1] for track in timeline.tracks)
+    assert timeline.makespan > compute_end
+    by_stage: dict[int, set[tuple[float, float]]] = {}
+    for span in timeline.exchanges:
+        by_stage.setdefault(span.action.stage, set()).add((span.start, span.end))
+    assert all(len(times) == 1 for times in by_stage.values())
+
+
+def test_queue_depth_counts_messages_made_and_not_taken_up() -> None:
+    timeline = simulate(Program.parse("0F0,0F1,0F2\n1F0,1F1,1F2"), Costs(forward=[1, 2]))
+    assert timeline.queue_depths == {(0, 1): [(1, 0), (2, 1), (3, 1), (5, 0)]}
+
+
+def test_the_queue_of_1f1b_is_bounded_by_the_ranks_behind_it() -> None:
+    timeline = simulate(build("1f1b", 6, 24), Costs(forward=[1, 3, 1, 1, 1, 1]))
+    for (source, target), curve in timeline.queue_depths.items():
+        if target == source + 1:
+            assert max(depth for _, depth in curve) <= 6 - source
+
+
+@settings(max_examples=100)
+@given(programs(), st.data())
+def test_the_critical_path_is_a_chain_as_long_as_the_makespan(program: Program, data: st.DataObject) -> None:
+    costs = data.draw(costs_for(program, links=False))
+    timeline = simulate(program, costs)
+    path = timeline.critical_path
+    assert path[0].start == timeline.start
+    assert path[-1].end == max(track.ends[-1] for track in timeline.tracks)
+    for before, after in pairwise(path):
+        gap = after.start - before.end
+        hop = costs.edge(before.rank, after.rank).latency if before.rank != after.rank else 0.0
+        assert gap == hop
+
+
+def test_an_illegal_program_is_refused_with_every_violation() -> None:
+    with pytest.raises(InvalidProgram) as caught:
+        simulate(Program.parse("0B0,0F0\n1F0"))
+    assert len(caught.value.violations) == 2
+    with pytest.raises(InvalidProgram, match="wait for each other"):
+        simulate(Program.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
+    with pytest.raises(InvalidProgram):
+        makespans(Program.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), [Costs()])
+
+
+def test_costs_that_do_not_fit_are_refused() -> None:
+    program = build("1f1b", 2, 3)
+    with pytest.raises(CostsError, match="forward has 3 values"):
+        simulate(program, Costs(forward=[1, 2, 3]))
+    with pytest.raises(CostsError, match="one for each of the 3 microbatches"):
+        simulate(program, Costs(microbatch_factor=[1, 2]))
+    with pytest.raises(CostsError, match="factors has the shape"):
+        makespans(program, Costs(), factors=np.ones((2, 3)))
+    with pytest.raises(CostsError, match="finite links"):
+        makespans(program, [Costs(), Costs(bytes_per_second=1.0)])

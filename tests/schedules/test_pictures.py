@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from programs import NAMES
+
+DRAW = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "draw_pictures.py"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_recipe_opens_with_the_picture_of_what_it_makes(name: str) -> None:
+    text = DRAW["source"](name).read_text(encoding="utf-8")
+    docstring = text.split('"""')[1]
+    assert DRAW["picture"](name) in docstring, "run scripts/draw_pictures.py"

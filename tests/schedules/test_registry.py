@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from drumline.core.action import Action, B, F
+from drumline.core.errors import ScheduleError
+from drumline.core.simulate import simulate
+from drumline.core.validate import validate
+from drumline.schedules import find, generate, schedule, schedules, unregister
+from drumline.schedules.registry import MAX_PAIRS
+from programs import NAMES
+
+
+def test_every_schedule_of_the_field_is_there() -> None:
+    assert list(schedules()) == sorted(NAMES, key=list(schedules()).index)
+    assert set(schedules()) == set(NAMES)
+
+
+def test_every_schedule_says_what_it_is() -> None:
+    assert all(one.summary for one in schedules().values())
+
+
+def test_ones_own_schedule_gets_proof_and_timing() -> None:
+    @schedule("mine")
+    def mine(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+        """Run every microbatch through on its own."""
+        for rank in range(num_ranks):
+            yield [op(rank, m) for m in range(num_microbatches) for op in (F, B)]
+
+    try:
+        program = generate("mine", num_ranks=3, num_microbatches=2)
+        assert find("mine").summary == "Run every microbatch through on its own."
+        assert validate(program) == []
+        assert simulate(program).makespan == 18
+        with pytest.raises(ScheduleError, match="registered already"):
+            schedule("mine")(mine)
+    finally:
+        unregister("mine")
+    with pytest.raises(ScheduleError, match="unknown schedule 'mine'"):
+        generate("mine", num_ranks=3, num_microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts", "says"),
+    [
+        ("1f1v", (4, 8, None), "did you mean 1f1b"),
+        ("ZB_H1", (4, 8, None), "did you mean zb-h1"),
+        ("x" * 10_000, (4, 8, None), "choose one of"),
+        ("1f1b", (0, 8, None), "--ranks is 0"),
+        ("1f1b", (4, -1, None), "--microbatches is -1"),
+        ("interleaved-1f1b", (4, 8, 0), "--stages-per-rank is 0"),
+        ("chimera", (5, 8, None), "4 or 6 would do"),
+        ("dualpipe", (1, 8, None), "2 would do"),
+        ("1f1b", (4, 8, 2), "exactly 1 per rank"),
+        ("zb-v", (4, 8, 3), "exactly 2 per rank"),
+        ("hanayo", (4, 8, 3), "2 or 4 would do"),
+        ("pipedream-2bw", (4, 3, None), "--microbatches 4 would do"),
+        ("gpipe", (1000, MAX_PAIRS, None), "too large"),
+    ],
+)
+def test_counts_that_do_not_do_are_refused_with_some_that_would(
+    name: str, counts: tuple[int, int, int | None], says: str
+) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        generate(name, num_ranks=counts[0], num_microbatches=counts[1], stages_per_rank=counts[2])
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="has no option 'num_stepz'"):
+        generate("pipedream-2bw", num_ranks=2, num_microbatches=2, num_stepz=3)
+    assert generate("pipedream-2bw", num_ranks=2, num_microbatches=2, num_steps=3).num_updates == 3
