@@ -38,32 +38,34 @@ def run(args: argparse.Namespace) -> int:
     program = flags.program_of(args)
     if args.lower:
         program = lower(program)
+    text = _written(args, program)
+    if args.out is not None:
+        _save(args.out, text)
     if args.json:
-        print_json(
-            {
-                "schedule": program.name,
-                "ranks": program.num_ranks,
-                "rows": [[str(a) for a in row] for row in program.rows],
-            }
-        )
-        return 0
-    if args.format == "text":
-        text = _picture(args, program)
-    elif args.format == "csv":
-        text = program.format()
+        shown = {"out": str(args.out)} if args.out is not None else {"text": text}
+        counts = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
+        rows = [[str(action) for action in row] for row in program.rows]
+        print_json({"schedule": program.name, **counts, "format": args.format, **shown, "rows": rows})
     else:
-        from drumline.core.torch_text import for_torch
-
-        text = for_torch(program, communication=args.format == "torch-comms").rstrip("\n")
-    if args.out is None:
-        print(text)
-        return 0
-    try:
-        args.out.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {args.out}: {error.strerror}", fix="choose another --out") from None
-    print(f"wrote {args.out}")
+        print(text if args.out is None else f"wrote {args.out}")
     return 0
+
+
+def _written(args: argparse.Namespace, program: Program) -> str:
+    if args.format == "text":
+        return _picture(args, program)
+    if args.format == "csv":
+        return program.format()
+    from drumline.core.torch_text import for_torch
+
+    return for_torch(program, communication=args.format == "torch-comms").rstrip("\n")
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
 
 
 def _picture(args: argparse.Namespace, program: Program) -> str:
@@ -71,7 +73,7 @@ def _picture(args: argparse.Namespace, program: Program) -> str:
     from drumline.report.grid import grid, legend
 
     timeline = simulate(program, flags.costs_of(args))
-    to_terminal = args.out is None
+    to_terminal = args.out is None and not args.json
     picture = grid(
         timeline,
         width=terminal_width() if to_terminal else 200,

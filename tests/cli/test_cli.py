@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cli.main import VERBS, main
+from drumline.core.costs import Costs
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from programs import NAMES, build
+
+COUNTS = ("--ranks", "4", "--microbatches", "8")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = run(capsys, *words, "--json")
+    assert err == ""
+    value = json.loads(out)
+    assert isinstance(value, dict)
+    return code, value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_simulate_prints_what_the_library_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(
+        capsys, "simulate", name, *COUNTS, "--forward", "2", "--comm", "0.5", "--activation-bytes", "10"
+    )
+    timeline = simulate(build(name, 4, 8), Costs(forward=2, comm=0.5, activation_bytes=10))
+    assert code == 0
+    assert found["schedule"] == name
+    assert (found["ranks"], found["stages"]) == (4, timeline.program.num_stages)
+    assert found["microbatches"] == timeline.program.num_microbatches
+    assert found["makespan"] == timeline.makespan
+    assert (found["bubble"], found["span_bubble"]) == (timeline.bubble, timeline.span_bubble)
+    assert found["idle"] == list(timeline.idle)
+    assert found["peak_activations"] == list(timeline.peak_activations)
+    assert found["peak_bytes"] == list(timeline.peak_bytes or ())
+    for rank in range(4):
+        assert sum(seconds[rank] for seconds in found["idle_by_cause"].values()) == pytest.approx(found["idle"][rank])
+
+
+def test_bytes_are_reported_only_where_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "peak_bytes" not in run_json(capsys, "simulate", "1f1b", *COUNTS)[1]
+
+
+def test_costs_come_from_a_file_and_flags_override_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"forward": [2, 1, 1, 1], "backward_input": [2, 1, 1, 1], "backward_weight": [2, 1, 1, 1]}')
+    words = ("simulate", "1f1b", *COUNTS, "--costs", str(path))
+    assert run_json(capsys, *words)[1]["makespan"] == 51
+    assert run_json(capsys, *words, "--forward", "1")[1]["makespan"] < 51
+
+
+def test_a_csv_file_does_wherever_a_schedule_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    lower(build("zb-v", 4, 8)).save(path)
+    assert run_json(capsys, "simulate", str(path))[1]["span"] == 48
+    assert run(capsys, "show", str(path))[0] == 0
+    assert run_json(capsys, "check", str(path)) == (0, {"ok": True, "violations": []})
+    code, found = run_json(capsys, "simulate", str(path), "--ranks", "3")
+    assert (code, found["error"]) == (2, f"--ranks is 3, but {path} has 4")
+
+
+def test_a_limit_that_is_broken_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, "simulate", "gpipe", *COUNTS, "--max-activations", "4")
+    assert code == 1
+    assert len(found["over_limit"]) == 4
+    code, found = run_json(capsys, "simulate", "1f1b", *COUNTS, "--max-activations", "4")
+    assert code == 0
+    assert found["idle_by_cause"]["memory"][0] > 0
+
+
+def test_intervals_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "simulate", "1f1b", *COUNTS, "--intervals")
+    assert code == 0
+    assert "rank 0 idle 6 from 4: 0B0 waits for 1B0 of rank 1" in out
+
+
+def test_compare_lists_all_best_first(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, "compare", *COUNTS)
+    assert code == 0
+    assert {row["schedule"] for row in found["rows"]} == set(NAMES) - {"forward-only"}
+    times = [row["seconds_per_microbatch"] for row in found["rows"]]
+    assert times == sorted(times)
+    by_name = {row["schedule"]: row for row in found["rows"]}
+    assert by_name["1f1b"]["makespan"] == 33
+    assert by_name["zb-v"]["makespan"] == 51 / 2
+    assert run(capsys, "compare", *COUNTS)[1].count("\n") == len(found["rows"]) + 1
+
+
+def test_nothing_fits_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "compare", *COUNTS, "--max-activations", "0.5")[0] == 1
+
+
+def test_check_returns_every_violation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("0B0,0F0,0F1,0B1\n1F0,1B0,1F1\n")
+    code, found = run_json(capsys, "check", str(path))
+    assert code == 1
+    assert found["ok"] is False
+    assert {"rank": 0, "index": 0, "action": "0B0", "reason": "runs before 0F0"} in found["violations"]
+    assert any(one["index"] is None and one["action"] == "1B1" for one in found["violations"])
+    code, out, _ = run(capsys, "check", str(path))
+    assert code == 1
+    assert out.splitlines()[-1].endswith("bad cannot run")
+
+
+def test_check_holds_a_stated_placement_and_limit_against_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", "zb-v", *COUNTS, "--placement", "v")[0] == 0
+    assert run(capsys, "check", "zb-v", *COUNTS, "--placement", "loop")[0] == 1
+    assert run(capsys, "check", "chimera", *COUNTS, "--placement", "bidirectional")[0] == 0
+    assert run(capsys, "check", "zb-v", *COUNTS, "--placement", "linear")[0] == 2
+    assert run(capsys, "check", "1f1b", *COUNTS, "--max-activations", "3")[0] == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_show_draws_and_writes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, "show", name, *COUNTS)
+    assert code == 0
+    assert "\x1b" not in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    path = tmp_path / "out.csv"
+    assert run(capsys, "show", name, *COUNTS, "--format", "csv", "--out", str(path))[0] == 0
+    assert Program.load(path) == build(name, 4, 8)
+
+
+def test_show_lowers_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "0SEND_F0" in run(capsys, "show", "1f1b", *COUNTS, "--format", "csv", "--lower")[1]
+    assert "REDUCE_GRAD" not in run(capsys, "show", "zb-h1", *COUNTS, "--format", "torch")[1]
+    assert "0SEND_F0" in run(capsys, "show", "zb-h1", *COUNTS, "--format", "torch-comms")[1]
+    code, found = run_json(capsys, "show", "1f1b", *COUNTS)
+    assert code == 0
+    assert found["rows"][0][:2] == ["0F0", "0F1"]
+    assert run_json(capsys, "show")[1]["schedules"].keys() == set(NAMES)
+
+
+def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "demo")
+    assert code == 0
+    assert "best first" in out
+    assert run_json(capsys, "demo")[0] == 0
+
+
+BAD = [
+    ("simulate", "1f1v", *COUNTS),
+    ("simulate", "1f1b", "--ranks", "0", "--microbatches", "8"),
+    ("simulate", "1f1b", "--ranks", "-3", "--microbatches", "8"),
+    ("simulate", "1f1b", "--ranks", "four", "--microbatches", "8"),
+    ("simulate", "1f1b", "--ranks", "4"),
+    ("simulate", "1f1b", *COUNTS, "--forward", "-1"),
+    ("simulate", "1f1b", *COUNTS, "--forward", "nan"),
+    ("simulate", "1f1b", *COUNTS, "--costs", "no-such.json"),
+    ("simulate", "1f1b", *COUNTS, "--max-bytes", "10"),
+    ("simulate", "1f1b", *COUNTS, "--max-activations", "0"),
+    ("simulate", "1f1b", *COUNTS, "--no-such-flag"),
+    ("simulate", "1f1b", "--ranks", "100000", "--microbatches", "100000"),
+    ("simulate",),
+    ("simulate", "no-such.csv"),
+    ("simulate", "hanayo", *COUNTS, "--stages-per-rank", "3"),
+    ("compare", "--ranks", "4"),
+    ("compare", "--ranks", "0", "--microbatches", "1"),
+    ("check", "no-such.csv"),
+    ("show", "1f1b", *COUNTS, "--format", "pdf"),
+    ("show", "1f1b", *COUNTS, "--window", "5:1"),
+    ("show", "chimera", *COUNTS, "--format", "torch"),
+    ("show", "1f1b", *COUNTS, "--out", "/no/such/folder/x.txt"),
+    ("simulat", "1f1b"),
+    ("--nonsense",),
+]
+
+
+@pytest.mark.parametrize("words", BAD, ids=" ".join)
+def test_bad_input_is_one_clear_line_and_exit_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert 1 <= len(err.splitlines()) <= 2
+    assert err.startswith("drumline: ")
+    assert "Traceback" not in err
+    code, found = run_json(capsys, *words)
+    assert code == 2
+    assert found.keys() == {"error", "expected", "fix"}
+    assert found["error"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"0F0,0B0x\n",
+        b"\xff\xfe0\x00F\x00",
+        b"0F0,0B0\n\n2F0,2B0\n",
+        b"0F0,0B0\n2F0,2B0\n",
+        b"\x00" * 1000,
+        b"x" * 2**21,
+    ],
+    ids=["typo", "utf-16", "empty row", "missing rank", "zeros", "junk"],
+)
+@pytest.mark.parametrize("verb", ["check", "simulate", "show"])
+def test_a_file_that_is_not_a_program_is_exit_2(
+    verb: str, data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(data)
+    code, out, err = run(capsys, verb, str(path))
+    assert (code, out) == (2, "")
+    assert "bad.csv" in err
+    assert len(err) < 600
+
+
+def test_a_program_that_cannot_run_is_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hangs.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    code, _, err = run(capsys, "simulate", str(path))
+    assert code == 2
+    assert "wait for each other" in err
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(verb in run(capsys, "--help")[1] for verb in VERBS)
+    for verb in VERBS:
+        assert run(capsys, verb, "--help")[0] == 0
+    assert run(capsys, "--version")[1].startswith("drumline ")
+
+
+def test_the_installed_command_and_a_closed_pipe() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "drumline.cli.main",
+        "show",
+        "1f1b",
+        "--ranks",
+        "64",
+        "--microbatches",
+        "64",
+        "--format",
+        "csv",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ}) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0

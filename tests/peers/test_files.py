@@ -1,0 +1,76 @@
+"""Files that PyTorch writes load here, and files for PyTorch load there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import torch_peer as peer
+from drumline.core.action import Action
+from drumline.core.errors import ProgramError
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from drumline.core.torch_text import for_torch, titan_schedule
+from drumline.core.validate import validate
+from programs import NAMES, build
+
+pytestmark = pytest.mark.torch
+
+REFUSED = {
+    "dualpipe": "two ranks",
+    "chimera": "two ranks",
+    "pipedream": "several optimizer steps",
+    "pipedream-2bw": "several optimizer steps",
+    "forward-only": "no backwards",
+}
+COUNTS = [(2, 4), (4, 8), (3, 6)]
+
+
+@pytest.mark.parametrize("name", list(peer.MULTI))
+@pytest.mark.parametrize("communication", [False, True], ids=["compute-only", "with-communication"])
+def test_what_torch_writes_loads_checks_and_simulates(name: str, communication: bool, tmp_path: Path) -> None:
+    for ranks, microbatches in COUNTS:
+        made = peer.multi(name, ranks, microbatches)
+        assert made is not None
+        path = tmp_path / f"{name}-{ranks}-{microbatches}.csv"
+        made._dump_csv(str(path), format="compute_comms" if communication else "compute_only")
+        program = Program.load(path)
+        assert program.has_communication == (communication and ranks > 1)
+        assert validate(program) == [], path.name
+        timeline = simulate(program)
+        assert timeline.makespan == simulate(program.compute_only()).makespan
+        if name == "dualpipe-v":
+            assert any(action.parts for row in program.rows for action in row)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize("communication", [False, True], ids=["compute-only", "with-communication"])
+def test_what_we_export_torch_loads(name: str, communication: bool, tmp_path: Path) -> None:
+    for ranks, microbatches in [*COUNTS, (4, 2)]:
+        program = build(name, ranks, microbatches)
+        path = tmp_path / "program.csv"
+        path.write_text(for_torch(program, communication=communication))
+        runtime = peer.load_csv(path, program, communication=communication)
+        loaded = [
+            [Action.parse(str(action)) for action in runtime.pipeline_order_with_comms[rank]] for rank in range(ranks)
+        ]
+        torch_added = Program.of(loaded)
+        assert [[action for action in row if action.is_compute] for row in torch_added.rows] == [
+            [action for action in row if action.is_compute] for row in program.rows
+        ]
+        assert validate(torch_added) == []
+
+
+@pytest.mark.parametrize(("name", "why"), REFUSED.items())
+def test_what_torch_cannot_run_is_refused_with_the_reason(name: str, why: str) -> None:
+    with pytest.raises(ProgramError, match=why):
+        for_torch(build(name, 4, 8))
+
+
+def test_torchtitan_gets_the_matching_placement() -> None:
+    expected = {"zb-h1": "1F1B", "interleaved-zb": "Interleaved1F1B", "v-half": "ZBVZeroBubble"}
+    assert {name: titan_schedule(build(name, 4, 8)) for name in expected} == expected
+    for program in (build("chimera", 4, 8), build("hanayo", 4, 8, 4)):
+        with pytest.raises(ProgramError, match="torchtitan has no schedule"):
+            titan_schedule(program)

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from drumline.core.attribute import Limit
+from drumline.core.costs import Costs
+from drumline.core.errors import CostsError
+from drumline.report.compare import compare, compare_table
+from drumline.report.table import table
+from programs import NAMES
+
+
+def test_every_training_schedule_is_compared_best_first() -> None:
+    rows = compare(4, num_microbatches=8)
+    assert {row.name for row in rows} == set(NAMES) - {"forward-only"}
+    times = [row.seconds_per_microbatch for row in rows]
+    assert times == sorted(times)
+    assert rows[-1].name == "naive"
+
+
+def test_every_row_does_the_same_work_per_microbatch() -> None:
+    costs = Costs(forward=2, backward_input=3, backward_weight=1)
+    for row in compare(4, num_microbatches=8, costs=costs, stages_per_rank=4):
+        busy = max(row.timeline.busy) / row.timeline.program.num_microbatches
+        assert busy == pytest.approx(6)
+
+
+def test_schedules_that_do_not_admit_the_counts_are_left_out() -> None:
+    names = {row.name for row in compare(3, num_microbatches=2)}
+    assert not names & {"dualpipe", "chimera", "pipedream-2bw"}
+    assert {"1f1b", "zb-v"} <= names
+
+
+def test_what_is_over_the_limit_comes_last() -> None:
+    rows = compare(4, num_microbatches=8, limit=Limit(max_activations=3))
+    fits = [row.fits for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert {row.name for row in rows if row.fits} == {"v-half", "v-min", "naive"}
+    assert "over the limit" in compare_table(rows)
+    by_bytes = compare(4, num_microbatches=8, costs=Costs(activation_bytes=10), limit=Limit(max_bytes=35))
+    assert {row.name for row in by_bytes if row.fits} == {"v-half", "v-min", "naive"}
+
+
+def test_costs_per_stage_cannot_be_compared() -> None:
+    with pytest.raises(CostsError, match="forward is given per stage"):
+        compare(4, num_microbatches=8, costs=Costs(forward=[1, 2, 3, 4]))
+
+
+def test_tables_are_cut_at_the_width() -> None:
+    drawn = table(["a", "b"], [["x" * 30, "y" * 30]], width=40)
+    assert all(len(line) <= 40 for line in drawn.splitlines())

@@ -1,0 +1,60 @@
+"""What importing loads, and what it offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import drumline
+
+WITHOUT_TORCH = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is forbidden here")
+
+sys.meta_path.insert(0, Forbidden())
+import importlib, pkgutil
+import drumline
+for package in ("core", "schedules", "report", "cli"):
+    home = importlib.import_module(f"drumline.{package}")
+    for module in pkgutil.walk_packages(home.__path__, f"drumline.{package}."):
+        importlib.import_module(module.name)
+from drumline.cli.main import main
+raise SystemExit(main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--json"]))
+"""
+
+LOADED = """
+import sys
+import drumline
+heavy = {"torch", "numpy", "argparse"} & set(sys.modules)
+assert not heavy, heavy
+from drumline.cli.main import main
+main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8"])
+assert "torch" not in sys.modules
+"""
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pure_half_works_with_torch_made_unimportable() -> None:
+    run(WITHOUT_TORCH)
+
+
+def test_importing_drumline_loads_neither_torch_nor_numpy_and_simulating_no_torch() -> None:
+    run(LOADED)
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    assert sorted(drumline.__all__) == sorted(drumline._HOME) == dir(drumline)
+    for name in drumline.__all__:
+        assert getattr(drumline, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(drumline, "no_such_name")
