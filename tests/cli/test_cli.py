@@ -14,6 +14,7 @@ from drumline.core.costs import Costs
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
+from drumline.schedules import unregister
 from programs import NAMES, build
 
 COUNTS = ("--ranks", "4", "--microbatches", "8")
@@ -72,6 +73,38 @@ def test_a_csv_file_does_wherever_a_schedule_is_asked_for(tmp_path: Path, capsys
     assert run_json(capsys, "check", str(path)) == (0, {"ok": True, "violations": []})
     code, found = run_json(capsys, "simulate", str(path), "--ranks", "3")
     assert (code, found["error"]) == (2, f"--ranks is 3, but {path} has 4")
+
+
+OWN = """
+import drumline as dl
+from drumline import F, B
+
+@dl.schedule("own-{0}")
+def own(num_ranks, *, num_microbatches):
+    "One at a time."
+    for rank in range(num_ranks):
+        yield [op(rank, m) for m in range(num_microbatches) for op in (F, B)]
+"""
+
+
+def test_a_python_file_brings_its_own_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN.format("a"))
+    try:
+        assert run_json(capsys, "simulate", str(path), *COUNTS)[1]["makespan"] == 8 * 4 * 3
+        code, found = run_json(capsys, "simulate", f"{path}:b", *COUNTS)
+        assert (code, found["error"]) == (
+            2,
+            f"{path} failed with ScheduleError: the schedule 'own-a' is registered already; choose another name",
+        )
+        path.write_text(OWN.format("b") + OWN.format("c"))
+        assert "registers own-b, own-c" in run_json(capsys, "check", str(path), *COUNTS)[1]["error"]
+    finally:
+        for name in ("own-a", "own-b", "own-c"):
+            unregister(name)
+    path.write_text("1 / 0")
+    assert "ZeroDivisionError" in run_json(capsys, "check", str(path), *COUNTS)[1]["error"]
+    assert run(capsys, "check", "no-such.py", *COUNTS)[0] == 2
 
 
 def test_a_limit_that_is_broken_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +209,10 @@ BAD = [
     ("compare", "--ranks", "4"),
     ("compare", "--ranks", "0", "--microbatches", "1"),
     ("check", "no-such.csv"),
+    ("check", "1f1b", *COUNTS, "--max-bytes", "4"),
+    ("compare", *COUNTS, "--max-bytes", "4"),
+    ("demo", "--ranks", "0"),
+    ("demo", "--ranks", "-1"),
     ("show", "1f1b", *COUNTS, "--format", "pdf"),
     ("show", "1f1b", *COUNTS, "--window", "5:1"),
     ("show", "chimera", *COUNTS, "--format", "torch"),

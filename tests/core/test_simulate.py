@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import CostsError, InvalidProgram
 from drumline.core.lower import lower
@@ -177,3 +178,19 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         makespans(program, Costs(), factors=np.ones((2, 3)))
     with pytest.raises(CostsError, match="finite links"):
         makespans(program, [Costs(), Costs(bytes_per_second=1.0)])
+
+
+def test_what_takes_no_time_does_not_begin_a_span() -> None:
+    program = build("zb-v", 4, 8)
+    gathers = [[Action(s, Op.UNSHARD) for s in program.placement.stages_of(rank)] for rank in range(4)]
+    gathered = Program.of([[*first, *row] for first, row in zip(gathers, program.rows, strict=True)])
+    plain, timeline = simulate(program), simulate(gathered)
+    assert (timeline.span, timeline.span_bubble) == (plain.span, plain.span_bubble)
+    assert [(one.cause, one.seconds) for one in timeline.causes] == [(one.cause, one.seconds) for one in plain.causes]
+
+
+def test_messages_in_two_orders_are_refused_whatever_the_links() -> None:
+    text = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1"
+    for costs in (Costs(), Costs(bytes_per_second=1.0), Costs(bytes_per_second=1.0, overlap=False)):
+        with pytest.raises(InvalidProgram, match="two orders"):
+            simulate(Program.parse(text), costs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import torch_peer as peer
-from drumline.core.action import Action
+from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
@@ -60,6 +60,9 @@ def test_what_we_export_torch_loads(name: str, communication: bool, tmp_path: Pa
             [action for action in row if action.is_compute] for row in program.rows
         ]
         assert validate(torch_added) == []
+        # Without its REDUCE_GRAD torch would leave every gradient M times too large, without a word.
+        reduced = sorted(action.stage for row in loaded for action in row if action.op is Op.REDUCE_GRAD)
+        assert reduced == list(range(program.num_stages))
 
 
 @pytest.mark.parametrize(("name", "why"), REFUSED.items())

@@ -49,3 +49,13 @@ def test_costs_per_stage_cannot_be_compared() -> None:
 def test_tables_are_cut_at_the_width() -> None:
     drawn = table(["a", "b"], [["x" * 30, "y" * 30]], width=40)
     assert all(len(line) <= 40 for line in drawn.splitlines())
+
+
+def test_columns_that_do_not_fit_are_left_out_whole() -> None:
+    drawn = table(["name", "first", "second"], [["gpipe", "123456", "7.25"]], width=14)
+    assert drawn.splitlines() == ["name    first", "gpipe  123456", "(1 more column"]
+
+
+def test_microbatch_factors_are_repeated_for_every_step() -> None:
+    rows = compare(2, num_microbatches=2, costs=Costs(microbatch_factor=[1, 2]))
+    assert {"pipedream-2bw", "1f1b"} <= {row.name for row in rows}

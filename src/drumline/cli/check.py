@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import print_json
+from drumline.cli.output import counts, print_json
 from drumline.core.validate import validate
 
 
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check one program; exit 1 if anything is wrong with it."""
-    program = flags.program_of(args)
+    program, costs = flags.program_of(args), flags.costs_of(args)
     violations = validate(
         program,
         placement=flags.placement_of(args.placement, program),
-        limit=flags.limit_of(args),
-        costs=flags.costs_of(args),
+        limit=flags.limit_of(args, costs),
+        costs=costs,
     )
     if args.json:
         found = [
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run")
     else:
         print(
-            f"{program.name} is proven: {program.num_actions} actions on {program.num_ranks} ranks, "
-            f"{program.num_stages} stages, {program.num_microbatches} microbatches; nothing missing, nothing can hang"
+            f"{program.name} is proven: {counts(program)}, {program.num_actions} actions; "
+            "nothing is missing, nothing can hang"
         )
     return 1 if violations else 0

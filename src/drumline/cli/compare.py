@@ -30,12 +30,13 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value is not None and value < 1:
             raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    costs = flags.costs_of(args)
     rows = compare(
         args.ranks,
         num_microbatches=args.microbatches,
-        costs=flags.costs_of(args),
+        costs=costs,
         stages_per_rank=args.stages_per_rank,
-        limit=flags.limit_of(args),
+        limit=flags.limit_of(args, costs),
     )
     if not rows:
         raise ScheduleError(

@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from drumline.report.grid import grid
     from drumline.schedules import find
 
-    ranks, microbatches = args.ranks or 4, args.microbatches or 8
+    ranks = 4 if args.ranks is None else args.ranks
+    microbatches = 8 if args.microbatches is None else args.microbatches
+    programs = {name: find(name).build(ranks, microbatches) for name, _ in TOUR}
     rows = compare(ranks, num_microbatches=microbatches, stages_per_rank=args.stages_per_rank)
     if args.json:
         print_json({"rows": [row.summary() for row in rows]})
@@ -37,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
     width = terminal_width()
     print(f"One model on {ranks} ranks, {microbatches} microbatches. F forward, B backward, I and W its two halves.\n")
     for name, what in TOUR:
-        schedule = find(name)
-        per_stage = 1 / schedule.stages_per_rank
+        per_stage = 1 / find(name).stages_per_rank
         costs = Costs(forward=per_stage, backward_input=per_stage, backward_weight=per_stage)
-        timeline = simulate(schedule.build(ranks, microbatches), costs)
+        timeline = simulate(programs[name], costs)
         print(f"{name}: {what}")
         print(grid(timeline, width=width, colour=colour_wanted()))
         print(f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}\n")

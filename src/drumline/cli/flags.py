@@ -51,7 +51,12 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
 def add_schedule(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add SCHEDULE and the counts that its recipe needs."""
     nargs: Any = "?" if optional else None
-    parser.add_argument("schedule", nargs=nargs, metavar="SCHEDULE", help="a schedule's name, or a CSV file")
+    parser.add_argument(
+        "schedule",
+        nargs=nargs,
+        metavar="SCHEDULE",
+        help="a schedule's name, a CSV file, or FILE.py[:NAME] that registers it",
+    )
     add_counts(parser)
 
 
@@ -93,8 +98,10 @@ def costs_of(args: argparse.Namespace) -> Costs:
     return replace(costs, **given)
 
 
-def limit_of(args: argparse.Namespace) -> Limit | None:
+def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
     """Return the limit that the flags say, or None."""
+    if args.max_bytes is not None and not costs.knows_bytes:
+        raise UsageError("--max-bytes without bytes to hold against it", fix="give --activation-bytes or --costs")
     for flag, value in (("--max-activations", args.max_activations), ("--max-bytes", args.max_bytes)):
         if value is not None and value <= 0:
             raise UsageError(f"{flag} is {value:g}", expected="more than 0")
@@ -107,7 +114,10 @@ def program_of(args: argparse.Namespace) -> Program:
     from drumline.schedules import find
 
     name: str = args.schedule
-    if name.lower().endswith(".csv") or "/" in name or Path(name).is_file():
+    path, _, recipe = name.partition(":")
+    if path.endswith(".py"):
+        name = _registered_by(path, recipe)
+    elif name.lower().endswith(".csv") or "/" in name or Path(name).is_file():
         return _loaded(args)
     schedule = find(name)
     if args.ranks is None or args.microbatches is None:
@@ -120,6 +130,32 @@ def program_of(args: argparse.Namespace) -> Program:
             fix=f"for example: {name} --ranks 4 --microbatches 8",
         )
     return schedule.build(args.ranks, args.microbatches, args.stages_per_rank)
+
+
+def _registered_by(path: str, wanted: str) -> str:
+    """Run a Python file that registers schedules, and return the name of the one that is meant."""
+    import runpy
+
+    from drumline.schedules import schedules
+
+    before = schedules()
+    try:
+        runpy.run_path(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", expected="a Python file that registers a schedule") from None
+    except Exception as error:
+        raise UsageError(
+            f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
+        ) from error
+    added = [name for name in schedules() if name not in before]
+    if wanted in added:
+        return wanted
+    if len(added) == 1 and not wanted:
+        return added[0]
+    listed = ", ".join(added) or "none"
+    raise UsageError(
+        f"{path} registers {listed}", expected="one schedule, or its name behind a colon, like mine.py:name"
+    )
 
 
 def _loaded(args: argparse.Namespace) -> Program:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from drumline.core.errors import DrumlineError
+from drumline.core.program import Program
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -25,6 +26,16 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
     print(f"drumline: {error.error}", file=sys.stderr)
     if second:
         print(f"  {second}", file=sys.stderr)
+
+
+def counts(program: Program) -> str:
+    """Return "4 ranks, 8 stages, 1 microbatch"."""
+    numbers = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
+    return ", ".join(f"{number} {word}{_ending(word) if number != 1 else ''}" for number, word in numbers)
+
+
+def _ending(word: str) -> str:
+    return "es" if word.endswith("ch") else "s"
 
 
 def terminal_width() -> int:

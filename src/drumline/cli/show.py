@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, terminal_width
+from drumline.cli.output import colour_wanted, counts, print_json, terminal_width
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 
@@ -81,8 +81,7 @@ def _picture(args: argparse.Namespace, program: Program) -> str:
         window=_window(args.window),
     )
     lines = [
-        f"{program.name}: {program.num_ranks} ranks, {program.num_stages} stages, "
-        f"{program.num_microbatches} microbatches",
+        f"{program.name}: {counts(program)}",
         picture,
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it; "
         f"of the longest span {timeline.span_bubble:.2%}",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, terminal_width
+from drumline.cli.output import counts, print_json, terminal_width
 from drumline.core.attribute import attribute
-from drumline.core.errors import ProgramError
 from drumline.core.simulate import Simulation, simulate
 from drumline.core.validate import validate
 from drumline.report.summary import summarize
@@ -24,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate one program and report its figures."""
-    program, costs, limit = flags.program_of(args), flags.costs_of(args), flags.limit_of(args)
+    program, costs = flags.program_of(args), flags.costs_of(args)
+    limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs)
-    if limit and limit.max_bytes is not None and timeline.peak_bytes is None:
-        raise ProgramError("--max-bytes without bytes to hold against it", fix="give --activation-bytes or --costs")
     causes = attribute(timeline, limit)
     summary = summarize(timeline, causes)
     over = validate(program, limit=limit, costs=costs) if limit else []
@@ -71,8 +69,7 @@ def _text(timeline: Simulation, summary: dict[str, object]) -> str:
     path = timeline.critical_path
     return "\n".join(
         [
-            f"{program.name}: {program.num_ranks} ranks, {program.num_stages} stages, "
-            f"{program.num_microbatches} microbatches, {program.num_actions} actions",
+            f"{program.name}: {counts(program)}, {program.num_actions} actions",
             f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it",
             f"longest span {timeline.span:g}, span bubble {timeline.span_bubble:.2%}",
             f"critical path: {len(path)} actions, {path[0].action} on rank {path[0].rank} "

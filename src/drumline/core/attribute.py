@@ -110,14 +110,17 @@ class _Rank:
 
     def intervals(self) -> Iterator[Idle]:
         free = self.timeline.start
+        waiting = Cause.FILL
         for index, start in enumerate(self.track.starts):
             if start > free:
-                yield from self.gap(free, start, index)
+                yield from self.gap(free, start, index, waiting)
             free = self.track.ends[index]
+            if free > start:
+                waiting = Cause.WAIT
         if self.timeline.end > free:
             yield from self.drain(free)
 
-    def gap(self, start: float, end: float, index: int) -> Iterator[Idle]:
+    def gap(self, start: float, end: float, index: int, waiting: Cause) -> Iterator[Idle]:
         action = self.track.actions[index]
         inputs = self.timeline.inputs(self.rank, action)
         made, on_rank, _, waits_for = inputs[-1] if inputs else (start, None, None, None)
@@ -131,7 +134,7 @@ class _Rank:
             excess -= waited_to - balanced_to
             refused_from = self.refused_from(index, free_from, balanced_to)
             bounds = (free_from, refused_from, balanced_to, waited_to, free_to)
-            causes = (Cause.WAIT if index else Cause.FILL, Cause.MEMORY, Cause.IMBALANCE, Cause.TRANSFER)
+            causes = (waiting, Cause.MEMORY, Cause.IMBALANCE, Cause.TRANSFER)
             for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
                 if high > low:
                     yield Idle(self.rank, low, high, cause, action, waits_for, on_rank)

@@ -130,7 +130,7 @@ class Costs:
         try:
             table = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise CostsError(f"the costs are not JSON: {error}", expected="an object like {{'forward': 1}}") from None
+            raise CostsError(f"the costs are not JSON: {error}", expected='an object like {"forward": 1}') from None
         if not isinstance(table, dict):
             raise CostsError(f"the costs are a {type(table).__name__}", expected='an object like {"forward": 1}')
         known = [one.name for one in fields(Costs)]

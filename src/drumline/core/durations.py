@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from drumline.core import rules
 from drumline.core.action import Op
@@ -21,17 +22,36 @@ _FIELDS = {
 
 def work_seconds(graph: Graph, costs: Costs) -> Floats:
     """Return the seconds of every plain action."""
-    work, table = graph.work, np.zeros((len(OPS), graph.num_stages))
+    seconds: Floats = _table(graph, costs)[graph.work.code, graph.work.stage]
+    factors = np.array(costs.factors(graph.num_microbatches))
+    return _scaled(graph, seconds, factors) if np.any(factors != 1.0) else seconds
+
+
+def work_seconds_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+    """Return the seconds of every plain action, one column per costs."""
+    tables = np.stack([_table(graph, costs) for costs in many], axis=2)
+    seconds: Floats = tables[graph.work.code, graph.work.stage]
+    if any(costs.microbatch_factor != 1.0 for costs in many):
+        return _scaled(graph, seconds, np.array([costs.factors(graph.num_microbatches) for costs in many]).T)
+    return seconds
+
+
+def _table(graph: Graph, costs: Costs) -> Floats:
+    """Return the seconds of every (op, stage) at a microbatch factor of 1."""
+    table = np.zeros((len(OPS), graph.num_stages))
     for op, name in _FIELDS.items():
         table[CODE[op]] = costs.per_stage(name, graph.num_stages)
-    again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
-    for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        table[CODE[op]] += again
-    seconds: Floats = table[work.code, work.stage]
-    factors = np.array(costs.factors(graph.num_microbatches))
-    if np.any(factors != 1.0):
-        computes = _is_compute(graph)
-        seconds[computes] *= factors[work.microbatch[computes]]
+    if costs.recompute is not False:
+        again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
+        for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            table[CODE[op]] += again
+    return table
+
+
+def _scaled(graph: Graph, seconds: Floats, factors: Floats) -> Floats:
+    """Return the seconds of compute actions times their microbatch's factor; updates take as long whatever it is."""
+    computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
+    seconds[computes] *= factors[graph.work.microbatch[computes]]
     return seconds
 
 
@@ -97,8 +117,14 @@ def lags(graph: Graph, costs: Costs, seconds: Floats) -> Floats:
     return waits
 
 
-def _is_compute(graph: Graph) -> npt.NDArray[np.bool_]:
-    return np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
+def latencies_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+    """Return the same for many costs at once where messages have no nodes, one column per costs."""
+    if not len(graph.crossings.node) or all(costs.comm == 0 and not costs.edges for costs in many):
+        return np.zeros((graph.num_nodes, 1))
+    edges, which = _edges(graph)
+    table = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])
+    waits: Floats = np.vstack([table[which], np.zeros(len(many))])[graph.crossing]
+    return waits
 
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:

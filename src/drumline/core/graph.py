@@ -135,7 +135,10 @@ class _Cells:
         count = len(actions)
         stage = np.fromiter([action.stage for action in actions], np.int64, count)
         code = np.fromiter([CODE[action.op] for action in actions], np.int64, count)
-        microbatch = np.fromiter([-1 if (m := action.microbatch) is None else m for action in actions], np.int64, count)
+        numbers = [action.microbatch for action in actions]
+        if None in numbers:
+            numbers = [-1 if number is None else number for number in numbers]
+        microbatch = np.fromiter(numbers, np.int64, count)
         rank = np.repeat(np.arange(program.num_ranks), [len(row) for row in program.rows])
         timed = _TIMED[code]
         number = np.cumsum(timed) - 1
@@ -179,10 +182,11 @@ def _compile(program: Program, messages: Messages) -> Graph:
 
     assembly = _Assembly(cells, producer[remote], remote)
     spelled = bool(np.isin(cells.code, _SENDS + _RECVS).any())
+    posted = assembly.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
         assembly.blocking()
     elif messages is Messages.LINKS or spelled:
-        assembly.links(assembly.posted(num_stages, num_microbatches) if spelled else None)
+        assembly.links(posted)
         messages = Messages.LINKS
     else:
         assembly.latency()

@@ -11,7 +11,15 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.durations import lags, level_work, message_bytes, node_seconds, work_seconds
+from drumline.core.durations import (
+    lags,
+    latencies_many,
+    level_work,
+    message_bytes,
+    node_seconds,
+    work_seconds,
+    work_seconds_many,
+)
 from drumline.core.errors import CostsError, InvalidProgram
 from drumline.core.evaluate import evaluate, evaluate_many
 from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable, compile_program
@@ -177,6 +185,8 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
 def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
+        if graph.messages is Messages.LATENCY and all(one.overlapped is None and one.reduce == 0.0 for one in many):
+            return node_seconds(graph, many[0], work_seconds_many(graph, many)), latencies_many(graph, many)
         seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
         waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
         return np.stack(seconds, axis=1), np.stack(waits, axis=1)

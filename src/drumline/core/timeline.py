@@ -64,6 +64,12 @@ class Track:
     starts: Sequence[float]
     ends: Sequence[float]
 
+    @property
+    def span(self) -> float:
+        """First start to last end; what takes no time, such as gathering parameters for free, does not begin it."""
+        first = (start for start, end in zip(self.starts, self.ends, strict=True) if end > start)
+        return self.ends[-1] - next(first, self.ends[-1]) if self.ends else 0.0
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
@@ -151,7 +157,7 @@ class Timeline:
     @cached_property
     def span(self) -> float:
         """The longest rank's own first start to last end."""
-        return max((track.ends[-1] - track.starts[0] for track in self.tracks if track.ends), default=0.0)
+        return max((track.span for track in self.tracks), default=0.0)
 
     @property
     def bubble(self) -> float:

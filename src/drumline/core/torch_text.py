@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from drumline.core.action import Op
+from drumline.core import rules
+from drumline.core.action import STATE_OPS, Action, Op
 from drumline.core.errors import InvalidProgram, ProgramError
 from drumline.core.lower import lower
 from drumline.core.program import Program
@@ -27,9 +28,39 @@ def for_torch(program: Program, *, communication: bool = False) -> str:
             f"PyTorch cannot run {program.name!r}: {reason}",
             expected="one rank per stage, one step, with backwards",
         )
-    rows = program.rows if communication and program.has_communication else program.compute_only().rows
+    if communication:
+        return _with_state(lower(program)).format() + "\n"
+    rows = program.compute_only().rows
     plain = Program(tuple(tuple(a for a in row if a.op is not Op.REDUCE_GRAD) for row in rows), program.name)
-    return (lower(plain) if communication else plain).format() + "\n"
+    return plain.format() + "\n"
+
+
+def _with_state(program: Program) -> Program:
+    """Return the program with what PyTorch adds to a compute-only file itself, where it is not spelled out already.
+
+    A stage is gathered before its first compute and released behind its last; behind its last backward its gradients
+    are scaled and reduced, without which they would be M times too large.
+    """
+    rows = []
+    for row in program.rows:
+        said = {(action.stage, action.op) for action in row if action.op in STATE_OPS}
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        last_backward: dict[int, int] = {}
+        for at, action in enumerate(row):
+            for part in action.work if action.is_compute else ():
+                first.setdefault(part.stage, at)
+                last[part.stage] = at
+                if part.op in rules.RELEASES:
+                    last_backward[part.stage] = at
+        completed: list[Action] = []
+        for at, action in enumerate(row):
+            completed += [Action(s, Op.UNSHARD) for s in first if first[s] == at and (s, Op.UNSHARD) not in said]
+            completed.append(action)
+            for op, places in ((Op.REDUCE_GRAD, last_backward), (Op.RESHARD, last)):
+                completed += [Action(s, op) for s in places if places[s] == at and (s, op) not in said]
+        rows.append(tuple(completed))
+    return Program(tuple(rows), program.name)
 
 
 def titan_schedule(program: Program) -> str:

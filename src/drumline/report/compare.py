@@ -91,7 +91,7 @@ def compare(
             continue
         if not program.has_backward:
             continue
-        timeline = simulate(program, _cut_finer(costs or Costs(), v))
+        timeline = simulate(program, _over_all_steps(_cut_finer(costs or Costs(), v), program.num_microbatches))
         rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
     return sorted(rows, key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
 
@@ -102,6 +102,14 @@ def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bo
     if limit.max_activations is not None and max(timeline.peak_activations) > limit.max_activations * stages_per_rank:
         return False
     return limit.max_bytes is None or timeline.peak_bytes is None or max(timeline.peak_bytes) <= limit.max_bytes
+
+
+def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
+    """Return the costs with one step's microbatch factors repeated for every step of the program."""
+    factor = costs.microbatch_factor
+    if isinstance(factor, Sequence) and factor and num_microbatches % len(factor) == 0:
+        return replace(costs, microbatch_factor=[*factor] * (num_microbatches // len(factor)))
+    return costs
 
 
 def _cut_finer(costs: Costs, stages_per_rank: int) -> Costs:

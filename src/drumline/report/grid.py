@@ -200,6 +200,5 @@ def _note(timeline: Timeline, canvas: _Canvas, window: tuple[float, float] | Non
     if window is not None:
         return f"Shown: {canvas.start:g} to {canvas.start + shown:g} of {timeline.makespan:g}."
     if canvas.cell == 1:
-        labels = f"--window 0:{min(20, timeline.makespan):g}"
-        return f"Compressed: one column is {canvas.slot:.3g}. For labels: a wider terminal, or {labels}"
+        return f"Compressed: one column is {canvas.slot:.3g}. Labels need a wider terminal or a window."
     return ""

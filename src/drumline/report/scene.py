@@ -5,7 +5,8 @@ Boxes are columns, not objects, so that 200,000 of them stay a few megabytes:
     rows[0] = {"start": [0, 1, 4], "seconds": [1, 1, 2], "stage": [0, 0, 0], "op": [0, 0, 1], "microbatch": [0, 1, 0]}
 
 is 0F0, 0F1, 0B0 on rank 0. Times count from the timeline's start, so that several line up. An op is its place in
-`OPS`; of an overlapped pair the columns hold the first half and `second` the other, as [index, stage, op, microbatch].
+`OPS`. Of an overlapped pair the columns hold the first half, and `second` the other as [index, stage, op, microbatch,
+local]; `local` tells a rank's stages apart, 0 being its first.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from drumline.core.action import Action, Op
-from drumline.core.attribute import Cause
+from drumline.core.attribute import Cause, Idle
 from drumline.core.timeline import Timeline, Track
 from drumline.report.palette import SHADES
 
 Columns = dict[str, Any]
-Rounded = Callable[[float], float]
+Floats = npt.NDArray[np.float64]
 
 
 class Words(NamedTuple):
@@ -57,11 +61,11 @@ def document(
     >>> from drumline.schedules import generate
     >>> page = document([simulate(generate("1f1b", num_ranks=2, num_microbatches=2))])
     >>> page["title"], len(page["timelines"]), page["points"]
-    ('1f1b', 1, [])
+    ('1f1b: 2 ranks, 2 microbatches', 1, [])
     """
     scenes = [scene(timeline) for timeline in timelines]
     if title is None:
-        title = scenes[0]["name"] if len(scenes) == 1 else f"{len(scenes)} timelines side by side"
+        title = _titled(scenes)
     return {
         "title": title,
         "advice": advice or "",
@@ -84,33 +88,30 @@ def scene(timeline: Timeline) -> dict[str, Any]:
     >>> drawn["rows"][1]["start"], drawn["rows"][1]["seconds"], drawn["rows"][1]["idle"]["words"][0]
     ([1, 2], [1, 2], 'the pipeline fills; 1F0 waits for 0F0 of rank 0')
     """
-    program, origin, makespan = timeline.program, timeline.start, timeline.makespan
-    rounded = _rounding(makespan)
-    rows = [_row(timeline, rank, rounded) for rank in range(timeline.num_ranks)]
+    program = timeline.program
+    clock = _Clock.of(timeline)
+    causes: list[list[Idle]] = [[] for _ in range(timeline.num_ranks)]
     for idle in timeline.causes:
-        columns = rows[idle.rank]["idle"]
-        columns["start"].append(rounded(idle.start - origin))
-        columns["seconds"].append(rounded(idle.seconds))
-        columns["cause"].append(CAUSES[idle.cause])
-        columns["words"].append(str(idle).split(": ", 1)[1])
+        causes[idle.rank].append(idle)
+    rows = [_row(timeline, rank, causes[rank], clock) for rank in range(timeline.num_ranks)]
     for span in timeline.exchanges:
         if span.end > span.start:
-            times = rounded(span.start - origin), rounded(span.end - span.start)
-            rows[span.rank]["exchanges"].append([*times, span.action.stage])
+            times = [span.start - clock.origin, span.end - span.start]
+            rows[span.rank]["exchanges"].append([*clock.lengths(times), span.action.stage])
     return {
         "name": program.name,
         "stages": program.num_stages,
         "microbatches": program.num_microbatches,
         "placement": program.placement.name,
         "boxes": sum(len(row["start"]) for row in rows),
-        "makespan": rounded(makespan),
+        "makespan": clock.lengths([timeline.makespan])[0],
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "peak_activations": max(timeline.peak_activations, default=0),
         "peak_bytes": None if timeline.peak_bytes is None else max(timeline.peak_bytes, default=0.0),
         "rows": rows,
         "critical": _critical(timeline),
-        "queues": _queues(timeline, rounded),
+        "queues": _queues(timeline, clock),
     }
 
 
@@ -130,66 +131,68 @@ def second_copy(timeline: Timeline, rank: int) -> Callable[[Action], int]:
     return lambda part: local.get(part.stage, 0)
 
 
-def _row(timeline: Timeline, rank: int, rounded: Rounded) -> Columns:
-    track, origin = timeline.tracks[rank], timeline.start
+def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -> Columns:
+    track = timeline.tracks[rank]
     firsts = [action.work[0] for action in track.actions]
-    local = list(map(second_copy(timeline, rank), firsts))
+    local_of = second_copy(timeline, rank)
+    local = list(map(local_of, firsts))
     needs = [timeline.inputs(rank, action)[-1:] for action in track.actions]
     peak_bytes = timeline.peak_bytes
     return {
         "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
         "peak_activations": timeline.peak_activations[rank],
         "peak_bytes": None if peak_bytes is None else peak_bytes[rank],
-        "start": [rounded(start - origin) for start in track.starts],
-        "seconds": [rounded(end - start) for start, end in zip(track.starts, track.ends, strict=True)],
+        "start": clock.times(track.starts),
+        "seconds": clock.lengths(np.asarray(track.ends, float) - np.asarray(track.starts, float)),
         "stage": [first.stage for first in firsts],
         "op": [CODES[first.op] for first in firsts],
         "microbatch": [-1 if first.microbatch is None else first.microbatch for first in firsts],
         "local": local if any(local) else [],
         "second": [
-            [index, other.stage, CODES[other.op], other.microbatch]
+            [index, other.stage, CODES[other.op], other.microbatch, local_of(other)]
             for index, action in enumerate(track.actions)
             for other in action.work[1:]
         ],
         "need_rank": [need[0][1] if need else -1 for need in needs],
         "need_index": [need[0][2] if need else -1 for need in needs],
-        "idle": {"start": [], "seconds": [], "cause": [], "words": []},
+        "idle": {
+            "start": clock.times([idle.start for idle in causes]),
+            "seconds": clock.lengths([idle.seconds for idle in causes]),
+            "cause": [CAUSES[idle.cause] for idle in causes],
+            "words": [str(idle).split(": ", 1)[1] for idle in causes],
+        },
         "exchanges": [],
-        "memory": _memory(timeline, rank, rounded),
+        "memory": _memory(timeline, rank, clock),
     }
 
 
-def _memory(timeline: Timeline, rank: int, rounded: Rounded) -> Columns:
+def _memory(timeline: Timeline, rank: int, clock: _Clock) -> Columns:
     """Return what the rank holds from each change on: bytes where they are known, else pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     held = holding.pairs if holding.bytes is None else holding.bytes
     before = 0.0 if holding.bytes is None else holding.static_bytes
-    points = [(timeline.start, before)]
-    for start, end, (during, after) in zip(track.starts, track.ends, held, strict=True):
-        points += [(start, during), (end, after)]
-    return _steps(points, timeline.start, rounded)
+    times = np.stack([np.asarray(track.starts, float), np.asarray(track.ends, float)], axis=1).ravel()
+    return _steps([timeline.start, *times.tolist()], [before, *np.asarray(held, float).ravel().tolist()], clock)
 
 
-def _queues(timeline: Timeline, rounded: Rounded) -> list[Columns]:
+def _queues(timeline: Timeline, clock: _Clock) -> list[Columns]:
     """Return the edges on which a message ever waited, with their depths from each change on."""
-    return [
-        {"source": source, "target": target, **_steps([(timeline.start, 0), *curve], timeline.start, rounded)}
-        for (source, target), curve in timeline.queue_depths.items()
-        if any(depth for _, depth in curve)
-    ]
+    found = []
+    for (source, target), curve in timeline.queue_depths.items():
+        times, depths = zip(*curve, strict=True)
+        if any(depths):
+            steps = _steps([timeline.start, *times], [0, *depths], clock)
+            found.append({"source": source, "target": target, **steps})
+    return found
 
 
-def _steps(points: Iterable[tuple[float, float]], origin: float, rounded: Rounded) -> Columns:
-    times: list[float] = []
-    values: list[float] = []
-    for time, value in points:
-        at = rounded(time - origin)
-        if times and times[-1] == at:
-            values[-1] = _plain(value)
-        elif not values or values[-1] != value:
-            times.append(at)
-            values.append(_plain(value))
-    return {"time": times, "value": values}
+def _steps(times: Sequence[float], values: Sequence[float], clock: _Clock) -> Columns:
+    """Return a step curve without repeated times (the last counts) and without steps of no height."""
+    at, value = np.round(np.asarray(times, float) - clock.origin, clock.digits), np.asarray(values, float)
+    last = np.append(at[1:] != at[:-1], True)
+    at, value = at[last], value[last]
+    changes = np.append(True, value[1:] != value[:-1])
+    return {"time": _plain(at[changes]), "value": _plain(value[changes])}
 
 
 def _critical(timeline: Timeline) -> Columns:
@@ -211,6 +214,12 @@ def _before(track: Track, index: int, start: float, action: Action) -> int:
     return index
 
 
+def _titled(scenes: Sequence[dict[str, Any]]) -> str:
+    if len(scenes) != 1:
+        return f"{len(scenes)} timelines side by side"
+    return f"{scenes[0]['name']}: {len(scenes[0]['rows'])} ranks, {scenes[0]['microbatches']} microbatches"
+
+
 def _point(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": str(row["name"]),
@@ -220,14 +229,29 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rounding(extent: float) -> Rounded:
-    """Return how times are rounded: to a billionth of the whole, and integers without their point."""
-    digits = 9 - math.floor(math.log10(extent)) if extent > 0 else 9
-    return lambda value: _plain(round(value, digits))
+class _Clock(NamedTuple):
+    """How times become numbers: from the timeline's start, to a billionth of its makespan."""
+
+    origin: float
+    digits: int
+
+    @staticmethod
+    def of(timeline: Timeline) -> _Clock:
+        makespan = timeline.makespan
+        return _Clock(timeline.start, 9 - math.floor(math.log10(makespan)) if makespan > 0 else 9)
+
+    def times(self, values: Sequence[float]) -> list[float]:
+        return self.lengths(np.asarray(values, float) - self.origin)
+
+    def lengths(self, values: Sequence[float] | Floats) -> list[float]:
+        return _plain(np.round(np.asarray(values, float), self.digits))
 
 
-def _plain(value: float) -> float:
-    return int(value) if value == int(value) else value
+def _plain(values: Floats) -> list[float]:
+    """Return plain numbers, without a point where all are whole."""
+    whole = bool((values == np.floor(values)).all()) and float(np.abs(values).max(initial=0.0)) < 2**53
+    numbers: list[float] = (values.astype(np.int64) if whole else values).tolist()
+    return numbers
 
 
 def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
@@ -236,11 +260,11 @@ def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
     >>> ticks(33, most=8)
     [0, 5, 10, 15, 20, 25, 30]
     >>> ticks(0.5, most=5)
-    [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
     """
     if not extent > 0:
         return [0]
     power = math.floor(math.log10(extent / most))
     step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
     count = math.floor(extent / (step * 10.0**power) + 1e-9)
-    return [_plain(round(at * step * 10.0**power, max(0, -power))) for at in range(count + 1)]
+    return _plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))

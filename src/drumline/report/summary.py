@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
-from drumline.core.attribute import Idle
+from drumline.core.attribute import Cause, Idle
 from drumline.core.timeline import Timeline
 
 
@@ -45,7 +44,8 @@ def summarize(timeline: Timeline, causes: tuple[Idle, ...] | None = None) -> dic
 
 def idle_by_cause(timeline: Timeline, causes: tuple[Idle, ...]) -> dict[str, list[float]]:
     """Return the idle seconds of every rank, by cause."""
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0] * timeline.num_ranks)
+    present = {idle.cause for idle in causes}
+    total = {cause.value: [0.0] * timeline.num_ranks for cause in Cause if cause in present}
     for idle in causes:
         total[idle.cause.value][idle.rank] += idle.seconds
-    return dict(total)
+    return total
