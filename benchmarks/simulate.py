@@ -92,7 +92,7 @@ def measure_samples(rounds: int) -> dict[str, Any]:
     program = dl.generate("zb-h1", num_ranks=8, num_microbatches=32)
     rng = np.random.default_rng(0)
     factors = rng.uniform(0.9, 1.1, (SAMPLES, program.num_actions))
-    many = [dl.Costs(*rng.uniform(0.9, 1.1, 3).tolist()) for _ in range(SAMPLES)]  # type: ignore[misc]
+    many = [dl.Costs(*rng.uniform(0.9, 1.1, 3).tolist()) for _ in range(SAMPLES)]
     timings = interleaved(
         {
             "one by one": lambda: [dl.simulate(program, costs).makespan for costs in many],

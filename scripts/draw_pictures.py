@@ -65,7 +65,7 @@ def main() -> int:
         path = source(name)
         text = path.read_text(encoding="utf-8")
         drawn = picture(name) + "\n"
-        redrawn, count = _BLOCK.subn(lambda _, drawn=drawn: drawn, text, count=1)
+        redrawn, count = _BLOCK.subn(drawn.replace("\\", r"\\"), text, count=1)
         if count != 1:
             print(f"{path}: no picture to redraw", file=sys.stderr)
             return 1

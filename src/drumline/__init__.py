@@ -89,10 +89,32 @@ __all__ = [
 ]
 
 
+def _show_in_notebooks() -> None:
+    """Give programs and timelines their pictures; the core itself knows of none."""
+    from drumline.core.program import Program
+    from drumline.core.timeline import Timeline
+
+    def of_program(program: Program) -> str:
+        from drumline.report.notebook import program_html
+
+        return program_html(program)
+
+    def of_timeline(timeline: Timeline) -> str:
+        from drumline.report.notebook import timeline_html
+
+        return timeline_html(timeline)
+
+    globals().update(Program=Program, Timeline=Timeline)
+    setattr(Program, "_repr_html_", of_program)  # noqa: B010 - mypy forbids adding a method by plain assignment
+    setattr(Timeline, "_repr_html_", of_timeline)  # noqa: B010
+
+
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
+    if "Program" not in globals():
+        _show_in_notebooks()
     value = getattr(importlib.import_module(f"drumline.{home}"), name)
     globals()[name] = value
     return value

@@ -13,6 +13,7 @@ from drumline.core.errors import CostsError, InvalidProgram
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import makespans, simulate
+from drumline.core.timeline import Timeline
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
 
@@ -194,3 +195,20 @@ def test_messages_in_two_orders_are_refused_whatever_the_links() -> None:
     for costs in (Costs(), Costs(bytes_per_second=1.0), Costs(bytes_per_second=1.0, overlap=False)):
         with pytest.raises(InvalidProgram, match="two orders"):
             simulate(Program.parse(text), costs)
+
+
+@settings(max_examples=80)
+@given(programs(), st.data())
+def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Program, data: st.DataObject) -> None:
+    timeline = simulate(program, data.draw(costs_for(program)))
+    plain = Timeline.__dict__
+    assert timeline.queue_depths == plain["queue_depths"].func(timeline)
+    ends = [
+        [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in row]
+        for row in timeline.latest_inputs
+    ]
+    expected = [
+        [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in row]
+        for row in plain["latest_inputs"].func(timeline)
+    ]
+    assert ends == expected

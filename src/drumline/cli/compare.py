@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
+from pathlib import Path
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, terminal_width
+from drumline.cli.output import print_json, save, terminal_width
 from drumline.core.errors import ScheduleError, UsageError
+from drumline.report.advice import advise
 from drumline.report.compare import compare, compare_table
 
 
@@ -16,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the side-by-side page there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,8 +46,19 @@ def run(args: argparse.Namespace) -> int:
         raise ScheduleError(
             f"no schedule admits {args.ranks} ranks and {args.microbatches} microbatches", fix="try smaller counts"
         )
+    advice = advise(rows)
+    if args.out is not None:
+        from drumline.report.html import page
+
+        title = f"{args.ranks} ranks, {args.microbatches} microbatches: {len(rows)} schedules"
+        points = [{"name": row.name, **row.summary()} for row in rows]
+        save(args.out, page([row.timeline for row in rows], title=title, rows=points, advice=advice))
     if args.json:
-        print_json({"rows": [row.summary() for row in rows]})
+        written = {"out": str(args.out)} if args.out is not None else {}
+        print_json({"rows": [row.summary() for row in rows], "advice": advice, **written})
     else:
         print(compare_table(rows, width=terminal_width()))
+        print("\n" + textwrap.fill(advice, terminal_width()))
+        if args.out is not None:
+            print(f"wrote {args.out}")
     return 0 if rows[0].fits else 1

@@ -22,6 +22,7 @@ VERBS = {
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",
     "check": "prove that a program can run, or list every violation",
+    "explore": "schedules under sliders, in the browser",
 }
 
 

@@ -6,9 +6,10 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, UsageError
 from drumline.core.program import Program
 
 
@@ -26,6 +27,15 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
     print(f"drumline: {error.error}", file=sys.stderr)
     if second:
         print(f"  {second}", file=sys.stderr)
+
+
+def save(path: Path, written: str | bytes) -> None:
+    """Write what was made to a file; a text ends with a line end."""
+    data = written if isinstance(written, bytes) else (written + "\n").encode()
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
 
 
 def counts(program: Program) -> str:

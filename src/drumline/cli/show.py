@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, terminal_width
+from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 
-FORMATS = ("text", "csv", "torch", "torch-comms")
+if TYPE_CHECKING:
+    from drumline.core.simulate import Simulation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=list(_WRITERS),
         default="text",
-        help="text: the picture; csv: the program; torch, torch-comms: the CSV that PyTorch loads",
+        help="text, svg, html: pictures; perfetto: a trace; csv: the program; torch, torch-comms: as PyTorch loads it",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
     parser.add_argument("--window", metavar="START:END", help="draw only this stretch of time")
+    parser.add_argument("--memory", action="store_true", help="draw under each rank how many pairs it holds")
+    parser.add_argument("--slots", action="store_true", help="draw every action as one slot, whatever it costs")
     parser.add_argument("--lower", action="store_true", help="spell sends and receives out first")
 
 
@@ -38,58 +44,92 @@ def run(args: argparse.Namespace) -> int:
     program = flags.program_of(args)
     if args.lower:
         program = lower(program)
-    text = _written(args, program)
+    written = _WRITERS[args.format](args, program)
     if args.out is not None:
-        _save(args.out, text)
+        save(args.out, written)
+    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
+        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
     if args.json:
-        shown = {"out": str(args.out)} if args.out is not None else {"text": text}
-        counts = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
+        shown = {"out": str(args.out)} if args.out is not None else {"text": written}
+        numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
         rows = [[str(action) for action in row] for row in program.rows]
-        print_json({"schedule": program.name, **counts, "format": args.format, **shown, "rows": rows})
+        print_json({"schedule": program.name, **numbers, "format": args.format, **shown, "rows": rows})
+    elif args.out is not None:
+        print(f"wrote {args.out}")
+    elif isinstance(written, bytes):
+        sys.stdout.buffer.write(written)
     else:
-        print(text if args.out is None else f"wrote {args.out}")
+        print(written)
     return 0
 
 
-def _written(args: argparse.Namespace, program: Program) -> str:
-    if args.format == "text":
-        return _picture(args, program)
-    if args.format == "csv":
-        return program.format()
+def _csv(args: argparse.Namespace, program: Program) -> str:
+    return program.format()
+
+
+def _torch(args: argparse.Namespace, program: Program) -> str:
     from drumline.core.torch_text import for_torch
 
     return for_torch(program, communication=args.format == "torch-comms").rstrip("\n")
 
 
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
+def _svg(args: argparse.Namespace, program: Program) -> str:
+    from drumline.report.svg import svg
+
+    return svg(_timeline(args, program))
 
 
-def _picture(args: argparse.Namespace, program: Program) -> str:
+def _html(args: argparse.Namespace, program: Program) -> str:
+    from drumline.report.html import page
+
+    return page([_timeline(args, program)])
+
+
+def _perfetto(args: argparse.Namespace, program: Program) -> bytes:
+    from drumline.report.trace import trace
+
+    return trace(_timeline(args, program))
+
+
+def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
+    from drumline.core.costs import Costs
     from drumline.core.simulate import simulate
+
+    # Slots: every action takes one, a whole backward as much as a half.
+    return simulate(program, Costs(backward=1, overlapped=1, update=1) if args.slots else flags.costs_of(args))
+
+
+def _text(args: argparse.Namespace, program: Program) -> str:
     from drumline.report.grid import grid, legend
 
-    timeline = simulate(program, flags.costs_of(args))
+    timeline = _timeline(args, program)
     to_terminal = args.out is None and not args.json
+    width = terminal_width() if to_terminal else 200
     picture = grid(
         timeline,
-        width=terminal_width() if to_terminal else 200,
+        width=width,
         colour=to_terminal and colour_wanted(),
         window=_window(args.window),
+        memory=args.memory,
     )
-    lines = [
-        f"{program.name}: {counts(program)}",
-        picture,
+    figures = (
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it; "
-        f"of the longest span {timeline.span_bubble:.2%}",
-    ]
-    if note := legend(timeline):
-        lines.append(note)
-    width = terminal_width() if to_terminal else 200
-    return "\n".join(line if "\x1b" in line else "\n".join(_wrapped(line, width)) for line in lines)
+        f"of the longest span {timeline.span_bubble:.2%}"
+    )
+    around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
+    title, *rest = ("\n".join(_wrapped(line, width)) for line in around if line)
+    return "\n".join([title, picture, *rest])
+
+
+_WRITERS: dict[str, Callable[[argparse.Namespace, Program], str | bytes]] = {
+    "text": _text,
+    "svg": _svg,
+    "html": _html,
+    "perfetto": _perfetto,
+    "csv": _csv,
+    "torch": _torch,
+    "torch-comms": _torch,
+}
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -6,7 +6,6 @@ import argparse
 
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json, terminal_width
-from drumline.core.attribute import attribute
 from drumline.core.simulate import Simulation, simulate
 from drumline.core.validate import validate
 from drumline.report.summary import summarize
@@ -25,16 +24,15 @@ def run(args: argparse.Namespace) -> int:
     """Simulate one program and report its figures."""
     program, costs = flags.program_of(args), flags.costs_of(args)
     limit = flags.limit_of(args, costs)
-    timeline = simulate(program, costs)
-    causes = attribute(timeline, limit)
-    summary = summarize(timeline, causes)
+    timeline = simulate(program, costs, limit=limit)
+    summary = summarize(timeline)
     over = validate(program, limit=limit, costs=costs) if limit else []
     if limit:
         summary["over_limit"] = [str(violation) for violation in over]
     if args.intervals:
         summary["intervals"] = [
             {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": str(one)}
-            for one in causes
+            for one in timeline.causes
         ]
     if args.json:
         print_json(summary)

@@ -65,9 +65,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         if self.parts:
-            return f"({';'.join(map(str, self.parts))}){self.op.value}"
-        number = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.op.value}{number}"
+            return f"({';'.join(map(str, self.parts))}){self.op}"
+        return f"{self.stage}{self.op}" if self.microbatch is None else f"{self.stage}{self.op}{self.microbatch}"
 
     def __repr__(self) -> str:
         return str(self)

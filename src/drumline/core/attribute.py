@@ -55,20 +55,25 @@ class Idle:
         return self.end - self.start
 
     def __str__(self) -> str:
+        return f"rank {self.rank} idle {self.seconds:g} from {self.start:g}: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The cause in words."""
         needed = f"{self.waits_for} of rank {self.on_rank}" if self.waits_for is not None else "nothing"
-        return (
-            f"rank {self.rank} idle {self.seconds:g} from {self.start:g}: "
-            + {
-                Cause.FILL: f"the pipeline fills; {self.before} waits for {needed}",
-                Cause.DRAIN: f"the pipeline drains; {needed} ends last",
-                Cause.WAIT: f"{self.before} waits for {needed}",
-                Cause.TRANSFER: f"{needed} is made and on its way to {self.before}"
-                if self.before
-                else "it still transfers",
-                Cause.IMBALANCE: f"{self.before or 'the end'} waits for {needed}, which unequal costs delay",
-                Cause.MEMORY: f"{self.before} waits for {needed}, and the memory limit forbids running ahead",
-            }[self.cause]
-        )
+        match self.cause:
+            case Cause.FILL:
+                return f"the pipeline fills; {self.before} waits for {needed}"
+            case Cause.DRAIN:
+                return f"the pipeline drains; {needed} ends last"
+            case Cause.WAIT:
+                return f"{self.before} waits for {needed}"
+            case Cause.TRANSFER:
+                return f"{needed} is made and on its way to {self.before}" if self.before else "it still transfers"
+            case Cause.IMBALANCE:
+                return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
+            case Cause.MEMORY:
+                return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +127,7 @@ class _Rank:
 
     def gap(self, start: float, end: float, index: int, waiting: Cause) -> Iterator[Idle]:
         action = self.track.actions[index]
-        inputs = self.timeline.inputs(self.rank, action)
-        made, on_rank, _, waits_for = inputs[-1] if inputs else (start, None, None, None)
+        made, on_rank, waits_for = self.latest_input(index, start)
         excess = end - start - self.twin_gap(index) if self.twin else 0.0
         for free_from, free_to, is_transfer in self.split_by_occupied(start, end):
             if is_transfer:
@@ -138,6 +142,17 @@ class _Rank:
             for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
                 if high > low:
                     yield Idle(self.rank, low, high, cause, action, waits_for, on_rank)
+
+    def latest_input(self, index: int, otherwise: float) -> tuple[float, int | None, Action | None]:
+        """Return when, on which rank and by which action the last input of the action at `index` was made."""
+        place = self.timeline.latest_inputs[self.rank][index]
+        if place is None:
+            return otherwise, None, None
+        track = self.timeline.tracks[place[0]]
+        needed = track.actions[place[1]]
+        if needed.parts:
+            needed = self.timeline.inputs(self.rank, self.track.actions[index])[-1][3]
+        return track.ends[place[1]], place[0], needed
 
     def drain(self, free: float) -> Iterator[Idle]:
         timeline = self.timeline

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
@@ -40,8 +41,7 @@ class Holding:
         return max((during for during, _ in self.bytes), default=self.static_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """What one op does to a rank's memory as it starts and as it ends; bytes are those of a microbatch of factor 1."""
 
     pairs_start: int = 0
@@ -56,6 +56,17 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     >>> [holding.peak_pairs for holding in holdings(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), Costs())]
     [2, 1]
     """
+    if costs.knows_bytes:
+        return _holdings(program, costs)
+    # Pairs alone follow from the rows, whatever the costs.
+    if "pairs" not in program.compiled:
+        program.compiled["pairs"] = _holdings(program, Costs())
+    found = program.compiled["pairs"]
+    assert isinstance(found, tuple)
+    return found
+
+
+def _holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     changes = _changes(program, costs)
     factors = costs.factors(program.num_microbatches)
     static = [
@@ -65,17 +76,12 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
             strict=True,
         )
     ]
-    return tuple(
-        _holding(
-            [action for action in row if action.op in TIMED_OPS],
-            changes,
-            factors,
-            static,
-            versions(row, costs, program),
-            costs,
-        )
-        for row in program.rows
-    )
+    found = []
+    for row in program.rows:
+        timed = [action for action in row if action.op in TIMED_OPS]
+        extra = versions(row, costs, program)
+        found.append(_holding(timed, changes, factors, static, extra, costs.knows_bytes))
+    return tuple(found)
 
 
 def _changes(program: Program, costs: Costs) -> dict[tuple[Op, int], _Change]:
@@ -104,7 +110,7 @@ def _holding(
     factors: Sequence[float],
     static_bytes_of: Sequence[float],
     extra: Versions | None,
-    costs: Costs,
+    knows_bytes: bool,
 ) -> Holding:
     static = sum(static_bytes_of[stage] for stage in {part.stage for action in row for part in action.work})
     pairs: list[tuple[int, int]] = []
@@ -113,15 +119,17 @@ def _holding(
     nothing = _Change()
     for action in row:
         during, during_size = held, size
-        for part in action.parts or (action,):
-            change = changes.get((part.op, part.stage), nothing)
-            factor = factors[part.microbatch] if part.microbatch is not None else 1.0
-            during += change.pairs_start
-            during_size += change.bytes_start * factor
-            held += change.pairs_start + change.pairs_end
-            size += (change.bytes_start + change.bytes_end) * factor
+        for stage, op, microbatch, _ in action.parts or (action,):
+            more, less, more_bytes, less_bytes = changes.get((op, stage), nothing)
+            during += more
+            held += more + less
+            if knows_bytes:
+                factor = factors[microbatch] if microbatch is not None else 1.0
+                during_size += more_bytes * factor
+                size += (more_bytes + less_bytes) * factor
         pairs.append((during, held))
-        sizes.append((during_size, size))
-    if extra is not None:
+        if knows_bytes:
+            sizes.append((during_size, size))
+    if extra is not None and knows_bytes:
         sizes = [(a + more, b + after) for (a, b), (more, after) in zip(sizes, extra.bytes, strict=True)]
-    return Holding(pairs, sizes if costs.knows_bytes else None, static, extra.peak if extra else 1)
+    return Holding(pairs, sizes if knows_bytes else None, static, extra.peak if extra else 1)

@@ -95,6 +95,8 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
     (0, 1)
     """
+    if (agreed := _agreed(rows)) is not None:
+        return agreed
     votes: dict[tuple[int, int], dict[int, int]] = {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -108,8 +110,7 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     num_stages = 1 + max((stage for stage, _ in votes), default=-1)
     paths: dict[int, dict[int, int]] = {}
     for (stage, microbatch), counts in votes.items():
-        agreed = len(counts) == 1
-        rank = next(iter(counts)) if agreed else min(counts.items(), key=lambda item: (-item[1], item[0]))[0]
+        rank = min(counts.items(), key=lambda item: (-item[1], item[0]))[0] if len(counts) > 1 else next(iter(counts))
         paths.setdefault(microbatch, {})[stage] = rank
 
     # Two directions are two equally common paths; the smaller one is called down, and its mirror image up.
@@ -119,6 +120,18 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     up = _mirror_images(paths, dict(seed), num_ranks)
     homes = _majority((path for m, path in paths.items() if m not in up), num_stages)
     return Placement(num_ranks, homes, frozenset(_mirror_images(paths, dict(enumerate(homes)), num_ranks)))
+
+
+def _agreed(rows: Sequence[Sequence[Action]]) -> Placement | None:
+    """Return the placement where every stage keeps to one rank, without counting votes; None where one does not."""
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for stage in {part.stage for action in row for part in action.parts or (action,) if part.op in COMPUTE_OPS}:
+            if homes.setdefault(stage, rank) != rank:
+                return None
+    if not homes or len(homes) <= max(homes):
+        return None
+    return Placement(len(rows), tuple(homes[stage] for stage in range(len(homes))))
 
 
 def _as_tuple(path: dict[int, int]) -> tuple[tuple[int, int], ...]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
 from drumline.core.durations import (
     lags,
@@ -41,6 +42,7 @@ class Simulation(Timeline):
     graph: Graph
     started: Floats
     ended: Floats
+    limit: Limit | None = None
 
     @cached_property
     def starts(self) -> list[float]:
@@ -111,6 +113,40 @@ class Simulation(Timeline):
         return found
 
     @cached_property
+    def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
+        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
+        crossings, work = self.graph.crossings, self.graph.work
+        has_node = crossings.node >= 0
+        made = np.where(has_node, self.started[crossings.node], self.ended[work.node[crossings.producer]])
+        taken = self.started[work.node[crossings.consumer]]
+        edge = crossings.source * self.num_ranks + crossings.target
+        depths = {}
+        for one in np.unique(edge).tolist():
+            here = edge == one
+            time = np.concatenate([made[here], taken[here]])
+            change = np.repeat([1, -1], np.count_nonzero(here))
+            order = np.lexsort((change, time))
+            time, depth = time[order], np.cumsum(change[order])
+            last = np.append(time[1:] != time[:-1], True)
+            depths[divmod(one, self.num_ranks)] = list(zip(time[last].tolist(), depth[last].tolist(), strict=True))
+        return depths
+
+    @cached_property
+    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int] | None]]:
+        """Per rank and timed action, where what it needed last of another rank ran, as (rank, index), or None."""
+        crossings, work = self.graph.crossings, self.graph.work
+        index_of = np.full(self.graph.num_nodes, -1)
+        for nodes in self.graph.action_nodes:
+            index_of[nodes] = np.arange(len(nodes))
+        found: list[list[tuple[int, int] | None]] = [[None] * len(nodes) for nodes in self.graph.action_nodes]
+        producers, consumers = work.node[crossings.producer], work.node[crossings.consumer]
+        order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
+        columns = (crossings.target, index_of[consumers], crossings.source, index_of[producers])
+        for target, at, source, index in zip(*(column[order].tolist() for column in columns), strict=True):
+            found[target][at] = (source, index)
+        return found
+
+    @cached_property
     def occupied(self) -> Sequence[Sequence[Span]]:
         """Per rank, the spans in which moving a message kept it from computing."""
         crossings = self.graph.crossings
@@ -140,8 +176,10 @@ class Simulation(Timeline):
         return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
 
 
-def simulate(program: Program, costs: Costs | None = None) -> Simulation:
+def simulate(program: Program, costs: Costs | None = None, *, limit: Limit | None = None) -> Simulation:
     """Return the timeline of `program` under `costs`; every action starts as soon as what it waits for allows.
+
+    A `limit` changes no time: it lets the causes of idle time tell where holding more would have helped.
 
     >>> from drumline.schedules import generate
     >>> timeline = simulate(generate("1f1b", num_ranks=4, num_microbatches=8))
@@ -151,7 +189,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulation:
     costs = costs or Costs()
     try:
         graph = compile_program(program, _messages(costs))
-        return _timed(program, costs, graph, node_seconds(graph, costs, work_seconds(graph, costs)))
+        return _timed(program, costs, graph, node_seconds(graph, costs, work_seconds(graph, costs)), limit)
     except NotCompilable:
         raise _invalid(program) from None
 
@@ -212,6 +250,6 @@ def _invalid(program: Program) -> InvalidProgram:
     return InvalidProgram(program.name, violations)
 
 
-def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats) -> Simulation:
+def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats, limit: Limit | None = None) -> Simulation:
     started, ended = evaluate(graph, seconds, lags(graph, costs, seconds))
-    return Simulation(program, costs, graph, started, ended)
+    return Simulation(program, costs, graph, started, ended, limit)

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.attribute import Idle, attribute
+from drumline.core.attribute import Idle, Limit, attribute
 from drumline.core.memory import Holding
 from drumline.core.program import Program
 
@@ -112,6 +112,11 @@ class Timeline:
         return [()] * self.num_ranks
 
     @property
+    def limit(self) -> Limit | None:
+        """What a rank was allowed to hold, if anything was said."""
+        return None
+
+    @property
     def balanced(self) -> Timeline | None:
         """The same program were all stages and microbatches equally heavy; None where they are."""
         return None
@@ -186,8 +191,8 @@ class Timeline:
 
     @cached_property
     def causes(self) -> tuple[Idle, ...]:
-        """Every idle interval with its cause; they sum to `idle`. For memory limits call `attribute` yourself."""
-        return attribute(self)
+        """Every idle interval with its cause; they sum to `idle`."""
+        return attribute(self, self.limit)
 
     @cached_property
     def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
@@ -207,6 +212,14 @@ class Timeline:
                     curve.append((time, depth))
             depths[edge] = curve
         return depths
+
+    @cached_property
+    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int] | None]]:
+        """Per rank and timed action, where what it needed last of another rank ran, as (rank, index), or None."""
+        return [
+            [(found[-1][1], found[-1][2]) if (found := self.inputs(rank, action)) else None for action in track.actions]
+            for rank, track in enumerate(self.tracks)
+        ]
 
     @cached_property
     def located(self) -> dict[tuple[int, Op, int | None], tuple[int, int]]:
@@ -247,9 +260,9 @@ class Timeline:
             track = self.tracks[rank]
             path.append(Span(rank, track.actions[index], track.starts[index], track.ends[index]))
             before = track.ends[index - 1] if index else -math.inf
-            inputs = self.inputs(rank, track.actions[index])
-            if inputs and before < track.starts[index]:
-                _, rank, index, _ = inputs[-1]
+            latest = self.latest_inputs[rank][index]
+            if latest is not None and before < track.starts[index]:
+                rank, index = latest
             elif index:
                 index -= 1
             else:

@@ -47,7 +47,7 @@ def versions(row: Sequence[Action], costs: Costs, program: Program) -> Versions 
         for part in action.work:
             state.start(part)
         during = state.extra(weight, gradient)
-        peak = max(peak, 1 + max(state.old_versions().values(), default=0))
+        peak = max(peak, 1 + max(state.old.values(), default=0))
         for part in action.work:
             state.end(part)
         found.append((during, state.extra(weight, gradient)))
@@ -68,6 +68,7 @@ class _State:
     newest: Counter[int] = field(default_factory=Counter)
     seen_by: dict[tuple[int, int | None], int] = field(default_factory=dict)
     users: Counter[tuple[int, int]] = field(default_factory=Counter)
+    old: Counter[int] = field(default_factory=Counter)
     accumulating: dict[int, set[int]] = field(default_factory=dict)
 
     def start(self, part: Action) -> None:
@@ -85,16 +86,15 @@ class _State:
             self.users[key] -= 1
             if self.users[key] <= 0:
                 del self.users[key]
+                self.old[part.stage] -= key[1] < self.newest[part.stage]
         elif part.op is Op.UPDATE:
+            # The version that was newest stays, as an old one, while a pair still needs it.
+            self.old[part.stage] += (part.stage, self.newest[part.stage]) in self.users
             self.newest[part.stage] += 1
             steps = self.accumulating.get(part.stage)
             if steps:
                 steps.discard(min(steps))
 
-    def old_versions(self) -> Counter[int]:
-        """Return, per stage, how many versions older than the newest are still needed."""
-        return Counter(stage for stage, version in self.users if version < self.newest[stage])
-
     def extra(self, weight: Sequence[float], gradient: Sequence[float]) -> float:
         second = sum(gradient[stage] * (len(steps) - 1) for stage, steps in self.accumulating.items() if len(steps) > 1)
-        return second + sum(weight[stage] * count for stage, count in self.old_versions().items())
+        return second + sum(weight[stage] * count for stage, count in self.old.items())

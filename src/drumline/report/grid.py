@@ -60,8 +60,11 @@ def grid(
     colour: bool = False,
     window: tuple[float, float] | None = None,
     figures: bool = True,
+    memory: bool = False,
 ) -> str:
-    r"""Return the picture of a timeline, no line wider than `width`; `figures` end each line with idle share and peak.
+    r"""Return the picture of a timeline, no line wider than `width`.
+
+    `figures` end each line with idle share and peak; `memory` adds a strip with the pairs that the rank holds.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate import simulate
@@ -78,6 +81,9 @@ def grid(
     for rank in range(timeline.num_ranks):
         body = _row(timeline, rank, canvas, name_of, colour)
         lines.append(f"{prefix[rank]}|{body}|{suffix[rank]}".rstrip() if room > 0 else body)
+        if memory:
+            held = _held(timeline, rank, canvas)
+            lines.append(f"{'held'[: len(prefix[rank])]:<{len(prefix[rank])}}|{held}|" if room > 0 else held)
     note = _note(timeline, canvas, window)
     return "\n".join([*lines, *([note[:width]] if note else [])])
 
@@ -183,6 +189,22 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
         if labelled and high - low > 1 and body.endswith(" "):
             paint[high - 1] = None
     return _painted(text, paint) if colour else "".join(text)
+
+
+def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
+    """Return the pairs held in every column: a number where labels fit, otherwise a digit, 9 standing for 9 or more."""
+    track, holding = timeline.tracks[rank], timeline.memory[rank]
+    text = [" "] * (canvas.num_slots * canvas.cell)
+    ends = [*track.starts[1:], timeline.end]
+    for index, (during, after) in enumerate(holding.pairs):
+        for low, high, held in (
+            (*canvas.columns(track.starts[index], track.ends[index]), during),
+            (*canvas.columns(track.ends[index], ends[index]), after),
+        ):
+            for at in range(low, high, canvas.cell):
+                shown = str(held) if canvas.cell > 1 else str(min(held, 9))
+                text[at : at + canvas.cell] = shown[: canvas.cell].ljust(canvas.cell)
+    return "".join(text)
 
 
 def _painted(text: list[str], paint: list[int | None]) -> str:

@@ -133,10 +133,10 @@ def second_copy(timeline: Timeline, rank: int) -> Callable[[Action], int]:
 
 def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -> Columns:
     track = timeline.tracks[rank]
-    firsts = [action.work[0] for action in track.actions]
+    firsts = [action.parts[0] if action.parts else action for action in track.actions]
     local_of = second_copy(timeline, rank)
     local = list(map(local_of, firsts))
-    needs = [timeline.inputs(rank, action)[-1:] for action in track.actions]
+    needs = timeline.latest_inputs[rank]
     peak_bytes = timeline.peak_bytes
     return {
         "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
@@ -151,15 +151,15 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -
         "second": [
             [index, other.stage, CODES[other.op], other.microbatch, local_of(other)]
             for index, action in enumerate(track.actions)
-            for other in action.work[1:]
+            for other in action.parts[1:]
         ],
-        "need_rank": [need[0][1] if need else -1 for need in needs],
-        "need_index": [need[0][2] if need else -1 for need in needs],
+        "need_rank": [need[0] if need else -1 for need in needs],
+        "need_index": [need[1] if need else -1 for need in needs],
         "idle": {
             "start": clock.times([idle.start for idle in causes]),
             "seconds": clock.lengths([idle.seconds for idle in causes]),
             "cause": [CAUSES[idle.cause] for idle in causes],
-            "words": [str(idle).split(": ", 1)[1] for idle in causes],
+            "words": [idle.why for idle in causes],
         },
         "exchanges": [],
         "memory": _memory(timeline, rank, clock),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.core.attribute import Cause, Idle
+from drumline.core.attribute import Cause
 from drumline.core.timeline import Timeline
 
 
-def summarize(timeline: Timeline, causes: tuple[Idle, ...] | None = None) -> dict[str, Any]:
+def summarize(timeline: Timeline) -> dict[str, Any]:
     r"""Return the figures that every verb reports of a timeline; times are in the unit of the costs.
 
     >>> from drumline.core.program import Program
@@ -31,7 +31,7 @@ def summarize(timeline: Timeline, causes: tuple[Idle, ...] | None = None) -> dic
         "span_bubble": timeline.span_bubble,
         "busy": list(timeline.busy),
         "idle": list(timeline.idle),
-        "idle_by_cause": idle_by_cause(timeline, timeline.causes if causes is None else causes),
+        "idle_by_cause": idle_by_cause(timeline),
         "peak_activations": list(timeline.peak_activations),
     }
     if timeline.peak_bytes is not None:
@@ -42,10 +42,10 @@ def summarize(timeline: Timeline, causes: tuple[Idle, ...] | None = None) -> dic
     return summary
 
 
-def idle_by_cause(timeline: Timeline, causes: tuple[Idle, ...]) -> dict[str, list[float]]:
+def idle_by_cause(timeline: Timeline) -> dict[str, list[float]]:
     """Return the idle seconds of every rank, by cause."""
-    present = {idle.cause for idle in causes}
+    present = {idle.cause for idle in timeline.causes}
     total = {cause.value: [0.0] * timeline.num_ranks for cause in Cause if cause in present}
-    for idle in causes:
+    for idle in timeline.causes:
         total[idle.cause.value][idle.rank] += idle.seconds
     return total

@@ -61,6 +61,7 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
     rows: list[list[Action]] = [[] for _ in order]
     owed: list[list[Action]] = [[] for _ in order]
     at, held = [0] * len(order), [0] * len(order)
+    needs = {action: list(rules.needs(action, num_stages)) for row in order for action in row}
     done: set[Action] = set()
     left = sum(map(len, order))
     while left or any(owed):
@@ -69,7 +70,7 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
             action = row[at[rank]] if at[rank] < len(row) else None
             if (
                 action is not None
-                and _ready(action, num_stages, done)
+                and all(any(one in done for one in needed) for needed in needs[action])
                 and (action.op is not Op.FORWARD or held[rank] < peak)
             ):
                 at[rank] += 1
@@ -87,7 +88,3 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
         assert running, "a building block's order cannot run"
         done.update(running)
     return rows
-
-
-def _ready(action: Action, num_stages: int, done: set[Action]) -> bool:
-    return all(any(one in done for one in needed) for needed in rules.needs(action, num_stages))

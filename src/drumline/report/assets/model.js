@@ -38,7 +38,8 @@ class Row {
     this.op = Uint8Array.from(raw.op);
     this.microbatch = Int32Array.from(raw.microbatch);
     this.local = raw.local.length ? Uint8Array.from(raw.local) : new Uint8Array(this.length);
-    this.second = new Map(raw.second.map(([index, stage, op, microbatch]) => [index, { stage, op, microbatch }]));
+    this.second = new Map(
+      raw.second.map(([index, stage, op, microbatch, local]) => [index, { stage, op, microbatch, local }]));
     this.idleStart = Float64Array.from(raw.idle.start);
     this.idleEnd = ends(raw.idle.start, raw.idle.seconds);
     this.critical = new Uint8Array(this.length);
@@ -118,7 +119,13 @@ class Model {
 
   /* What a box or bubble is, as {title, code, facts, why}. */
   explain(rank, item) {
-    return item >= 0 ? this.explainBox(rank, item) : this.explainIdle(rank, -1 - item);
+    const said = item >= 0 ? this.explainBox(rank, item) : this.explainIdle(rank, -1 - item), row = this.rows[rank];
+    for (const [start, seconds, stage] of row.raw.exchanges) {
+      if (start < row.to(item) && start + seconds > row.from(item)) {
+        said.facts.push(["meanwhile", `gradient exchange of stage ${stage}`]);
+      }
+    }
+    return said;
   }
 
   explainBox(rank, index) {
@@ -133,24 +140,27 @@ class Model {
         ["start", number(row.start[index])],
         ["duration", number(row.end[index] - row.start[index])],
         ["end", number(row.end[index])],
-        ...(row.critical[index] ? [["on the", "critical path"]] : []),
+        ...(row.critical[index] ? [["critical path", "yes"]] : []),
       ],
       why: this.waited(row, index),
     };
   }
 
   waited(row, index) {
-    const before = after(row.idleEnd, row.start[index] - 1e-9 * this.makespan);
-    const freed = index ? row.end[index - 1] : 0;
-    if (before < row.idleEnd.length && row.idleStart[before] < row.start[index] && row.start[index] > freed) {
-      return `Waited ${number(row.start[index] - freed)}: ${row.raw.idle.words[before]}.`;
+    const slack = 1e-9 * this.makespan, start = row.start[index], freed = index ? row.end[index - 1] : 0, reasons = [];
+    for (let i = after(row.idleEnd, freed + slack); i < row.idleEnd.length && row.idleStart[i] < start - slack; i++) {
+      reasons.push([number(row.idleEnd[i] - row.idleStart[i]), row.raw.idle.words[i]]);
+    }
+    if (reasons.length === 1) return `Waited ${reasons[0].join(": ")}.`;
+    if (reasons.length) {
+      return `Waited ${number(start - freed)}: ${reasons.map(([length, words]) => `${words} (${length})`).join("; then ")}.`;
     }
     const source = row.raw.need_rank[index];
     if (source < 0) return "Needs nothing of another rank.";
     const from = this.rows[source], at = row.raw.need_index[index];
-    const spare = row.start[index] - from.end[at];
+    const spare = start - from.end[at];
     const input = `${this.code(from, at)} of rank ${source}`;
-    return spare > 1e-9 * this.makespan
+    return spare > slack
       ? `Did not wait: its input, ${input}, had been ready for ${number(spare)}.`
       : `Did not wait: its input, ${input}, was ready just then.`;
   }

@@ -3,6 +3,17 @@
 const SVG = "http://www.w3.org/2000/svg";
 const LAYERS = ["track", "grid", "idle", "cause", "box", "edge", "label", "mark", "strip", "path"];
 
+const byId = (id) => document.getElementById(id);
+
+function element(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in node) node[name] = value; else node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
 function svgNode(tag, attributes = {}, parent = null) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -56,6 +67,14 @@ class SvgSurface {
 
   path(layer, d, { fill = "none", stroke = "none", width = 1, alpha = 1 } = {}) {
     this.take(layer, "path", { d, fill, stroke, "stroke-width": width, "fill-opacity": alpha });
+  }
+
+  /* An area under steps: `points` are pairs of a place and the level from there on, the last one ends it. */
+  steps(layer, points, bottom, fill) {
+    const [[left, level], ...rest] = points;
+    const line = rest.reduce((d, [x, y]) => `${d}H${x}V${y}`, `M${left} ${level}`);
+    this.path(layer, `${line}V${bottom}H${left}Z`, { fill, alpha: 0.22 });
+    this.path(layer, line, { stroke: fill });
   }
 
   end() {
@@ -130,6 +149,18 @@ class CanvasSurface {
       pen.strokeStyle = stroke;
       pen.lineWidth = width;
       pen.stroke(shape);
+    }
+  }
+
+  steps(layer, points, bottom, fill) {
+    const pen = this.pen;
+    pen.fillStyle = fill;
+    for (let i = 0; i + 1 < points.length; i++) {
+      const [x, y] = points[i], width = points[i + 1][0] - x;
+      pen.globalAlpha = 0.22;
+      pen.fillRect(x, y, width, bottom - y);
+      pen.globalAlpha = 1;
+      pen.fillRect(x, y - 0.5, width, 1);
     }
   }
 

@@ -1,0 +1,345 @@
+/* One timeline on the page: its rows, axis and strips, drawn for a view on whichever surface suits. */
+
+const SVG_LIMIT = 10000; // boxes in view; above, canvas
+const MOVING_LIMIT = 1500; // the same while the view moves
+const AXIS = 26, STRIP_HEAD = 26;
+
+/* Times at round steps of 1, 2 or 5 in a view, at most one every 70 pixels. */
+function tickTimes(view, width) {
+  const most = Math.max(2, width / 70), raw = (view.to - view.from) / most;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw * (1 - 1e-9));
+  const times = [];
+  for (let at = Math.ceil(view.from / step - 1e-9); at * step <= view.to * (1 + 1e-9); at++) times.push(at * step);
+  return times;
+}
+
+class Chart {
+  constructor(model, state, index) {
+    Object.assign(this, { model, state, index, drawn: 0, criticalDrawn: 0, mode: "", stale: true });
+    const { raw } = model, count = model.rows.length;
+    [this.rowHeight, this.gap] =
+      [[8, 30, 6], [16, 24, 4], [32, 18, 3], [64, 12, 2], [160, 7, 1]].find(([most]) => count <= most)?.slice(1) ?? [4, 1];
+    this.memoryHeight = Math.max(3, Math.min(20, Math.floor(200 / count)));
+    this.queueHeight = Math.max(3, Math.min(14, Math.floor(160 / Math.max(1, raw.queues.length))));
+    this.deepest = raw.queues.reduce((most, queue) => queue.value.reduce((a, b) => Math.max(a, b), most), 1);
+    const facts = `${count} ranks, ${raw.stages} stages, ${raw.microbatches} microbatches, ${raw.placement} placement`;
+    const figure = (name, value) => element("span", {}, name, element("b", { textContent: value }));
+    this.note = element("span", { className: "facts" });
+    this.left = element("div", { className: "gutter left" });
+    this.right = element("div", { className: "gutter right" });
+    this.plot = element("div", {
+      className: "plot", tabIndex: 0, role: "application", "aria-roledescription": "timeline",
+      "aria-label": `${model.name}: ${facts}. Arrow keys go from box to box.`,
+    });
+    this.node = element("section", { className: "chart", id: `timeline-${index}` },
+      element("div", { className: "heading" },
+        element("h2", { textContent: model.name }), element("span", { className: "facts", textContent: facts }), this.note,
+        element("span", { className: "figures" }, figure("makespan", number(raw.makespan)),
+          figure("bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
+      element("div", { className: "body" }, this.left, this.plot, this.right));
+    this.overlay = svgNode("svg", { class: "overlay" }, this.plot);
+  }
+
+  get ranks() { return this.model.rows.length; }
+
+  y(rank) { return rank * (this.rowHeight + this.gap); }
+
+  x(time) { return (time - this.state.view.from) * this.scale; }
+
+  time(x) { return this.state.view.from + x / this.scale; }
+
+  /* Lay out what depends on the toggles: heights and the labels left and right. */
+  layout() {
+    const { state, model } = this, { queues } = model.raw;
+    this.rowsBottom = this.y(this.ranks) - this.gap;
+    this.memoryTop = this.rowsBottom + AXIS + STRIP_HEAD;
+    const memoryBottom = state.memory ? this.memoryTop + this.ranks * (this.memoryHeight + 2) : this.rowsBottom + AXIS;
+    this.queueTop = memoryBottom + STRIP_HEAD;
+    const shown = state.queues ? Math.max(queues.length, 0) : 0;
+    this.height = state.queues ? this.queueTop + shown * (this.queueHeight + 2) : memoryBottom;
+    this.plot.style.height = `${this.height}px`;
+    this.left.replaceChildren();
+    this.right.replaceChildren();
+    for (const name of this.plot.querySelectorAll(".strip-name")) name.remove();
+    this.labels();
+    this.stale = true;
+  }
+
+  labels() {
+    const put = (gutter, className, top, ...words) => {
+      const node = element("span", { className }, ...words);
+      node.style.top = `${top}px`;
+      gutter.append(node);
+    };
+    const head = (top, words) => {
+      const node = element("div", { className: "strip-name", textContent: words });
+      node.style.top = `${top - 20}px`;
+      this.plot.append(node);
+    };
+    const { state, model, rowHeight } = this, every = Math.ceil(13 / (rowHeight + this.gap));
+    for (const { rank, raw } of model.rows) {
+      if (rank % every) continue;
+      const top = this.y(rank) + rowHeight / 2 - 8;
+      put(this.left, "rank", top, element("span", { className: "word", textContent: "rank " }), String(rank));
+      put(this.right, "idle", top, percent(raw.idle_share));
+      put(this.right, "peak", top, model.bytesKnown ? bytes(raw.peak_bytes) : String(raw.peak_activations));
+    }
+    put(this.right, "idle head", this.rowsBottom + 4, "idle");
+    put(this.right, "peak head", this.rowsBottom + 4, "peak");
+    if (state.memory) {
+      head(this.memoryTop, `memory: ${model.bytesKnown ? "bytes" : "pairs"} held, up to ${model.amount(model.peak)}`);
+      if (this.memoryHeight >= 9) {
+        for (let rank = 0; rank < this.ranks; rank++) {
+          put(this.left, "small", this.memoryTop + rank * (this.memoryHeight + 2) + this.memoryHeight / 2 - 8, String(rank));
+        }
+      }
+    }
+    if (state.queues) {
+      const { queues } = model.raw;
+      head(this.queueTop, queues.length ? `messages waiting, up to ${this.deepest}` : "no message ever waits");
+      if (this.queueHeight >= 9) {
+        queues.forEach(({ source, target }, at) => {
+          put(this.left, "small", this.queueTop + at * (this.queueHeight + 2) + this.queueHeight / 2 - 8, `${source}→${target}`);
+        });
+      }
+    }
+  }
+
+  /* Where a point of the plot is: {rank, time, item} on the rows, {memory, time} or {queue, time} on the strips. */
+  locate(x, y) {
+    const time = this.time(x), { state } = this;
+    const lane = (top, height, count) => {
+      const at = Math.floor((y - top) / (height + 2));
+      return y >= top && at < count ? at : -1;
+    };
+    if (y < this.rowsBottom) {
+      const rank = Math.max(0, Math.min(this.ranks - 1, Math.floor(y / (this.rowHeight + this.gap))));
+      return { rank, time, item: this.itemAt(rank, time) };
+    }
+    const memory = state.memory ? lane(this.memoryTop, this.memoryHeight, this.ranks) : -1;
+    if (memory >= 0) return { memory, time };
+    const queue = state.queues ? lane(this.queueTop, this.queueHeight, this.model.raw.queues.length) : -1;
+    return queue >= 0 ? { queue, time } : null;
+  }
+
+  itemAt(rank, time) {
+    const row = this.model.rows[rank], box = row.boxAt(time, 3 / this.scale);
+    if (box >= 0) return box;
+    const idle = row.idleAt(time);
+    return idle >= 0 ? -1 - idle : null;
+  }
+
+  /* The indices of a row's boxes in view, as [first, one past the last]. */
+  range(row) {
+    const { from, to } = this.state.view;
+    return [Math.max(0, after(row.end, from) - 1), after(row.start, to)];
+  }
+
+  draw(moving = false) {
+    const { state, model } = this, { view, colours } = state;
+    this.width = this.plot.clientWidth;
+    if (!this.width) return;
+    this.scale = this.width / (view.to - view.from);
+    this.ratio = window.devicePixelRatio || 1;
+    const ranges = model.rows.map((row) => this.range(row));
+    this.drawn = ranges.reduce((sum, [first, last]) => sum + last - first, 0);
+    this.criticalDrawn = 0;
+    this.onSurface(this.drawn > (moving ? MOVING_LIMIT : SVG_LIMIT) ? "canvas" : "svg");
+    const pen = this.surface;
+    pen.begin(this.width, this.height);
+    const until = this.edge(model.makespan), from = this.edge(0);
+    for (let rank = 0; rank < this.ranks; rank++) {
+      pen.rect("track", from, this.y(rank), until - from, this.rowHeight, colours.track, { radius: 2 });
+    }
+    this.axis(pen, colours);
+    const dense = [];
+    model.rows.forEach((row, rank) => {
+      const [first, last] = ranges[rank];
+      if (this.mode === "canvas" && last - first > 0.7 * this.width * this.ratio) {
+        dense.push({ rank, pixels: this.pixels(row, first, last) });
+      } else this.row(pen, row, first, last);
+    });
+    this.note.textContent = dense.length ? "narrower than pixels: colours are means, zoom in for boxes" : "";
+    if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
+    this.exchanges(pen);
+    if (state.memory) this.memory(pen, colours);
+    if (state.queues) this.queues(pen, colours);
+    if (state.critical) this.path(pen, colours);
+    pen.end();
+    this.stale = false;
+  }
+
+  onSurface(mode) {
+    if (this.mode === mode) return;
+    this.surface?.remove();
+    this.mode = mode;
+    this.plot.dataset.mode = mode;
+    this.surface = mode === "svg" ? new SvgSurface(this.plot) : new CanvasSurface(this.plot, this.state.font);
+    this.plot.append(this.overlay);
+  }
+
+  /* A time's place, kept near the plot and on a whole device pixel so that edges stay crisp. */
+  edge(time) {
+    const x = Math.max(-8, Math.min(this.width + 8, this.x(time)));
+    return Math.round(x * this.ratio) / this.ratio;
+  }
+
+  axis(pen, colours) {
+    let d = "";
+    for (const time of tickTimes(this.state.view, this.width)) {
+      const x = this.edge(time) + 0.5;
+      d += `M${x} 0V${this.height}`;
+      const anchor = x < 14 ? "start" : x > this.width - 14 ? "end" : "middle";
+      pen.text("cause", Math.max(0, Math.min(this.width, x)), this.rowsBottom + 17, number(time), colours.muted, { anchor });
+    }
+    if (d) pen.path("grid", d, { stroke: colours.rule });
+  }
+
+  row(pen, row, first, last) {
+    const { state, model, rowHeight } = this, { colours, view } = state, top = this.y(row.rank);
+    for (let i = after(row.idleEnd, view.from); i < row.idleEnd.length && row.idleStart[i] < view.to; i++) {
+      const x = this.edge(row.idleStart[i]), width = this.edge(row.idleEnd[i]) - x;
+      const cause = model.causes[row.raw.idle.cause[i]], tint = colours.idle[cause];
+      if (width > 0 && tint) pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}` });
+      const middle = Math.max(0, x) / 2 + Math.min(this.width, x + width) / 2;
+      const seen = Math.min(this.width, x + width) - Math.max(0, x);
+      if (rowHeight >= 14 && seen > 7 * cause.length + 10) {
+        pen.text("cause", middle, top + rowHeight / 2 + 4, cause, colours.muted, { size: 11, alpha: 0.85 });
+      }
+    }
+    const full = model.shortest * this.scale >= 46, marks = [];
+    for (let i = first; i < last; i++) {
+      if (row.end[i] > row.start[i]) this.box(pen, row, i, top, full); else marks.push(i);
+    }
+    for (const i of marks) {
+      const fill = model.ops[row.op[i]].even, alpha = this.alpha(row, i);
+      pen.rect("mark", this.edge(row.start[i]) - 1, top - 1, 2, rowHeight + 2, fill, { alpha, name: this.named(row, i) });
+    }
+  }
+
+  alpha(row, i) { return this.state.critical && !row.critical[i] ? 0.22 : 1; }
+
+  named(row, i) {
+    const lit = this.state.critical && row.critical[i];
+    if (lit) this.criticalDrawn += 1;
+    return lit ? "box critical" : "box";
+  }
+
+  box(pen, row, i, top, full) {
+    const { model, rowHeight } = this, x = this.edge(row.start[i]);
+    let width = this.edge(row.end[i]) - x;
+    width = width > 4 ? width - 1 : Math.max(width, 0.5 / this.ratio);
+    const room = (row.end[i] - row.start[i]) * this.scale - 1; // not rounded, so that equal boxes have equal labels
+    const second = row.second.get(i), alpha = this.alpha(row, i), name = this.named(row, i);
+    const height = second ? rowHeight / 2 : rowHeight, radius = width > 6 && rowHeight > 8 ? 2.5 : 0;
+    const options = { radius, alpha, name, room };
+    this.part(pen, row.stage[i], row.op[i], row.microbatch[i], row.local[i], x, top, width, height, options, full);
+    if (second) {
+      this.part(pen, second.stage, second.op, second.microbatch, second.local, x, top + height, width, height,
+        { ...options, name: "half" }, full);
+    }
+  }
+
+  part(pen, stage, op, microbatch, local, x, y, width, height, options, full) {
+    const { room, alpha } = options, shades = this.model.ops[op], band = Math.min(local, 3) * (height > 20 ? 2.5 : 1.5);
+    pen.rect("box", x, y, width, height, microbatch & 1 && microbatch > 0 ? shades.odd : shades.even, options);
+    if (band && height >= 6) pen.rect("edge", x, y + height - band, width, band, shades.edge, { alpha });
+    if (microbatch < 0 || height < 10 || width < 7) return;
+    const size = height > 16 ? 11 : 9, label = full ? `${stage}${shades.text}${microbatch}` : String(microbatch);
+    if (label.length * size * 0.62 > room) return;
+    const left = Math.max(x, 0), right = Math.min(x + width, this.width);
+    const middle = right - left > label.length * size * 0.7 ? (left + right) / 2 : x + width / 2;
+    pen.text("label", middle, y + height / 2 + size * 0.36 - band / 3, label, shades.ink, { size, alpha });
+  }
+
+  /* One RGBA line for a row of boxes narrower than pixels: every pixel the mean of what lies under it. */
+  pixels(row, first, last) {
+    const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
+    const { from } = this.state.view, { rgb } = this.state.colours, track = rgb.track;
+    const sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
+    for (let i = first; i < last; i++) {
+      const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
+      const shade = rgb.ops[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
+      const share = this.alpha(row, i);
+      this.named(row, i);
+      for (let pixel = Math.floor(left); pixel < right; pixel++) {
+        const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;
+        sums[at] += shade[0] * cover; sums[at + 1] += shade[1] * cover; sums[at + 2] += shade[2] * cover;
+        sums[at + 3] += cover;
+      }
+    }
+    const low = Math.max(0, Math.floor(-from * perSecond));
+    const high = Math.min(wide, Math.ceil((this.model.makespan - from) * perSecond));
+    for (let pixel = low; pixel < high; pixel++) {
+      const at = pixel * 4, rest = Math.max(0, 1 - sums[at + 3]);
+      for (let c = 0; c < 3; c++) out[at + c] = sums[at + c] + track[c] * rest;
+      out[at + 3] = 255;
+    }
+    return out;
+  }
+
+  exchanges(pen) {
+    const { edge } = this.model.ops.find(({ text }) => text === "REDUCE_GRAD");
+    for (const { rank, raw } of this.model.rows) {
+      for (const [start, seconds] of raw.exchanges) {
+        const x = this.edge(start), width = this.edge(start + seconds) - x;
+        if (width > 0) pen.rect("mark", x, this.y(rank) + this.rowHeight - 4, width, 4, edge, { name: "exchange" });
+      }
+    }
+  }
+
+  memory(pen, colours) {
+    const step = this.memoryHeight + 2;
+    this.model.rows.forEach(({ raw }, rank) => {
+      this.steps(pen, raw.memory, this.memoryTop + rank * step, this.memoryHeight, this.model.peak, colours.memory);
+    });
+  }
+
+  queues(pen, colours) {
+    const step = this.queueHeight + 2;
+    this.model.raw.queues.forEach((queue, at) => {
+      this.steps(pen, queue, this.queueTop + at * step, this.queueHeight, this.deepest, colours.queue);
+    });
+  }
+
+  /* A step curve as an area; several changes within one pixel show their highest. */
+  steps(pen, { time, value }, top, height, most, colour) {
+    const { view, colours } = this.state, bottom = top + height, points = [];
+    const left = Math.max(0, this.edge(0)), right = Math.min(this.width, this.edge(this.model.makespan));
+    if (right <= left) return;
+    const add = (x, one) => {
+      const y = Math.round((bottom - (height - 1) * Math.min(1, one / (most || 1))) * 10) / 10, n = points.length;
+      if (n && points[n - 1][0] >= x) points.pop();
+      if (!points.length || points[points.length - 1][1] !== y) points.push([x, y]);
+    };
+    let at = Math.max(0, after(time, view.from) - 1);
+    add(left, value[at]);
+    for (at += 1; at < time.length && time[at] < view.to; at++) {
+      const x = this.x(time[at]), until = Math.floor(x) + 1;
+      let high = value[at], several = false;
+      for (; at + 1 < time.length && this.x(time[at + 1]) < until; at++) {
+        high = Math.max(high, value[at + 1]);
+        several = true;
+      }
+      add(several ? until - 1 : this.edge(time[at]), high);
+      if (several) add(until, value[at]);
+    }
+    points.push([right, points[points.length - 1][1]]);
+    pen.steps("strip", points, bottom, colour);
+    pen.rect("strip", left, bottom, right - left, 1, colours.rule);
+  }
+
+  /* The critical path's steps from rank to rank. */
+  path(pen, colours) {
+    const { path, rows } = this.model, middle = (rank) => this.y(rank) + this.rowHeight / 2;
+    let d = "";
+    for (let i = 1; i < path.length; i++) {
+      const [rank, index] = path[i - 1], [next, at] = path[i];
+      const x = this.edge(rows[rank].end[index]), to = this.edge(rows[next].start[at]);
+      if (rank !== next && to >= 0 && x <= this.width) d += `M${x - 0.5} ${middle(rank)}L${to + 0.5} ${middle(next)}`;
+    }
+    if (d) pen.path("path", d, { stroke: colours.ink, width: 1.5 });
+  }
+}
+

@@ -1,0 +1,117 @@
+/* What is pointed at or walked to: its outline, the arrow from its input, and words for eye and ear. */
+
+class Explainer {
+  constructor(page) { Object.assign(this, { page, shown: null, walking: false }); }
+
+  hover(chart, { x, y }, event) {
+    if (this.walking && event.type === "pointermove" && !event.movementX && !event.movementY) return;
+    const found = chart.locate(x, y);
+    this.walking = false;
+    this.shown = { chart, found, x, pointer: { x: event.clientX, y: event.clientY } };
+    this.refocus();
+  }
+
+  /* What a place on a chart is, or null. */
+  explanation(chart, found) {
+    if (!found) return null;
+    if (found.memory !== undefined) return chart.model.explainMemory(found.memory, Math.max(0, found.time));
+    if (found.queue !== undefined) return chart.model.explainQueue(found.queue, Math.max(0, found.time));
+    return found.item === null ? null : chart.model.explain(found.rank, found.item);
+  }
+
+  leave() {
+    this.shown = null;
+    this.walking = false;
+    this.refocus();
+  }
+
+  /* Redraw what belongs to the pointer or the keyboard's box: outline, arrow from its input, hairline, words. */
+  refocus() {
+    for (const chart of this.page.charts) chart.overlay.replaceChildren();
+    const tip = byId("tip");
+    const said = this.shown && this.explanation(this.shown.chart, this.shown.found);
+    if (!said) {
+      tip.hidden = true;
+      return;
+    }
+    const { chart, found, x, pointer } = this.shown, { ink, accent } = this.page.state.colours;
+    if (!this.walking) {
+      const time = chart.time(x);
+      for (const one of this.page.charts) {
+        if (!one.scale) continue;
+        svgNode("path", { d: `M${Math.round(one.x(time)) + 0.5} 0V${one.height}`, stroke: ink, opacity: 0.25 }, one.overlay);
+      }
+    }
+    if (found.item !== undefined) this.outline(chart, found, accent, ink);
+    this.fill(tip, said);
+    tip.hidden = false;
+    const anchor = pointer ?? this.anchor(chart, found), { offsetWidth: wide, offsetHeight: high } = tip;
+    const left = anchor.x + 16 + wide > window.innerWidth - 8 ? anchor.x - 16 - wide : anchor.x + 16;
+    const below = anchor.y + 20 + high <= window.innerHeight - 8;
+    tip.style.left = `${Math.max(8, left)}px`;
+    tip.style.top = `${below ? anchor.y + 20 : Math.max(8, anchor.y - high - 16)}px`;
+  }
+
+  outline(chart, { rank, item }, accent, ink) {
+    const row = chart.model.rows[rank], x = chart.edge(row.from(item)), width = Math.max(2, chart.edge(row.to(item)) - x);
+    const source = item >= 0 ? row.raw.need_rank[item] : -1;
+    if (source >= 0) {
+      const end = chart.edge(chart.model.rows[source].end[row.raw.need_index[item]]);
+      const [from, to] = [source, rank].map((one) => chart.y(one) + chart.rowHeight / 2), bend = Math.max(0, x - end) / 2;
+      const d = `M${end} ${from}C${end + bend} ${from} ${x - bend} ${to} ${x} ${to}`;
+      svgNode("path", { d, fill: "none", stroke: ink, "stroke-width": 1.5 }, chart.overlay);
+      svgNode("circle", { cx: end, cy: from, r: 3, fill: ink }, chart.overlay);
+    }
+    svgNode("rect", { x: x - 0.5, y: chart.y(rank) - 0.5, width, height: chart.rowHeight + 1, rx: 3, fill: item >= 0 ? "none" : accent,
+      "fill-opacity": 0.07, stroke: item >= 0 ? ink : accent, "stroke-width": 1.75 }, chart.overlay);
+  }
+
+  anchor(chart, { rank, item }) {
+    const { left, top } = chart.plot.getBoundingClientRect(), row = chart.model.rows[rank];
+    return { x: left + Math.max(0, chart.edge(row.from(item))), y: top + chart.y(rank) + chart.rowHeight - 8 };
+  }
+
+  fill(tip, { title, code, facts, why }) {
+    tip.replaceChildren(
+      element("div", { className: "top" }, element("b", { textContent: title }), element("code", { textContent: code })),
+      element("dl", {}, ...facts.map(([name, value]) =>
+        element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value })))),
+      ...(why ? [element("p", { textContent: why })] : []));
+  }
+
+  /* The keyboard enters a timeline at the first box in view, and leaves the pointer alone. */
+  enter(chart) {
+    for (let rank = 0; rank < chart.ranks; rank++) {
+      const row = chart.model.rows[rank], first = row.items.find((item) => row.to(item) > this.page.state.view.from);
+      if (first !== undefined) return this.walkTo(chart, rank, first);
+    }
+    return undefined;
+  }
+
+  walkTo(chart, rank, item) {
+    const row = chart.model.rows[rank], { view } = this.page.state, from = row.from(item), to = row.to(item);
+    this.walking = true;
+    this.shown = { chart, found: { rank, item }, x: 0, pointer: null };
+    if (from < view.from || to > view.to) {
+      const at = to - from > view.width ? from : (from + to) / 2 - view.width / 2;
+      view.set(at, at + view.width);
+      this.page.moved();
+    }
+    this.refocus();
+    const said = chart.model.explain(rank, item);
+    byId("live").textContent = `${said.title}. ${said.facts.map((fact) => fact.join(" ")).join(", ")}. ${said.why}`;
+  }
+
+  walk(key) {
+    const { chart, found: { rank, item } } = this.shown, row = chart.model.rows[rank];
+    if (key === "ArrowLeft" || key === "ArrowRight") {
+      const next = row.items[row.items.indexOf(item) + (key === "ArrowRight" ? 1 : -1)];
+      if (next !== undefined) this.walkTo(chart, rank, next);
+      return;
+    }
+    const other = rank + (key === "ArrowDown" ? 1 : -1);
+    if (other < 0 || other >= chart.ranks) return;
+    const there = chart.itemAt(other, (row.from(item) + row.to(item)) / 2) ?? chart.model.rows[other].items[0];
+    if (there !== undefined) this.walkTo(chart, other, there);
+  }
+}

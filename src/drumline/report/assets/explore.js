@@ -1,0 +1,162 @@
+/* Sliders that ask the Python core: every number and picture on this page was computed there. */
+
+const extra = JSON.parse(byId("extra").textContent);
+const form = byId("controls"), inputs = [...form.querySelectorAll("[name]")];
+let own = null, asked = null, latest = 0;
+
+function query() {
+  const parts = new URLSearchParams();
+  for (const input of inputs) parts.set(input.name, input.value);
+  return parts;
+}
+
+function node(tag, text = "", cls = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (cls) made.className = cls;
+  return made;
+}
+
+function label() {
+  for (const input of inputs) {
+    const shown = input.parentElement.querySelector("output");
+    if (shown) shown.textContent = Number(input.value) === 0 && ["stages_per_rank", "max_activations"].includes(input.name)
+      ? (input.name === "max_activations" ? "none" : "usual") : input.value;
+  }
+  const about = extra.schedules[form.elements.schedule.value];
+  byId("about").textContent = about ? about.summary : "";
+  for (const name of ["schedule", "ranks", "microbatches", "stages_per_rank"]) form.elements[name].disabled = own !== null;
+  if (own === null && about) form.elements.stages_per_rank.disabled = about.stages === "fixed";
+  byId("own").textContent = own === null ? "Drop your own CSV here, or click to choose one" : `Shown: ${own.name}`;
+  byId("forget").hidden = own === null;
+}
+
+function figures({ summary, over_limit }) {
+  const entries = [
+    ["makespan", Number(summary.makespan.toPrecision(6))],
+    ["bubble", `${(100 * summary.bubble).toFixed(2)}%`],
+    ["span bubble", `${(100 * summary.span_bubble).toFixed(2)}%`],
+    ["peak activations", Math.max(...summary.peak_activations), over_limit.length > 0],
+    ["stages", summary.stages],
+    ["actions", summary.actions],
+  ];
+  byId("figures").replaceChildren(...entries.map(([name, value, over]) => {
+    const made = node("div", "", over ? "over" : "");
+    made.append(node("b", String(value)), node("span", over ? `${name}, over the limit on rank ${over_limit.join(", ")}` : name));
+    made.dataset.figure = name;
+    return made;
+  }));
+}
+
+function trouble(answer) {
+  const box = byId("trouble"), bad = answer.error ?? answer.violations;
+  document.body.classList.toggle("dim", Boolean(bad));
+  box.hidden = !bad;
+  if (!bad) return;
+  if (answer.error) {
+    const { error, expected, fix } = answer.error;
+    box.replaceChildren(node("h2", error), node("div", [expected && `expected ${expected}`, fix].filter(Boolean).join("; ")));
+    return;
+  }
+  const list = node("ul");
+  for (const { rank, index, action, reason } of answer.violations.slice(0, 50)) {
+    const where = [rank !== null && `rank ${rank}`, index !== null && `position ${index}`].filter(Boolean).join(", ");
+    list.append(node("li", `${where}${where ? ": " : ""}${action ?? ""} ${reason}`));
+  }
+  const count = answer.violations.length;
+  box.replaceChildren(node("h2", `${count} violation${count === 1 ? "" : "s"}: this program cannot run`), list, program(answer));
+}
+
+/* The rows themselves, with what breaks a rule marked where it stands. */
+function program({ rows, violations }) {
+  const made = node("div", "", "program"), marked = new Map();
+  for (const { rank, index, reason } of violations) if (index !== null) marked.set(`${rank}/${index}`, reason);
+  rows.slice(0, 64).forEach((row, rank) => {
+    const line = node("div");
+    line.append(node("b", `rank ${rank}`));
+    row.slice(0, 400).forEach((action, index) => {
+      const reason = marked.get(`${rank}/${index}`), cell = node(reason ? "mark" : "span", action);
+      if (reason) cell.title = reason;
+      line.append(cell);
+    });
+    made.append(line);
+  });
+  return made;
+}
+
+async function refresh() {
+  label();
+  const address = query();
+  if (own === null) history.replaceState(null, "", `?${address}`);
+  asked?.abort();
+  asked = new AbortController();
+  const turn = ++latest, start = performance.now();
+  try {
+    const options = { signal: asked.signal, ...(own === null ? {} : { method: "POST", body: own.text }) };
+    const answer = await (await fetch(`answer?${address}`, options)).json();
+    if (turn !== latest) return;
+    trouble(answer);
+    if (answer.document) {
+      window.drumline.load(answer.document);
+      figures(answer);
+    }
+    document.documentElement.dataset.answered = String(turn);
+    document.documentElement.dataset.answerMs = (performance.now() - start).toFixed(0);
+  } catch (error) {
+    if (error.name !== "AbortError") trouble({ error: { error: "the server does not answer", expected: "", fix: "start drumline explore again" } });
+  }
+}
+
+async function take(kind) {
+  const address = query();
+  address.set("kind", kind);
+  const answer = await fetch(`export?${address}`, own === null ? {} : { method: "POST", body: own.text });
+  if (!answer.ok) return trouble(await answer.json());
+  const name = /filename="([^"]+)"/.exec(answer.headers.get("Content-Disposition"))?.[1] ?? "drumline";
+  const link = node("a");
+  link.href = URL.createObjectURL(await answer.blob());
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+async function choose(file) {
+  if (!file) return;
+  own = { name: file.name, text: await file.text() };
+  refresh();
+}
+
+for (const input of inputs) {
+  const start = extra.settings[input.name];
+  if (Number(input.max) < Number(start)) input.max = start;
+  input.value = start;
+}
+let soon = null;
+form.addEventListener("input", (event) => {
+  if (event.target.id === "file") return;
+  label();
+  clearTimeout(soon);
+  soon = setTimeout(refresh, 30);
+});
+form.addEventListener("submit", (event) => event.preventDefault());
+const drop = byId("drop"), file = byId("file");
+drop.addEventListener("click", (event) => { if (event.target.id !== "forget") file.click(); });
+drop.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") file.click(); });
+file.addEventListener("change", () => { choose(file.files[0]); file.value = ""; });
+byId("forget").addEventListener("click", (event) => { event.stopPropagation(); own = null; refresh(); });
+for (const name of ["dragenter", "dragover"]) {
+  document.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
+}
+document.addEventListener("dragleave", () => drop.classList.remove("over"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  drop.classList.remove("over");
+  choose(event.dataTransfer.files[0]);
+});
+for (const button of document.querySelectorAll("[data-kind]")) button.onclick = () => take(button.dataset.kind);
+byId("share").onclick = async (event) => {
+  await navigator.clipboard?.writeText(location.href);
+  event.target.textContent = "Copied";
+  setTimeout(() => { event.target.textContent = "Copy link"; }, 1200);
+};
+refresh();

@@ -1,0 +1,190 @@
+"""What the explore page asks and is answered: schedules under sliders, one's own CSV, and files to take away.
+
+Settings are the page's address, so that an address shared is the same picture; everything is computed here, by the same
+functions that `drumline simulate` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+from drumline.core.attribute import Limit
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError, InvalidProgram, UsageError, nearest
+from drumline.core.program import Program
+from drumline.core.simulate import Simulation, simulate
+from drumline.core.torch_text import for_torch
+from drumline.core.validate import Violation, validate
+from drumline.report import html
+from drumline.report.scene import document
+from drumline.report.summary import summarize
+from drumline.report.svg import svg
+from drumline.report.trace import trace
+from drumline.schedules import find, schedules
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the sliders say. A `max_activations` of 0 is no limit."""
+
+    schedule: str = "zb-h1"
+    ranks: int = 4
+    microbatches: int = 8
+    stages_per_rank: int = 0
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    comm: float = 0.0
+    max_activations: float = 0.0
+
+    @staticmethod
+    def of(query: Mapping[str, str]) -> Settings:
+        """Return the settings of an address; what it does not say is as usual.
+
+        >>> Settings.of({"schedule": "1f1b", "ranks": "8"}).ranks
+        8
+        """
+        known = {field.name: field.type for field in fields(Settings)}
+        values: dict[str, Any] = {}
+        for name, text in query.items():
+            if name not in known:
+                raise UsageError(f"unknown setting {name[:40]!r}", fix=nearest(name[:40], known))
+            values[name] = text if name == "schedule" else _number(name, text, whole=known[name] == "int")
+        return Settings(**values)
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of a stage."""
+        return Costs(self.forward, self.backward_input, self.backward_weight, comm=self.comm)
+
+    @property
+    def limit(self) -> Limit | None:
+        """What a rank may hold."""
+        return Limit(max_activations=self.max_activations) if self.max_activations > 0 else None
+
+    def program(self, csv: str | None = None) -> Program:
+        """Return the program that the settings, or one's own text, spell."""
+        if csv is not None:
+            return Program.parse(csv, name="own program")
+        return _generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank)
+
+
+@lru_cache(maxsize=8)
+def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Program:
+    """Generate once: moving a slider of costs keeps the program and all that was compiled from it."""
+    schedule = find(name)
+    stages = stages_per_rank if stages_per_rank and schedule.stage_counts != "fixed" else None
+    return schedule.build(ranks, microbatches, stages)
+
+
+def _number(name: str, text: str, *, whole: bool) -> float:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        raise UsageError(f"{name} is {text[:40]!r}", expected="a whole number" if whole else "a number") from None
+
+
+def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
+    """Return all that the page shows for these settings: the picture and figures, or what is wrong.
+
+    >>> answer(Settings(schedule="1f1b"))["summary"]["makespan"]
+    33.0
+    >>> answer(Settings(), csv="0B0,0F0")["violations"][0]["reason"]
+    'runs before 0F0'
+    """
+    try:
+        program = settings.program(csv)
+        violations = validate(program, limit=settings.limit) if csv is not None else []
+        if csv is not None and _cannot_run(violations):
+            return {"violations": _listed(violations), "rows": [[str(a) for a in row] for row in program.rows]}
+        timeline = simulate(program, settings.costs, limit=settings.limit)
+    except InvalidProgram as error:
+        return {"violations": _listed(error.violations), "rows": []}
+    except DrumlineError as error:
+        return {"error": {"error": error.error, "expected": error.expected, "fix": error.fix}}
+    return {
+        "document": document([timeline], title=program.name),
+        "summary": summarize(timeline),
+        "over_limit": _over_limit(timeline, settings.limit),
+    }
+
+
+def _cannot_run(violations: list[Violation]) -> list[Violation]:
+    return [one for one in violations if "over the limit" not in one.reason]
+
+
+def _over_limit(timeline: Simulation, limit: Limit | None) -> list[int]:
+    most = limit.max_activations if limit is not None else None
+    return [rank for rank, peak in enumerate(timeline.peak_activations) if most is not None and peak > most]
+
+
+def _listed(violations: tuple[Violation, ...] | list[Violation]) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": one.rank,
+            "index": one.index,
+            "action": None if one.action is None else str(one.action),
+            "reason": one.reason,
+        }
+        for one in violations
+    ]
+
+
+EXPORTS = {
+    "csv": ("csv", "text/csv"),
+    "torch": ("torch.csv", "text/csv"),
+    "svg": ("svg", "image/svg+xml"),
+    "html": ("html", "text/html"),
+    "perfetto": ("perfetto.json.gz", "application/gzip"),
+}
+
+
+def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, str, bytes]:
+    r"""Return a file to take away, as (name, media type, contents).
+
+    >>> export(Settings(schedule="1f1b", ranks=2, microbatches=1), "csv")[2]
+    b'0F0,0B0\n1F0,1B0\n'
+    """
+    if kind not in EXPORTS:
+        raise UsageError(f"cannot export {kind[:40]!r}", fix=nearest(kind[:40], EXPORTS))
+    ending, media_type = EXPORTS[kind]
+    program = settings.program(csv)
+    return f"{program.name.replace(' ', '-')}.{ending}", media_type, _exported(program, kind, settings)
+
+
+def _exported(program: Program, kind: str, settings: Settings) -> bytes:
+    if kind == "csv":
+        return (program.format() + "\n").encode()
+    if kind == "torch":
+        return for_torch(program).encode()
+    timeline = simulate(program, settings.costs, limit=settings.limit)
+    if kind == "perfetto":
+        return trace(timeline)
+    return (svg(timeline) if kind == "svg" else html.page([timeline])).encode()
+
+
+def explore_page(settings: Settings) -> str:
+    """Return the page itself; its sliders stand as the settings say.
+
+    >>> "drumline explore" in explore_page(Settings())
+    True
+    """
+    choices = "".join(_option(name, one.summary, name == settings.schedule) for name, one in schedules().items())
+    start = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    about = {name: {"summary": one.summary, "stages": one.stage_counts} for name, one in schedules().items()}
+    return html.page_with(
+        document([], title="drumline explore"),
+        panel=html.asset("explore.html").replace("{{choices}}", choices),
+        style=html.asset("explore.css"),
+        script=html.asset("explore.js"),
+        extra={"settings": start, "schedules": about},
+    )
+
+
+def _option(name: str, summary: str, selected: bool) -> str:
+    chosen = " selected" if selected else ""
+    return f'<option value="{escape(name)}" title="{escape(summary)}"{chosen}>{escape(name)}</option>'

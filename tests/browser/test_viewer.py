@@ -1,0 +1,378 @@
+"""The page in a real Chromium: what it shows, what it says, and that it stays by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.simulate import Simulation, simulate
+from drumline.core.timeline import Timeline
+from drumline.report.html import page
+from drumline.schedules import generate
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+EVIL = "<script>alert(1)</script>"
+
+
+def unavailable(reason: str) -> None:
+    """Skip, but never where continuous integration believes that these tests ran."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}; install it, or these tests prove nothing", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        unavailable("the package playwright is not installed")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        unavailable(f"no browser found: none of {', '.join(BROWSERS)} is on the path")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Opened:
+    """A page in the browser, and what went wrong in it."""
+
+    page: Any
+    address: str
+    troubles: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("console", lambda message: self.troubles.append(message.text))
+        self.page.on("dialog", self.refuse)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(self.address)
+        self.page.wait_for_selector("html[data-painted-ms]")
+
+    def refuse(self, dialog: Any) -> None:
+        self.troubles.append("a dialog opened")
+        dialog.dismiss()
+
+    def ask(self, script: str) -> Any:
+        return self.page.evaluate(f"drumline.{script}")
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.ask("stats()")
+        return found
+
+    def hover(self, rank: int, time: float) -> str:
+        """Move the mouse to a rank's time and return what the page says there."""
+        place = self.ask(f"place({rank}, {time})")
+        self.page.mouse.move(place["x"], place["y"])
+        return self.said()
+
+    def said(self) -> str:
+        tip = self.page.locator("#tip")
+        lines = tip.inner_text().splitlines() if tip.is_visible() else []
+        return "\n".join(filter(None, lines))
+
+    def settled(self) -> None:
+        """Wait until the view has come to rest and was drawn in full."""
+        self.page.wait_for_timeout(400)
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    contexts, pages = [], []
+
+    def open_page(*timelines: Timeline, page_options: dict[str, Any] | None = None, **options: Any) -> Opened:
+        file = tmp_path / "page.html"
+        file.write_text(page(timelines, **(page_options or {})), encoding="utf-8")
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        pages.append(Opened(context.new_page(), file.as_uri()))
+        return pages[-1]
+
+    yield open_page
+    for one in pages:
+        assert one.troubles == []
+        assert one.requests == [one.address]
+    for context in contexts:
+        context.close()
+
+
+def timeline(name: str = "1f1b", num_ranks: int = 4, num_microbatches: int = 8, **costs: Any) -> Simulation:
+    program = generate(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return simulate(program, Costs(**costs))
+
+
+@pytest.mark.parametrize(
+    ("rank", "time", "cause", "words"),
+    [
+        (3, 1.5, "fill", "The pipeline fills; 3F0 waits for 2F0 of rank 2."),
+        (0, 7.0, "wait", "0B0 waits for 1B0 of rank 1."),
+        (3, 30.0, "drain", "The pipeline drains; 0B7 of rank 0 ends last."),
+    ],
+)
+def test_hovering_a_bubble_tells_its_cause(opened: Open, rank: int, time: float, cause: str, words: str) -> None:
+    said = opened(timeline()).hover(rank, time).splitlines()
+    assert said[0].startswith(f"Rank {rank} idle for ")
+    assert cause in said
+    assert said[-1] == words
+
+
+def test_hovering_a_box_tells_what_it_is_and_what_it_waited_for(opened: Open) -> None:
+    said = opened(timeline()).hover(0, 11).splitlines()
+    assert said[0] == "Backward of stage 0 on microbatch 0"
+    assert said[1] == "0B0"
+    assert said[2:-1] == ["rank", "0", "start", "10", "duration", "2", "end", "12"]
+    assert said[-1] == "Waited 6: 0B0 waits for 1B0 of rank 1."
+
+
+def test_every_action_is_one_box_in_svg(opened: Open) -> None:
+    shown = opened(timeline("dualpipe"))
+    assert shown.stats()["modes"] == ["svg"]
+    assert shown.page.locator(".surface rect.box").count() == shown.stats()["boxes"] == 62
+
+
+def test_all_boxes_can_be_found_where_they_are(opened: Open) -> None:
+    drawn = timeline("zb-v")
+    shown = opened(drawn)
+    for rank, track in enumerate(drawn.tracks):
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            assert shown.ask(f"boxAt({rank}, {(start + end) / 2})") == str(action)
+
+
+def test_arrow_keys_pan_and_plus_minus_zero_zoom(opened: Open) -> None:
+    shown = opened(timeline())
+    whole = shown.stats()["view"]
+    shown.page.keyboard.press("+")
+    zoomed = shown.stats()["view"]
+    assert zoomed["to"] - zoomed["from"] < whole["to"] - whole["from"]
+    shown.page.keyboard.press("ArrowRight")
+    assert shown.stats()["view"]["from"] > zoomed["from"]
+    shown.page.keyboard.press("ArrowLeft")
+    assert shown.stats()["view"]["from"] == pytest.approx(zoomed["from"])
+    shown.page.keyboard.press("-")
+    shown.page.keyboard.press("0")
+    assert shown.stats()["view"] == whole
+
+
+def test_tab_enters_a_timeline_and_arrows_walk_its_boxes(opened: Open) -> None:
+    shown = opened(timeline())
+    shown.page.locator("[data-do=theme]").focus()
+    shown.page.keyboard.press("Tab")
+    assert shown.said().splitlines()[1] == "0F0"
+    for _ in range(4):
+        shown.page.keyboard.press("ArrowRight")
+    assert shown.said().splitlines()[-1] == "0B0 waits for 1B0 of rank 1."
+    shown.page.keyboard.press("ArrowDown")
+    assert shown.said().splitlines()[-1] == "1B0 waits for 2B0 of rank 2."
+    assert "1B0 waits for 2B0" in shown.page.locator("#live").inner_text()
+    before = shown.stats()["view"]
+    shown.page.keyboard.press("Escape")
+    assert shown.said() == ""
+    shown.page.keyboard.press("+")
+    shown.page.keyboard.press("ArrowRight")
+    assert shown.stats()["view"]["from"] > before["from"]
+
+
+def test_walking_brings_the_box_into_view(opened: Open) -> None:
+    shown = opened(timeline())
+    shown.ask("show(0, 3)")
+    shown.page.locator("[data-do=theme]").focus()
+    shown.page.keyboard.press("Tab")
+    for _ in range(8):
+        shown.page.keyboard.press("ArrowRight")
+    view = shown.stats()["view"]
+    assert view["from"] > 3
+    assert view["to"] - view["from"] == pytest.approx(3)
+
+
+def test_a_wheel_zooms_where_the_mouse_is_and_dragging_pans(opened: Open) -> None:
+    shown = opened(timeline())
+    shown.hover(1, 20)
+    shown.page.mouse.wheel(0, -400)
+    shown.settled()
+    view = shown.stats()["view"]
+    assert view["to"] - view["from"] < 33
+    assert view["from"] < 20 < view["to"]
+    place = shown.ask("place(1, 20)")
+    shown.page.mouse.down()
+    shown.page.mouse.move(place["x"] + 120, place["y"], steps=4)
+    shown.page.mouse.up()
+    assert shown.stats()["view"]["from"] < view["from"]
+    assert shown.ask("place(1, 20)")["x"] == pytest.approx(place["x"] + 120, abs=1)
+
+
+def test_the_critical_path_lights_up_its_boxes(opened: Open) -> None:
+    drawn = timeline()
+    shown = opened(drawn)
+    shown.page.get_by_role("button", name="Critical path").click()
+    shown.settled()
+    assert shown.page.locator(".surface rect.critical").count() == len(drawn.critical_path) == 22
+    assert shown.stats()["critical"] == 22
+    shown.page.keyboard.press("c")
+    shown.settled()
+    assert shown.page.locator(".surface rect.critical").count() == 0
+
+
+def test_strips_come_and_go(opened: Open) -> None:
+    shown = opened(timeline())
+    height = shown.page.locator(".plot").bounding_box()["height"]
+    assert "up to 4 pairs" in shown.page.locator(".plot").inner_text()
+    shown.page.get_by_role("button", name="Memory").click()
+    shown.page.get_by_role("button", name="Queues").click()
+    assert shown.page.locator(".plot").bounding_box()["height"] < height
+    assert shown.page.locator(".strip-name").count() == 0
+
+
+def test_bytes_are_shown_where_they_are_known(opened: Open) -> None:
+    shown = opened(timeline(activation_bytes=2**28))
+    assert "1 GiB" in shown.page.locator(".gutter.right").inner_text()
+    assert "peak bytes" in shown.page.locator("#summary").inner_text()
+
+
+def test_stacked_timelines_share_one_time_axis(opened: Open) -> None:
+    names = ("1f1b", "zb-h1", "gpipe")
+    shown = opened(*map(timeline, names))
+    assert [shown.ask(f"place(0, 5, {index})['x']") for index in range(3)] == [shown.ask("place(0, 5)")["x"]] * 3
+    shown.ask("show(4, 9)")
+    shown.settled()
+    assert len({shown.ask(f"place(0, 5, {index})['x']") for index in range(3)}) == 1
+    assert shown.page.locator("#summary tbody tr").count() == 3
+
+
+def test_a_comparison_shows_its_trade_off_and_advice(opened: Open) -> None:
+    rows = [
+        {"name": name, "bubble": 0.1 * at, "peak_share": 4 - at, "fits": at < 2} for at, name in enumerate("abc", 1)
+    ]
+    shown = opened(timeline(), timeline("gpipe"), page_options={"rows": rows, "advice": "Take a."})
+    assert shown.page.locator("#scatter circle.point").count() == 3
+    assert shown.page.locator("#advice").inner_text() == "Take a."
+
+
+def test_a_hostile_name_is_only_a_name(opened: Open) -> None:
+    rows = [{"name": EVIL, "bubble": 0.1, "peak_share": 2, "fits": True}]
+    drawn = simulate(Program(timeline().program.rows, name=EVIL))
+    shown = opened(drawn, page_options={"title": EVIL, "advice": EVIL, "rows": rows})
+    shown.hover(0, 0.5)
+    assert shown.page.title() == EVIL
+    assert shown.page.locator("h2").filter(has_text=EVIL).count() == 1
+    assert shown.page.locator("script").count() == 2
+
+
+def test_fifty_thousand_boxes_are_drawn_on_canvas(opened: Open) -> None:
+    shown = opened(timeline(num_ranks=16, num_microbatches=1600))
+    stats = shown.stats()
+    assert stats["drawn"] == stats["boxes"] == 51200
+    assert stats["modes"] == ["canvas"]
+    assert float(shown.page.locator("html").get_attribute("data-first-draw-ms")) > 0
+    painted = "(c => c.getContext('2d').getImageData(c.width / 2, 10, 1, 1).data[3])(document.querySelector('canvas'))"
+    assert shown.page.evaluate(painted) == 255
+
+
+def test_canvas_and_svg_say_the_same(opened: Open) -> None:
+    drawn = timeline(num_ranks=16, num_microbatches=800)
+    shown = opened(drawn)
+    wait = next(idle for idle in drawn.causes if idle.rank == 0)
+    shown.ask(f"show({wait.start - 800}, {wait.end + 1600})")
+    shown.settled()
+    assert shown.stats()["modes"] == ["canvas"]
+    on_canvas = shown.hover(0, (wait.start + wait.end) / 2)
+    shown.ask(f"show({wait.start - 5}, {wait.end + 5})")
+    shown.settled()
+    assert shown.stats()["modes"] == ["svg"]
+    assert shown.hover(0, (wait.start + wait.end) / 2) == on_canvas
+    assert f"{wait.before} waits for {wait.waits_for} of rank {wait.on_rank}." in on_canvas
+
+
+def test_two_hundred_thousand_boxes_still_pan(opened: Open) -> None:
+    shown = opened(timeline(num_ranks=64, num_microbatches=1600))
+    assert shown.stats()["boxes"] == 204800
+    shown.ask("show(0, 1500)")
+    shown.settled()
+    place = shown.ask("place(3, 700)")
+    shown.page.mouse.move(place["x"], place["y"])
+    shown.page.mouse.down()
+    shown.page.mouse.move(place["x"] - 300, place["y"], steps=10)
+    shown.page.mouse.up()
+    shown.page.keyboard.press("ArrowRight")
+    shown.settled()
+    assert shown.stats()["view"]["from"] > 400
+    assert shown.stats()["modes"] == ["canvas"]
+
+
+def test_dark_follows_the_system_and_the_button(opened: Open) -> None:
+    shown = opened(timeline(), color_scheme="dark")
+    background = "getComputedStyle(document.body).backgroundColor"
+    track = "document.querySelector('.surface rect.track').getAttribute('fill')"
+    assert shown.page.evaluate(background) == "rgb(18, 22, 27)"
+    dark_track = shown.page.evaluate(track)
+    shown.page.get_by_role("button", name="Light or dark").click()
+    shown.settled()
+    assert shown.page.evaluate(background) == "rgb(255, 255, 255)"
+    assert shown.page.evaluate(track) != dark_track
+
+
+def test_a_phone_has_no_sideways_scroll_and_taps_explain(opened: Open) -> None:
+    phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+    rows = [{"name": "1f1b", "bubble": 0.27, "peak_share": 4, "fits": True}]
+    shown = opened(timeline(activation_bytes=2**28), timeline("zb-v"), page_options={"rows": rows}, **phone)
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
+    shown.page.locator(".plot").first.scroll_into_view_if_needed()
+    place = shown.ask("place(0, 7)")
+    shown.page.touchscreen.tap(place["x"], place["y"])
+    assert "0B0 waits for 1B0 of rank 1." in shown.said()
+    tip = shown.page.locator("#tip").bounding_box()
+    assert tip["x"] >= 0
+    assert tip["x"] + tip["width"] <= 360
+
+
+def test_two_fingers_zoom(opened: Open) -> None:
+    shown = opened(timeline(), has_touch=True, is_mobile=True, viewport={"width": 600, "height": 800})
+    left, right = shown.ask("place(1, 10)"), shown.ask("place(1, 20)")
+    session = shown.page.context.new_cdp_session(shown.page)
+
+    def touch(kind: str, *across: float) -> None:
+        points = [{"x": x, "y": left["y"], "id": at} for at, x in enumerate(across)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", left["x"])
+    touch("touchStart", left["x"], right["x"])
+    for step in range(1, 5):
+        touch("touchMove", left["x"] - 10 * step, right["x"] + 10 * step)
+    touch("touchEnd")
+    assert shown.ask("place(1, 10)")["x"] == pytest.approx(left["x"] - 40, abs=2)
+    assert shown.ask("place(1, 20)")["x"] == pytest.approx(right["x"] + 40, abs=2)
+
+
+def test_another_document_can_be_loaded_in_place(opened: Open) -> None:
+    shown = opened(timeline(), timeline("gpipe"))
+    shown.page.evaluate(
+        "(data => drumline.load({...data, title: 'again', timelines: data.timelines.slice(1)}))"
+        "(JSON.parse(document.getElementById('data').textContent))"
+    )
+    assert shown.stats()["timelines"] == 1
+    assert shown.page.locator("h1").inner_text() == "again"
+    assert shown.page.locator(".chart h2").inner_text() == "gpipe"
