@@ -45,6 +45,7 @@ test: $(VENV)/full.stamp lint docs
 bench: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
+	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build

@@ -10,6 +10,7 @@ from pathlib import Path
 from drumline.core.costs import Costs
 from drumline.core.simulate import simulate
 from drumline.report.grid import grid
+from drumline.report.svg import svg
 from drumline.schedules import find, schedules
 
 _TITLE = re.compile(r"^    (\d+ ranks, .* microbatches.*)$", re.MULTILINE)
@@ -59,8 +60,21 @@ def source(name: str) -> Path:
     return Path(path)
 
 
+README_PICTURE = Path(__file__).parents[1] / "docs" / "picture.svg"
+
+
+def readme_picture() -> str:
+    """Return the README's picture: zb-v, the schedule without a bubble inside any rank's span.
+
+    >>> readme_picture().startswith("<svg")
+    True
+    """
+    return svg(simulate(find("zb-v").build(4, 8)), width=960, title="zb-v on 4 ranks, 8 microbatches")
+
+
 def main() -> int:
     """Rewrite every picture that has changed."""
+    README_PICTURE.write_text(readme_picture(), encoding="utf-8")
     for name in schedules():
         path = source(name)
         text = path.read_text(encoding="utf-8")

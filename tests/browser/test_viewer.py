@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,40 +16,7 @@ from drumline.core.timeline import Timeline
 from drumline.report.html import page
 from drumline.schedules import generate
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 EVIL = "<script>alert(1)</script>"
-
-
-def unavailable(reason: str) -> None:
-    """Skip, but never where continuous integration believes that these tests ran."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}; install it, or these tests prove nothing", pytrace=False)
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        unavailable("the package playwright is not installed")
-    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable is None:
-        unavailable(f"no browser found: none of {', '.join(BROWSERS)} is on the path")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
-        yield chromium
-        chromium.close()
 
 
 @dataclass

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,8 @@ def test_compare_lists_all_best_first(capsys: pytest.CaptureFixture[str]) -> Non
     by_name = {row["schedule"]: row for row in found["rows"]}
     assert by_name["1f1b"]["makespan"] == 33
     assert by_name["zb-v"]["makespan"] == 51 / 2
-    assert run(capsys, "compare", *COUNTS)[1].count("\n") == len(found["rows"]) + 1
+    printed = run(capsys, "compare", *COUNTS)[1].splitlines()
+    assert [line.split()[0] for line in printed[1:-3]] == [row["schedule"] for row in found["rows"]]
 
 
 def test_nothing_fits_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +186,49 @@ def test_show_lowers_and_exports(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "show")[1]["schedules"].keys() == set(NAMES)
 
 
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [("svg", b"<svg"), ("html", b"<!doctype html>"), ("perfetto", b"\x1f\x8b"), ("text", b"zb-v: 4")],
+)
+def test_show_writes_every_kind_of_picture(
+    kind: str, begins: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "picture"
+    code, out, _ = run(capsys, "show", "zb-v", *COUNTS, "--format", kind, "--out", str(path))
+    assert (code, out) == (0, f"wrote {path}\n")
+    assert path.read_bytes().startswith(begins)
+    code, found = run_json(capsys, "show", "zb-v", *COUNTS, "--format", kind, "--out", str(path))
+    assert (code, found["out"], found["format"]) == (0, str(path), kind)
+
+
+def test_show_draws_slots_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    slots = run(capsys, "show", "1f1b", "--ranks", "2", "--microbatches", "2", "--slots")[1].splitlines()
+    assert slots[1].startswith("rank 0 |F0 F1 .. B0 .. B1 |")
+    memory = run(capsys, "show", "1f1b", "--ranks", "2", "--microbatches", "2", "--memory")[1].splitlines()
+    assert memory[2].startswith("held   |1  2  2  2  2  2  1  1  1  |")
+
+
+def test_compare_writes_its_page_and_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "compare.html"
+    code, found = run_json(capsys, "compare", *COUNTS, "--out", str(path))
+    assert code == 0
+    assert found["advice"].startswith("Run zb-v")
+    assert found["out"] == str(path)
+    assert found["advice"].split(";")[0] in path.read_text()
+    assert "Run zb-v" in run(capsys, "compare", *COUNTS)[1]
+
+
+def test_explore_serves_until_it_is_interrupted() -> None:
+    command = [sys.executable, "-m", "drumline.cli.main", "explore", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        address = json.loads("".join(process.stdout.readline().decode() for _ in range(3)))["address"]
+        with urllib.request.urlopen(f"{address}answer?schedule=1f1b", timeout=30) as answer:
+            assert json.load(answer)["summary"]["makespan"] == 33
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+
+
 def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "demo")
     assert code == 0
@@ -213,6 +259,8 @@ BAD = [
     ("compare", *COUNTS, "--max-bytes", "4"),
     ("demo", "--ranks", "0"),
     ("demo", "--ranks", "-1"),
+    ("explore", "--port", "70000"),
+    ("show", "1f1b", *COUNTS, "--format", "perfetto", "--out", "/no/such/folder/x"),
     ("show", "1f1b", *COUNTS, "--format", "pdf"),
     ("show", "1f1b", *COUNTS, "--window", "5:1"),
     ("show", "chimera", *COUNTS, "--format", "torch"),

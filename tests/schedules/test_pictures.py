@@ -15,3 +15,9 @@ def test_each_recipe_opens_with_the_picture_of_what_it_makes(name: str) -> None:
     text = DRAW["source"](name).read_text(encoding="utf-8")
     docstring = text.split('"""')[1]
     assert DRAW["picture"](name) in docstring, "run scripts/draw_pictures.py"
+
+
+def test_the_readmes_picture_is_what_the_tool_draws() -> None:
+    assert DRAW["README_PICTURE"].read_text(encoding="utf-8") == DRAW["readme_picture"](), (
+        "run scripts/draw_pictures.py"
+    )

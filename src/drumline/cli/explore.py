@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import webbrowser
 
 from drumline.cli import flags
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     with server:
         if args.json:
             print_json({"address": server.address})
+            sys.stdout.flush()
         else:
             print(f"{server.address}   (Ctrl-C ends it)", flush=True)
         if not args.no_browser and not args.json:

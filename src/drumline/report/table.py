@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 
     """
     headings = [[heading] for heading in header]
     if _width(headings, rows) > width:
-        headings = [heading.split(" ") for heading in header]
+        headings = [[heading] if at < left else heading.split(" ") for at, heading in enumerate(header)]
     shown = len(header)
     while shown > max(left, 1) and _width(headings[:shown], rows) > width:
         shown -= 1

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+# In the order of listing: from the plain ones to the elaborate.
+# isort: off
 from drumline.schedules import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    hanayo,
-    interleaved_1f1b,
-    interleaved_zb,
-    looped_bfs,
     naive,
+    gpipe,
     one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-    v_half,
-    v_min,
+    interleaved_1f1b,
+    looped_bfs,
     zb_h1,
     zb_h2,
     zb_v,
+    v_half,
+    v_min,
+    interleaved_zb,
+    dualpipe,
+    dualpipe_v,
+    chimera,
+    hanayo,
+    pipedream,
+    pipedream_2bw,
+    forward_only,
 )
+# isort: on
+
 from drumline.schedules.registry import Schedule, find, generate, schedule, schedules, unregister
 
 __all__ = ["Schedule", "find", "generate", "schedule", "schedules", "unregister"]

@@ -1,0 +1,183 @@
+"""The explore page in a real browser, and its server without one."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.costs import Costs
+from drumline.core.simulate import simulate
+from drumline.report.explore_server import ExploreServer
+from drumline.schedules import generate
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ExploreServer]:
+    with ExploreServer(0) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join(timeout=10)
+
+
+@pytest.fixture
+def page(browser: Any, server: ExploreServer) -> Iterator[Any]:
+    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+        opened = context.new_page()
+        trouble: list[str] = []
+        opened.on("pageerror", lambda error: trouble.append(str(error)))
+        opened.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
+        opened.on("request", lambda request: trouble.append(request.url) if leaves(request.url, server) else None)
+        opened.goto(server.address)
+        opened.wait_for_selector("html[data-answered]")
+        yield opened
+        assert trouble == []
+
+
+def leaves(url: str, server: ExploreServer) -> bool:
+    return not url.startswith((server.address, "data:", "blob:"))
+
+
+def after(page: Any, act: Any) -> None:
+    """Do something and wait until the page has shown the answer to it."""
+    turn = int(page.evaluate("document.documentElement.dataset.answered"))
+    act()
+    # By asking: the page's policy forbids the evaluation that Playwright's own waiting does inside of it.
+    for _ in range(400):
+        if int(page.evaluate("document.documentElement.dataset.answered")) > turn:
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError("the page did not answer within ten seconds")
+
+
+def figure(page: Any, name: str) -> str:
+    return str(page.locator(f'[data-figure="{name}"] b').inner_text())
+
+
+def slide(page: Any, name: str, value: float) -> None:
+    after(page, lambda: page.locator(f"input[name={name}]").fill(str(value)))
+
+
+def test_sliders_change_the_numbers_to_those_of_simulate(page: Any) -> None:
+    after(page, lambda: page.select_option("select[name=schedule]", "interleaved-1f1b"))
+    for name, value in (("ranks", 6), ("microbatches", 12), ("stages_per_rank", 3), ("forward", 1.5), ("comm", 0.25)):
+        slide(page, name, value)
+    program = generate("interleaved-1f1b", num_ranks=6, num_microbatches=12, stages_per_rank=3)
+    timeline = simulate(program, Costs(forward=1.5, comm=0.25))
+    assert float(figure(page, "makespan")) == pytest.approx(timeline.makespan)
+    assert figure(page, "bubble") == f"{timeline.bubble:.2%}"
+    assert figure(page, "span bubble") == f"{timeline.span_bubble:.2%}"
+    assert figure(page, "peak activations") == str(max(timeline.peak_activations))
+    assert page.evaluate("window.drumline.stats().boxes") == program.num_actions
+
+
+def test_an_address_shared_is_the_same_picture(page: Any, browser: Any) -> None:
+    after(page, lambda: page.select_option("select[name=schedule]", "zb-v"))
+    slide(page, "microbatches", 11)
+    address, makespan = page.url, figure(page, "makespan")
+    with browser.new_context() as context:
+        other = context.new_page()
+        other.goto(address)
+        other.wait_for_selector("html[data-answered]")
+        assert figure(other, "makespan") == makespan
+        assert other.locator("select[name=schedule]").input_value() == "zb-v"
+
+
+def test_a_memory_limit_is_shown_where_it_is_broken(page: Any) -> None:
+    after(page, lambda: page.select_option("select[name=schedule]", "gpipe"))
+    slide(page, "max_activations", 5)
+    assert "over the limit on rank 0, 1, 2, 3" in page.locator("#figures").inner_text()
+
+
+def test_counts_that_a_schedule_refuses_are_explained_in_place(page: Any) -> None:
+    slide(page, "ranks", 5)
+    after(page, lambda: page.select_option("select[name=schedule]", "chimera"))
+    assert "4 or 6 would do" in page.locator("#trouble").inner_text()
+    slide(page, "ranks", 6)
+    assert page.locator("#trouble").is_hidden()
+
+
+def give(page: Any, text: str) -> None:
+    files: Any = [{"name": "own.csv", "mimeType": "text/csv", "buffer": text.encode()}]
+    after(page, lambda: page.set_input_files("#file", files=files))
+
+
+def test_a_broken_csv_shows_the_violation_and_not_a_blank_page(page: Any) -> None:
+    give(page, "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    assert "ranks wait for each other" in page.locator("#trouble").inner_text()
+    assert page.locator("#trouble mark").inner_text() == "0B0"
+    give(page, "0F0,0Bx\n")
+    assert "row 1, column 2" in page.locator("#trouble").inner_text()
+    give(page, "0F0,0B0\n1F0,1B0\n")
+    assert page.locator("#trouble").is_hidden()
+    assert float(figure(page, "makespan")) == simulate(generate("1f1b", num_ranks=2, num_microbatches=1)).makespan
+    after(page, lambda: page.locator("#forget").click())
+    assert page.locator("select[name=schedule]").is_enabled()
+
+
+def test_a_dropped_file_is_taken(page: Any) -> None:
+    drop = """text => {
+        const data = new DataTransfer();
+        data.items.add(new File([text], "dropped.csv"));
+        document.getElementById("drop").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+    }"""
+    after(page, lambda: page.evaluate(drop, "0F0,0B0"))
+    assert "dropped.csv" in page.locator("#own").inner_text()
+    assert figure(page, "actions") == "2"
+
+
+BEGINNINGS = {"csv": b"0F0", "torch": b"0F0", "svg": b"<svg", "html": b"<!doctype", "perfetto": b"\x1f\x8b"}
+
+
+@pytest.mark.parametrize(("kind", "begins"), BEGINNINGS.items())
+def test_files_can_be_taken_away(page: Any, kind: str, begins: bytes, tmp_path: Path) -> None:
+    with page.expect_download() as waiting:
+        page.locator(f"[data-kind={kind}]").click()
+    waiting.value.save_as(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes().startswith(begins)
+
+
+def test_a_phone_needs_no_sideways_scrolling(browser: Any, server: ExploreServer) -> None:
+    with browser.new_context(viewport={"width": 390, "height": 844}) as context:
+        phone = context.new_page()
+        phone.goto(server.address)
+        phone.wait_for_selector("html[data-answered]")
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def ask(server: ExploreServer, path: str, **options: Any) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    connection.request(options.pop("method", "GET"), path, **options)
+    try:
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_only_this_machine_is_answered(server: ExploreServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask(server, "/", headers={"Host": "evil.example"})[0] == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/answer?ranks=many", "/answer?nonsense=1", "/export?kind=exe", "/export?kind=torch&schedule=chimera"],
+)
+def test_bad_questions_get_clear_answers(server: ExploreServer, path: str) -> None:
+    status, body = ask(server, path)
+    assert status == 422
+    assert json.loads(body)["error"]["error"]
+
+
+def test_other_paths_and_large_bodies_are_refused(server: ExploreServer) -> None:
+    assert ask(server, "/etc/passwd")[0] == 404
+    assert ask(server, "/answer", method="POST", body=b"x", headers={"Content-Length": str(2**40)})[0] == 413
+    assert b"not UTF-8" in ask(server, "/answer", method="POST", body=b"\xff\xfe")[1]
