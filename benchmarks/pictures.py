@@ -71,7 +71,9 @@ def measure_answers(rounds: int) -> list[dict[str, Any]]:
     found = []
     for name, ranks, microbatches in ANSWERS:
         settings = explore.Settings(name, ranks, microbatches)
-        counts, costs, actions = [], [], 0
+        counts: list[float] = []
+        costs: list[float] = []
+        actions = 0
         for turn in range(rounds):
             explore._generated.cache_clear()
             for times, one in ((counts, settings), (costs, replace(settings, forward=1.1 + turn / 10))):

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from drumline.core.action import Action, Op
 from drumline.schedules.eight_steps import EightSteps
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import trim
+from drumline.schedules.trim import below, trim
 
 
 @schedule(
@@ -30,32 +30,18 @@ from drumline.schedules.trim import trim
 def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the eight steps on every rank, then exchange the two copies' gradients."""
     num_down = (num_microbatches + 1) // 2
+    num_up = num_microbatches - num_down
     num_each = max(num_down, num_ranks)
     for rank in range(num_ranks):
-        goes_up = rank >= num_ranks // 2
 
-        def place(flow: int, number: int, rank: int = rank, goes_up: bool = goes_up) -> tuple[int, int]:
-            up = goes_up != bool(flow)
-            return (num_ranks - 1 - rank, num_each + number) if up else (rank, number)
+        def place(flow: int, number: int, rank: int = rank) -> tuple[int, int]:
+            up = (rank >= num_ranks // 2) != bool(flow)
+            exists = number < (num_up if up else num_down)
+            # What no microbatch is there for gets a number that is cut off below.
+            microbatch = (number + num_down if up else number) if exists else num_microbatches + number
+            return (num_ranks - 1 - rank if up else rank), microbatch
 
         steps = EightSteps(num_ranks // 2, min(rank, num_ranks - 1 - rank), num_each, place)
-        row = [
-            _renumbered(action, num_each, num_down)
-            for action in trim(steps.row(), lambda one: _exists(one, num_each, num_down, num_microbatches))
-        ]
+        row = list(trim(steps.row(), below(num_microbatches)))
         held = {part.stage for action in row for part in action.work}
         yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held)]
-
-
-def _exists(action: Action, num_each: int, num_down: int, num_microbatches: int) -> bool:
-    """Whether the (down: 0..num_each-1, up: num_each..) number belongs to a real microbatch."""
-    number = action.microbatch or 0
-    return number < num_down if number < num_each else number - num_each < num_microbatches - num_down
-
-
-def _renumbered(action: Action, num_each: int, num_down: int) -> Action:
-    if action.parts:
-        parts = tuple(_renumbered(part, num_each, num_down) for part in action.parts)
-        return action._replace(parts=parts)
-    number = action.microbatch or 0
-    return action if number < num_each else action._replace(microbatch=number - num_each + num_down)
