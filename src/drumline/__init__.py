@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drumline.core.action import Action, B, F, I, Op, W, overlap
-    from drumline.core.attribute import Limit, attribute
+    from drumline.core.attribute import attribute
     from drumline.core.costs import Costs, Edge
     from drumline.core.errors import DrumlineError
+    from drumline.core.idle import Limit
     from drumline.core.lower import lower
     from drumline.core.placement import Placement
     from drumline.core.program import Program
     from drumline.core.simulate import makespans, simulate
     from drumline.core.timeline import Timeline
     from drumline.core.torch_text import for_torch, titan_schedule
-    from drumline.core.validate import Violation, validate
+    from drumline.core.validate import validate
+    from drumline.core.violation import Violation
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -38,12 +40,12 @@ _HOME = {
     "Edge": "core.costs",
     "F": "core.action",
     "I": "core.action",
-    "Limit": "core.attribute",
+    "Limit": "core.idle",
     "Op": "core.action",
     "Placement": "core.placement",
     "Program": "core.program",
     "Timeline": "core.timeline",
-    "Violation": "core.validate",
+    "Violation": "core.violation",
     "W": "core.action",
     "attribute": "core.attribute",
     "compare": "report.compare",

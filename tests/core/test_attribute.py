@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.core.attribute import Cause, Idle, Limit, attribute
+from drumline.core.attribute import attribute
 from drumline.core.costs import Costs
+from drumline.core.idle import Cause, Idle, Limit
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from programs import build, costs_for, programs

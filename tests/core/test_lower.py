@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.action import TRANSFER_OPS
-from drumline.core.errors import InvalidProgram, ProgramError
+from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
 from drumline.core.program import Program
+from drumline.core.violation import InvalidProgram
 from programs import NAMES, build, programs
 from reference import run_on_strictest_channel
 

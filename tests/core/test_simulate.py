@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs, Edge
-from drumline.core.errors import CostsError, InvalidProgram
+from drumline.core.errors import CostsError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import makespans, simulate
 from drumline.core.timeline import Timeline
+from drumline.core.violation import InvalidProgram
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
 

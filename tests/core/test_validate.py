@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.action import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS, Action, Op
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
+from drumline.core.idle import Limit
 from drumline.core.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program

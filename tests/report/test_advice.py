@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
+from drumline.core.idle import Limit
 from drumline.report.advice import advise
 from drumline.report.compare import compare
 

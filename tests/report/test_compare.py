@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
+from drumline.core.idle import Limit
 from drumline.report.compare import compare, compare_table
 from drumline.report.table import table
 from programs import NAMES

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
+from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 

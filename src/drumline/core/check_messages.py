@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from drumline.core import rules
 from drumline.core.action import SEND_OPS, Action
-from drumline.core.index import Index, Place, Violation
+from drumline.core.index import Index, Place
+from drumline.core.violation import Violation
 
 
 def sent_at(index: Index, producer: Action, place: Place) -> Place:

@@ -11,11 +11,7 @@ DrumlineError            anything that Drumline refuses
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from drumline.core.validate import Violation
+from collections.abc import Iterable
 
 
 class DrumlineError(ValueError):
@@ -35,19 +31,6 @@ class DrumlineError(ValueError):
 
 class ProgramError(DrumlineError):
     """Text that is not a program, or a program used where it does not fit."""
-
-
-class InvalidProgram(ProgramError):
-    """A program that the validator refuses. `violations` holds every reason, not only the first."""
-
-    def __init__(self, name: str, violations: Sequence[Violation]) -> None:
-        self.violations = tuple(violations)
-        more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-        super().__init__(
-            f"program {name!r} cannot run: {violations[0]}{more}",
-            expected="a program without violations",
-            fix="`drumline check FILE.csv` lists them all",
-        )
 
 
 class ScheduleError(DrumlineError):

@@ -13,26 +13,6 @@ from drumline.core.placement import Placement
 from drumline.core.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One broken rule: where, which action, and why. `rank` or `index` is None for what is not there at all.
-
-    >>> print(Violation(1, 7, Action.parse("3B2"), "runs before 3F2"))
-    rank 1, position 7: 3B2 runs before 3F2
-    """
-
-    rank: int | None
-    index: int | None
-    action: Action | None
-    reason: str
-
-    def __str__(self) -> str:
-        where = [f"rank {self.rank}"] if self.rank is not None else []
-        where += [f"position {self.index}"] if self.index is not None else []
-        prefix = f"{', '.join(where)}: " if where else ""
-        return f"{prefix}{'' if self.action is None else f'{self.action} '}{self.reason}"
-
-
 class Place(NamedTuple):
     """A position in a row."""
 

@@ -15,10 +15,11 @@ from itertools import accumulate
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.errors import InvalidProgram, ProgramError
+from drumline.core.errors import ProgramError
 from drumline.core.index import Index, Place
 from drumline.core.program import Program
 from drumline.core.validate import validate
+from drumline.core.violation import InvalidProgram
 
 
 def lower(program: Program, *, ahead: int = 2) -> Program:

@@ -10,7 +10,6 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
 from drumline.core.durations import (
     lags,
@@ -21,13 +20,15 @@ from drumline.core.durations import (
     work_seconds,
     work_seconds_many,
 )
-from drumline.core.errors import CostsError, InvalidProgram
+from drumline.core.errors import CostsError
 from drumline.core.evaluate import evaluate, evaluate_many
 from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable, compile_program
+from drumline.core.idle import Limit
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
 from drumline.core.validate import validate
+from drumline.core.violation import InvalidProgram
 
 
 @dataclass(frozen=True, eq=False, repr=False)

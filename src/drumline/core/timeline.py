@@ -19,7 +19,8 @@ from functools import cached_property
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.attribute import Idle, Limit, attribute
+from drumline.core.attribute import attribute
+from drumline.core.idle import Idle, Limit
 from drumline.core.memory import Holding
 from drumline.core.program import Program
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from drumline.core import rules
 from drumline.core.action import STATE_OPS, Action, Op
-from drumline.core.errors import InvalidProgram, ProgramError
+from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.validate import validate
+from drumline.core.violation import InvalidProgram
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 

@@ -14,14 +14,13 @@ from collections.abc import Iterator
 
 from drumline.core import check_exchange, check_messages
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
-from drumline.core.index import Index, Place, Violation
+from drumline.core.idle import Limit
+from drumline.core.index import Index, Place
 from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-
-__all__ = ["Violation", "validate"]
+from drumline.core.violation import Violation
 
 
 def validate(

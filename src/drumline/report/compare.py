@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ScheduleError
+from drumline.core.idle import Limit
 from drumline.core.simulate import Simulation, simulate
 from drumline.report.summary import summarize
 from drumline.report.table import table
@@ -76,7 +76,7 @@ def compare(
     """Return every training schedule that admits these counts, best first; those over the limit come last.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
-    ['interleaved-zb', 'zb-v', 'dualpipe']
+    ['zb-v', 'interleaved-zb', 'dualpipe']
     """
     rows = []
     for name, schedule in schedules().items():

@@ -12,13 +12,14 @@ from functools import lru_cache
 from html import escape
 from typing import Any
 
-from drumline.core.attribute import Limit
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError, InvalidProgram, UsageError, nearest
+from drumline.core.errors import DrumlineError, UsageError, nearest
+from drumline.core.idle import Limit
 from drumline.core.program import Program
 from drumline.core.simulate import Simulation, simulate
 from drumline.core.torch_text import for_torch
-from drumline.core.validate import Violation, validate
+from drumline.core.validate import validate
+from drumline.core.violation import InvalidProgram, Violation
 from drumline.report import html
 from drumline.report.scene import document
 from drumline.report.summary import summarize

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from drumline.core.errors import InvalidProgram
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.timeline import Timeline
+from drumline.core.violation import InvalidProgram
 from drumline.report.svg import svg
 
 # Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.

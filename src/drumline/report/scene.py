@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.action import Action, Op
-from drumline.core.attribute import Cause, Idle
+from drumline.core.idle import Cause, Idle
 from drumline.core.timeline import Timeline, Track
 from drumline.report.palette import SHADES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.core.attribute import Cause
+from drumline.core.idle import Cause
 from drumline.core.timeline import Timeline
 
 

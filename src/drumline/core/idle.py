@@ -1,0 +1,69 @@
+"""Idle time as data: an interval, its cause, and the limit that may have caused it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from drumline.core.action import Action
+
+
+class Cause(StrEnum):
+    """Why a rank was idle."""
+
+    FILL = "fill"
+    DRAIN = "drain"
+    WAIT = "wait"
+    TRANSFER = "transfer"
+    IMBALANCE = "imbalance"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """One idle interval: its cause, the action it ended with, and what that action waited for on which rank."""
+
+    rank: int
+    start: float
+    end: float
+    cause: Cause
+    before: Action | None = None
+    waits_for: Action | None = None
+    on_rank: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} idle {self.seconds:g} from {self.start:g}: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The cause in words."""
+        needed = f"{self.waits_for} of rank {self.on_rank}" if self.waits_for is not None else "nothing"
+        match self.cause:
+            case Cause.FILL:
+                return f"the pipeline fills; {self.before} waits for {needed}"
+            case Cause.DRAIN:
+                return f"the pipeline drains; {needed} ends last"
+            case Cause.WAIT:
+                return f"{self.before} waits for {needed}"
+            case Cause.TRANSFER:
+                return f"{needed} is made and on its way to {self.before}" if self.before else "it still transfers"
+            case Cause.IMBALANCE:
+                return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
+            case Cause.MEMORY:
+                return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that a rank may hold: pairs, bytes, or both."""
+
+    max_activations: float | None = None
+    max_bytes: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.max_activations is not None or self.max_bytes is not None
