@@ -100,3 +100,18 @@ def test_a_second_gradient_buffer_appears_while_two_steps_accumulate() -> None:
 def test_static_bytes_are_weights_gradients_and_optimizer_of_the_rank_s_stages() -> None:
     timeline = simulate(build("interleaved-1f1b", 2, 2), Costs(weight_bytes=[1, 2, 3, 4], optimizer_bytes=10))
     assert [holding.static_bytes for holding in timeline.memory] == [1 + 3 + 20, 2 + 4 + 20]
+
+
+def test_stash_and_receive_buffers_are_reported_apart_from_parameters() -> None:
+    costs = Costs(forward=[1, 3], activation_bytes=10, weight_bytes=7, message_bytes=3)
+    timeline = simulate(build("gpipe", 2, 4), costs)
+    assert timeline.peak_bytes == (47, 47)
+    assert [holding.peak_stash_bytes for holding in timeline.memory] == [40, 40]
+    # Made at 1, 2, 3, 4, taken up at 1, 4, 7, 10: when the last one is made, two wait and one is being taken up.
+    assert timeline.peak_receive_bytes == (3, 9)
+
+
+def test_weight_versions_are_not_stash() -> None:
+    timeline = simulate(build("pipedream", 2, 6), Costs(activation_bytes=10, weight_bytes=100))
+    assert [holding.peak_stash_bytes for holding in timeline.memory] == [20, 10]
+    assert timeline.peak_bytes == (220, 110)

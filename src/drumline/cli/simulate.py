@@ -26,6 +26,11 @@ def run(args: argparse.Namespace) -> int:
     limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs, limit=limit)
     summary = summarize(timeline)
+    summary["queue_depth"] = {
+        f"{source}->{target}": max(depth for _, depth in curve)
+        for (source, target), curve in timeline.queue_depths.items()
+    }
+    summary["critical_path"] = [str(span.action) for span in timeline.critical_path]
     over = validate(program, limit=limit, costs=costs) if limit else []
     if limit:
         summary["over_limit"] = [str(violation) for violation in over]

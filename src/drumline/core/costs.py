@@ -17,6 +17,9 @@ from drumline.core.errors import CostsError, nearest
 
 PerStage = float | Sequence[float]
 
+# A number for each of a million stages and microbatches; anything larger is not costs.
+MAX_FILE_BYTES = 16 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -149,7 +152,11 @@ class Costs:
     def load(path: str | Path) -> Costs:
         """Read costs from a JSON file."""
         try:
-            return Costs.from_json(Path(path).read_text(encoding="utf-8"))
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
+                raise CostsError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected="a JSON file of costs")
+            return Costs.from_json(data.decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise CostsError(f"{path}: {error}", expected="a JSON file of costs") from None
         except CostsError as error:

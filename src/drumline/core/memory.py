@@ -20,13 +20,15 @@ from drumline.core.versions import Versions, versions
 class Holding:
     """One rank's memory: pairs and bytes while each timed action runs, and once it has ended.
 
-    Bytes are None where none are known; `static_bytes` (weights, gradients, optimizer) are part of them throughout.
+    Bytes are None where none are known. They are the stash, plus `static_bytes` (weights, gradients, optimizer), plus
+    what further weight versions and gradient buffers take.
     """
 
     pairs: Sequence[tuple[int, int]]
     bytes: Sequence[tuple[float, float]] | None
     static_bytes: float
     peak_versions: int
+    peak_stash_bytes: float | None
 
     @property
     def peak_pairs(self) -> int:
@@ -115,7 +117,7 @@ def _holding(
     static = sum(static_bytes_of[stage] for stage in {part.stage for action in row for part in action.work})
     pairs: list[tuple[int, int]] = []
     sizes: list[tuple[float, float]] = []
-    held, size = 0, static
+    held, size = 0, 0.0
     nothing = _Change()
     for action in row:
         during, during_size = held, size
@@ -130,6 +132,9 @@ def _holding(
         pairs.append((during, held))
         if knows_bytes:
             sizes.append((during_size, size))
-    if extra is not None and knows_bytes:
-        sizes = [(a + more, b + after) for (a, b), (more, after) in zip(sizes, extra.bytes, strict=True)]
-    return Holding(pairs, sizes if knows_bytes else None, static, extra.peak if extra else 1)
+    versions_held = extra.peak if extra is not None else 1
+    if not knows_bytes:
+        return Holding(pairs, None, static, versions_held, None)
+    beside = extra.bytes if extra is not None else [(0.0, 0.0)] * len(sizes)
+    total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(sizes, beside, strict=True)]
+    return Holding(pairs, total, static, versions_held, max((during for during, _ in sizes), default=0.0))

@@ -191,6 +191,21 @@ class Timeline:
         return tuple(holding.peak_bytes or 0.0 for holding in self.memory)
 
     @cached_property
+    def peak_receive_bytes(self) -> tuple[float, ...]:
+        """The most bytes of messages each rank had under way to it or waiting, apart from what it holds."""
+        peaks = [0.0] * self.num_ranks
+        changes: list[list[tuple[float, float]]] = [[] for _ in peaks]
+        for transfer in self.transfers:
+            changes[transfer.target] += [(transfer.start, transfer.num_bytes), (transfer.consumed, -transfer.num_bytes)]
+        for rank, events in enumerate(changes):
+            held = 0.0
+            # What arrives at the moment another message is taken up needs a place of its own.
+            for _, change in sorted(events, key=lambda event: (event[0], -event[1])):
+                held += change
+                peaks[rank] = max(peaks[rank], held)
+        return tuple(peaks)
+
+    @cached_property
     def causes(self) -> tuple[Idle, ...]:
         """Every idle interval with its cause; they sum to `idle`."""
         return attribute(self, self.limit)

@@ -36,6 +36,9 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
     }
     if timeline.peak_bytes is not None:
         summary["peak_bytes"] = list(timeline.peak_bytes)
+        summary["static_bytes"] = [holding.static_bytes for holding in timeline.memory]
+        summary["peak_stash_bytes"] = [holding.peak_stash_bytes for holding in timeline.memory]
+        summary["peak_receive_bytes"] = list(timeline.peak_receive_bytes)
     if program.num_updates:
         summary["updates"] = program.num_updates
         summary["weight_versions"] = [holding.peak_versions for holding in timeline.memory]
