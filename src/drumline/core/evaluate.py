@@ -12,8 +12,8 @@ from drumline.core.graph import Floats, Graph, NotCompilable
 _UNKNOWN = math.inf
 
 
-def evaluate(graph: Graph, seconds: Floats, lag: Floats) -> tuple[Floats, Floats]:
-    """Return every node's start and end; raise NotCompilable if nodes wait for each other.
+def evaluate(graph: Graph, seconds: Floats, lag: Floats) -> Floats:
+    """Return every node's end; raise NotCompilable if nodes wait for each other.
 
     Sweeps over the chains, each time running every chain as far as its needs allow.
     """
@@ -32,10 +32,15 @@ def evaluate(graph: Graph, seconds: Floats, lag: Floats) -> tuple[Floats, Floats
             raise NotCompilable
         # Down the ranks and up again, as activations and gradients flow.
         halted.reverse()
-    ended = np.array(ends)
-    # The same maximum as in the sweep: an action that follows another without a gap starts at its end, bit for bit.
-    started = np.maximum(ended[graph.before], ended[graph.need] + lag)
-    return started, ended[:-1]
+    ends.pop()
+    return np.fromiter(ends, np.float64, graph.num_nodes)
+
+
+def starts_of(graph: Graph, ended: Floats, lag: Floats) -> Floats:
+    """Return every node's start, by the same maximum: what follows without a gap starts at that end, bit for bit."""
+    padded = np.append(ended, 0.0)
+    started: Floats = np.maximum(padded[graph.before], padded[graph.need] + lag)
+    return started
 
 
 def _sweep(chains: list[Any], ends: list[float]) -> tuple[list[Any], bool]:
@@ -90,7 +95,7 @@ def evaluate_many(graph: Graph, seconds: Floats, lag: Floats) -> Floats:
 
     Nodes at the end of equally long chains do not wait for each other, so each such level is one vector operation.
     """
-    level = evaluate(graph, np.ones(graph.num_nodes), np.zeros(graph.num_nodes))[1].astype(np.int64)
+    level = evaluate(graph, np.ones(graph.num_nodes), np.zeros(graph.num_nodes)).astype(np.int64)
     by_level = np.argsort(level, kind="stable")
     bounds = np.flatnonzero(np.diff(level[by_level], prepend=0)).tolist()
     ends = np.zeros((graph.num_nodes + 1, max(seconds.shape[1], lag.shape[1])))

@@ -33,6 +33,8 @@ Floats = npt.NDArray[np.float64]
 OPS = tuple(Op)
 CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
 _TIMED = np.array([op in TIMED_OPS for op in OPS])
+# Places of the compute ops in a small table of their own; the others have none.
+_PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
 _SENDS, _RECVS = (CODE[Op.SEND_F], CODE[Op.SEND_B]), (CODE[Op.RECV_F], CODE[Op.RECV_B])
 
 
@@ -199,24 +201,27 @@ def _producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
 
     Checks along the way what the simulator relies on: nothing missing or twice, own-stage inputs earlier in the row.
     """
-    computing = np.flatnonzero(np.isin(work.code, [CODE[op] for op in rules.NEEDS]))
+    place = _PLACE[work.code]
+    computing = np.flatnonzero(place >= 0)
     if len(computing) < num_stages * num_microbatches or np.any(work.microbatch[computing] < 0):
         raise NotCompilable
-    where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
-    where[work.code[computing], work.stage[computing], work.microbatch[computing]] = computing
-    forwards = np.count_nonzero(work.code == CODE[Op.FORWARD])
-    if np.count_nonzero(where >= 0) != len(computing) or forwards != num_stages * num_microbatches:
+    size = num_stages * num_microbatches
+    where = np.full(len(rules.NEEDS) * size, -1, dtype=np.int64)
+    home = (place * size + work.stage * num_microbatches + work.microbatch)[computing]
+    where[home] = computing
+    if np.count_nonzero(where >= 0) != len(computing) or np.count_nonzero(place == _PLACE[CODE[Op.FORWARD]]) != size:
         raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=np.int64)
     for op, needed in rules.NEEDS.items():
-        consumers = np.flatnonzero(work.code == CODE[op])
+        consumers = np.flatnonzero(place == _PLACE[CODE[op]])
         for need in needed if len(consumers) else ():
             stage = work.stage[consumers] + need.stage_offset
             inside = (stage >= 0) & (stage < num_stages)
             at, stage = consumers[inside], stage[inside]
-            found = where[CODE[need.ops[0]], stage, work.microbatch[at]]
+            pair = stage * num_microbatches + work.microbatch[at]
+            found = where[_PLACE[CODE[need.ops[0]]] * size + pair]
             for other in need.ops[1:]:
-                found = np.maximum(found, where[CODE[other], stage, work.microbatch[at]])
+                found = np.maximum(found, where[_PLACE[CODE[other]] * size + pair])
             if np.any(found < 0):
                 raise NotCompilable
             if need.stage_offset:
@@ -329,7 +334,8 @@ class _Assembly:
             for parts in (self.chain, self.key, self.need, self.crossing)
         )
         # One more than there are nodes, so that -1 stays -1.
-        new = np.append(np.arange(self.num_nodes), -1)
+        new = np.arange(self.num_nodes + 1)
+        new[-1] = -1
         if self.num_nodes > len(self.cells.timed_rank):
             order = np.lexsort((key, chain_number))
             new[order] = np.arange(self.num_nodes)

@@ -21,7 +21,7 @@ from drumline.core.durations import (
     work_seconds_many,
 )
 from drumline.core.errors import CostsError
-from drumline.core.evaluate import evaluate, evaluate_many
+from drumline.core.evaluate import evaluate, evaluate_many, starts_of
 from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable, compile_program
 from drumline.core.idle import Limit
 from drumline.core.memory import Holding, holdings
@@ -35,15 +35,20 @@ from drumline.core.violation import InvalidProgram
 class Simulation(Timeline):
     """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
 
-    `started` and `ended` are the times of the graph's nodes; what else there is to know is made when it is asked for.
+    `ended` and `lag` are those of the graph's nodes; what else there is to know is made when it is asked for.
     """
 
     program: Program
     costs: Costs
     graph: Graph
-    started: Floats
     ended: Floats
+    lag: Floats
     limit: Limit | None = None
+
+    @cached_property
+    def started(self) -> Floats:
+        """The nodes' starts."""
+        return starts_of(self.graph, self.ended, self.lag)
 
     @cached_property
     def starts(self) -> list[float]:
@@ -252,5 +257,5 @@ def _invalid(program: Program) -> InvalidProgram:
 
 
 def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats, limit: Limit | None = None) -> Simulation:
-    started, ended = evaluate(graph, seconds, lags(graph, costs, seconds))
-    return Simulation(program, costs, graph, started, ended, limit)
+    lag = lags(graph, costs, seconds)
+    return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)
