@@ -94,8 +94,9 @@ class Costs:
     @property
     def has_finite_links(self) -> bool:
         """Whether any link's bandwidth is limited, so that messages occupy it."""
-        speeds = (self.bytes_per_second, *(edge.bytes_per_second for edge in self.edges.values()))
-        return any(math.isfinite(speed) for speed in speeds)
+        if self.bytes_per_second != math.inf:
+            return True
+        return bool(self.edges) and any(edge.bytes_per_second != math.inf for edge in self.edges.values())
 
     def edge(self, source: int, target: int) -> Edge:
         """Return the link from rank `source` to rank `target`."""

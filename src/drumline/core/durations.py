@@ -40,7 +40,14 @@ def _table(graph: Graph, costs: Costs) -> Floats:
     """Return the seconds of every (op, stage) at a microbatch factor of 1."""
     table = np.zeros((len(OPS), graph.num_stages))
     for op, name in _FIELDS.items():
-        table[CODE[op]] = costs.per_stage(name, graph.num_stages)
+        value = getattr(costs, name)
+        if isinstance(value, float | int):
+            table[CODE[op]] = value
+        elif value is not None:
+            table[CODE[op]] = costs.per_stage(name, graph.num_stages)
+    if costs.backward is None:
+        halves = CODE[Op.BACKWARD_INPUT], CODE[Op.BACKWARD_WEIGHT]
+        table[CODE[Op.BACKWARD]] = table[halves[0]] + table[halves[1]]
     if costs.recompute is not False:
         again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
         for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
