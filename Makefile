@@ -37,7 +37,7 @@ lint: $(VENV)/base.stamp
 	$(BIN)/mypy
 
 quick: lint
-	$(BIN)/pytest -m "not torch and not slow" --numprocesses 2
+	$(BIN)/pytest -m "not torch and not slow and not browser" --numprocesses 2
 
 test: $(VENV)/full.stamp lint docs
 	$(BIN)/pytest --numprocesses 2

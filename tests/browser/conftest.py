@@ -42,3 +42,9 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=executable, args=list(FLAGS))
         yield chromium
         chromium.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/browser/" in item.path.as_posix():
+            item.add_marker(pytest.mark.browser)
