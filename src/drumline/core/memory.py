@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import cast
 
+from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.versions import Versions, versions
+from drumline.core.versions import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,98 +44,91 @@ class Holding:
         return max((during for during, _ in self.bytes), default=self.static_bytes)
 
 
-class _Change(NamedTuple):
-    """What one op does to a rank's memory as it starts and as it ends; bytes are those of a microbatch of factor 1."""
-
-    pairs_start: int = 0
-    pairs_end: int = 0
-    bytes_start: float = 0.0
-    bytes_end: float = 0.0
-
-
 def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     r"""Return what every rank holds.
 
     >>> [holding.peak_pairs for holding in holdings(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), Costs())]
     [2, 1]
     """
-    if costs.knows_bytes:
-        return _holdings(program, costs)
-    # Pairs alone follow from the rows, whatever the costs.
-    if "pairs" not in program.compiled:
-        program.compiled["pairs"] = _holdings(program, Costs())
-    found = program.compiled["pairs"]
-    assert isinstance(found, tuple)
-    return found
-
-
-def _holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
-    changes = _changes(program, costs)
-    factors = costs.factors(program.num_microbatches)
-    static = [
-        sum(values)
-        for values in zip(
-            *(costs.per_stage(f"{what}_bytes", program.num_stages) for what in ("weight", "gradient", "optimizer")),
-            strict=True,
-        )
-    ]
+    # Pairs and versions follow from the rows alone, so they are counted once per program.
+    if "holdings" not in program.compiled:
+        program.compiled["holdings"] = tuple(_counted(program, row) for row in program.rows)
+    counted = cast(tuple[Holding, ...], program.compiled["holdings"])
+    if not costs.knows_bytes:
+        return counted
+    sizes = _Sizes.of(program, costs)
     found = []
-    for row in program.rows:
-        timed = [action for action in row if action.op in TIMED_OPS]
+    for row, plain in zip(program.rows, counted, strict=True):
         extra = versions(row, costs, program)
-        found.append(_holding(timed, changes, factors, static, extra, costs.knows_bytes))
+        timed = [action for action in row if action.op in TIMED_OPS]
+        static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
+        stash = sizes.stash(timed)
+        beside = [(0.0, 0.0)] * len(stash) if extra is None else extra.bytes
+        total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(stash, beside, strict=True)]
+        peak_stash = max((during for during, _ in stash), default=0.0)
+        found.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
     return tuple(found)
 
 
-def _changes(program: Program, costs: Costs) -> dict[tuple[Op, int], _Change]:
-    """Return the change that every (op, stage) makes."""
-    stages = program.num_stages
-    full = costs.per_stage("activation_bytes", stages)
-    until_weight = full
-    if costs.held_until_weight_bytes is not None:
-        until_weight = costs.per_stage("held_until_weight_bytes", stages)
-    recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
-    changes: dict[tuple[Op, int], _Change] = {}
-    for stage in range(stages):
-        kept = checkpoint[stage] if recomputes[stage] else full[stage]
-        again = full[stage] - kept
-        at_once = not program.has_backward
-        changes[Op.FORWARD, stage] = _Change(+1, -1 if at_once else 0, kept, -kept if at_once else 0.0)
-        changes[Op.BACKWARD, stage] = _Change(0, -1, again, -full[stage])
-        changes[Op.BACKWARD_INPUT, stage] = _Change(0, 0, again, until_weight[stage] - full[stage])
-        changes[Op.BACKWARD_WEIGHT, stage] = _Change(0, -1, 0.0, -until_weight[stage])
-    return changes
+def _counted(program: Program, row: Sequence[Action]) -> Holding:
+    extra = versions(row, Costs(), program)
+    return Holding(_pairs(program, row), None, 0.0, 1 if extra is None else extra.peak, None)
 
 
-def _holding(
-    row: Sequence[Action],
-    changes: dict[tuple[Op, int], _Change],
-    factors: Sequence[float],
-    static_bytes_of: Sequence[float],
-    extra: Versions | None,
-    knows_bytes: bool,
-) -> Holding:
-    static = sum(static_bytes_of[stage] for stage in {part.stage for action in row for part in action.work})
+def _pairs(program: Program, row: Sequence[Action]) -> list[tuple[int, int]]:
+    """Return the pairs held while each timed action runs, and once it has ended."""
+    change = {Op.FORWARD: (1, 0 if program.has_backward else -1), **dict.fromkeys(rules.RELEASES, (0, -1))}
     pairs: list[tuple[int, int]] = []
-    sizes: list[tuple[float, float]] = []
-    held, size = 0, 0.0
-    nothing = _Change()
+    held = 0
     for action in row:
-        during, during_size = held, size
-        for stage, op, microbatch, _ in action.parts or (action,):
-            more, less, more_bytes, less_bytes = changes.get((op, stage), nothing)
-            during += more
-            held += more + less
-            if knows_bytes:
-                factor = factors[microbatch] if microbatch is not None else 1.0
-                during_size += more_bytes * factor
-                size += (more_bytes + less_bytes) * factor
-        pairs.append((during, held))
-        if knows_bytes:
-            sizes.append((during_size, size))
-    versions_held = extra.peak if extra is not None else 1
-    if not knows_bytes:
-        return Holding(pairs, None, static, versions_held, None)
-    beside = extra.bytes if extra is not None else [(0.0, 0.0)] * len(sizes)
-    total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(sizes, beside, strict=True)]
-    return Holding(pairs, total, static, versions_held, max((during for during, _ in sizes), default=0.0))
+        if action.op in TIMED_OPS:
+            during = held
+            for part in action.parts or (action,):
+                more, less = change.get(part.op, (0, 0))
+                during += more
+                held += more + less
+            pairs.append((during, held))
+    return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes per stage: `change` is what each (op, stage) adds as it starts and as it ends, at a factor of 1."""
+
+    change: dict[tuple[Op, int], tuple[float, float]]
+    static: list[float]
+    factors: tuple[float, ...]
+
+    @staticmethod
+    def of(program: Program, costs: Costs) -> _Sizes:
+        stages = program.num_stages
+        full = costs.per_stage("activation_bytes", stages)
+        until_weight = full
+        if costs.held_until_weight_bytes is not None:
+            until_weight = costs.per_stage("held_until_weight_bytes", stages)
+        recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
+        change: dict[tuple[Op, int], tuple[float, float]] = {}
+        for stage in range(stages):
+            kept = checkpoint[stage] if recomputes[stage] else full[stage]
+            again = full[stage] - kept
+            change[Op.FORWARD, stage] = (kept, 0.0 if program.has_backward else -kept)
+            change[Op.BACKWARD, stage] = (again, -full[stage])
+            change[Op.BACKWARD_INPUT, stage] = (again, until_weight[stage] - full[stage])
+            change[Op.BACKWARD_WEIGHT, stage] = (0.0, -until_weight[stage])
+        parameters = (costs.per_stage(f"{what}_bytes", stages) for what in ("weight", "gradient", "optimizer"))
+        static = [sum(one) for one in zip(*parameters, strict=True)]
+        return _Sizes(change, static, costs.factors(program.num_microbatches))
+
+    def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
+        """Return the activation bytes held while each action runs, and once it has ended."""
+        held: list[tuple[float, float]] = []
+        size = 0.0
+        for action in timed:
+            during = size
+            for stage, op, microbatch, _ in action.parts or (action,):
+                more, less = self.change.get((op, stage), (0.0, 0.0))
+                factor = 1.0 if microbatch is None else self.factors[microbatch]
+                during += more * factor
+                size += (more + less) * factor
+            held.append((during, size))
+        return held

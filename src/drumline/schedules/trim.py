@@ -18,8 +18,12 @@ def trim(row: Iterable[Action], keep: Callable[[Action], bool]) -> Iterator[Acti
     [0F0, 1B0]
     """
     for action in row:
-        kept = [part for part in action.work if keep(part)]
-        if len(kept) == len(action.work):
+        if not action.parts:
+            if keep(action):
+                yield action
+            continue
+        kept = [part for part in action.parts if keep(part)]
+        if len(kept) == len(action.parts):
             yield action
         else:
             yield from kept
