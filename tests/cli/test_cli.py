@@ -229,6 +229,34 @@ def test_explore_serves_until_it_is_interrupted() -> None:
         assert process.wait(timeout=30) == 130
 
 
+@pytest.mark.parametrize("columns", [20, 40, 80])
+@pytest.mark.parametrize(
+    "words", [("show",), ("show", "1f1b", *COUNTS), ("simulate", "zb-v", *COUNTS), ("compare", *COUNTS)]
+)
+def test_nothing_is_wider_than_the_terminal(
+    words: tuple[str, ...], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert max(len(line) for line in run(capsys, *words)[1].splitlines()) <= columns
+
+
+def test_output_that_cannot_be_written_is_exit_3() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "drumline.cli.main", "show", "1f1b", *COUNTS]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 3
+    assert done.stderr == b"drumline: the output cannot be written: No space left on device\n"
+
+
+def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "many.csv"
+    path.write_text(",".join(["0F0"] * 3000 + ["0B0"]))
+    out = run(capsys, "check", str(path))[1].splitlines()
+    assert len(out) == 1002
+    assert out[-2] == "... and 1999 more (--json lists all)"
+    assert len(run_json(capsys, "check", str(path))[1]["violations"]) == 2999
+
+
 def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "demo")
     assert code == 0
@@ -263,6 +291,11 @@ BAD = [
     ("show", "1f1b", *COUNTS, "--format", "perfetto", "--out", "/no/such/folder/x"),
     ("show", "1f1b", *COUNTS, "--format", "pdf"),
     ("show", "1f1b", *COUNTS, "--window", "5:1"),
+    ("show", "1f1b", *COUNTS, "--window", "100:200"),
+    ("simulate", "1f1b", *COUNTS, "--forward", "1e308"),
+    ("simulate", "1f1b", *COUNTS, "--comm", "1e308"),
+    ("simulate", "1f1b", *COUNTS, "--activation-bytes", "1e308"),
+    ("simulate", "1f1b", *COUNTS, "--activation-bytes", "10", "--held-until-weight-bytes", "50"),
     ("show", "chimera", *COUNTS, "--format", "torch"),
     ("show", "1f1b", *COUNTS, "--out", "/no/such/folder/x.txt"),
     ("simulat", "1f1b"),

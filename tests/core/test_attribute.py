@@ -113,3 +113,9 @@ def test_a_gradient_exchange_at_the_end_is_transfer() -> None:
 @pytest.mark.parametrize("cause", list(Cause))
 def test_every_cause_has_its_words(cause: Cause) -> None:
     assert "rank 2" in str(Idle(2, 0.0, 1.0, cause))
+
+
+def test_a_rank_that_moves_messages_itself_names_them() -> None:
+    costs = Costs(bytes_per_second=2, message_bytes=1, overlap=False)
+    timeline = simulate(build("1f1b", 2, 2), costs)
+    assert str(timeline.causes[0]) == "rank 0 idle 0.5 from 1: the rank itself is busy with 0SEND_F0"

@@ -89,6 +89,19 @@ def test_a_line_of_junk_is_refused_at_its_first_cell(tmp_path: Path) -> None:
         Program.load(tmp_path / "junk.csv")
 
 
+def test_more_actions_than_anybody_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ACTIONS", 5)
+    assert Program.parse("0F0,0F1,0B0\n1F0,1B0").num_actions == 5
+    with pytest.raises(ProgramError, match="row 2: more than 5 actions"):
+        Program.parse("0F0,0F1,0B0\n1F0,1B0,1F1")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(ProgramError, match="not a regular file"):
+        Program.load(tmp_path / "pipe.csv")
+
+
 def test_numbers_far_apart_do_not_fill_memory(tmp_path: Path) -> None:
     (tmp_path / "far.csv").write_text("0F0,999999999B0")
     with pytest.raises(ProgramError, match="stage 1 appears on no rank"):

@@ -134,6 +134,37 @@ def test_two_copies_exchange_when_both_are_ready() -> None:
     assert all(len(times) == 1 for times in by_stage.values())
 
 
+BOTH_WAYS = (
+    "0F0,1F1,1B1,0B0,0REDUCE_GRAD,1REDUCE_GRAD,0UPDATE1,1UPDATE1\n"
+    "0F1,1F0,1B0,0B1,0REDUCE_GRAD,1REDUCE_GRAD,0UPDATE1,1UPDATE1"
+)
+
+
+def test_an_update_waits_for_its_exchange() -> None:
+    timeline = simulate(Program.parse(BOTH_WAYS), Costs(reduce=5, update=1))
+    assert timeline.makespan == 6 + 5 + 2
+    assert [str(span.action) for span in timeline.critical_path][-3:] == ["0REDUCE_GRAD", "0UPDATE1", "1UPDATE1"]
+    waiting = [one for one in timeline.causes if one.rank == 0]
+    assert [(one.cause.value, one.seconds) for one in waiting] == [("transfer", 5)]
+
+
+def test_every_step_has_an_exchange_of_its_own() -> None:
+    program = Program.parse("0F0,0B0,0REDUCE_GRAD,0UPDATE0,0F1,0B1,0REDUCE_GRAD,0UPDATE1")
+    assert simulate(program, Costs(reduce=5, update=1)).makespan == 2 * (3 + 5 + 1)
+
+
+def test_the_critical_path_ends_with_the_exchange_where_that_ends_last() -> None:
+    timeline = simulate(build("chimera", 4, 4), Costs(reduce=5))
+    assert timeline.critical_path[-1].action.op is Op.REDUCE_GRAD
+    assert timeline.critical_path[-1].end == timeline.end
+    assert all("REDUCE_GRAD" in str(one.waits_for) for one in timeline.causes if one.cause.value == "drain")
+
+
+def test_queue_depth_counts_from_the_making_on_whatever_the_link_does() -> None:
+    slow = simulate(build("gpipe", 2, 4), Costs(message_bytes=10, bytes_per_second=1))
+    assert slow.queue_depths[0, 1] == [(1, 1), (2, 2), (3, 3), (4, 4), (11, 3), (21, 2), (31, 1), (41, 0)]
+
+
 def test_queue_depth_counts_messages_made_and_not_taken_up() -> None:
     timeline = simulate(Program.parse("0F0,0F1,0F2\n1F0,1F1,1F2"), Costs(forward=[1, 2]))
     assert timeline.queue_depths == {(0, 1): [(1, 0), (2, 1), (3, 1), (5, 0)]}
@@ -176,6 +207,8 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         simulate(program, Costs(forward=[1, 2, 3]))
     with pytest.raises(CostsError, match="one for each of the 3 microbatches"):
         simulate(program, Costs(microbatch_factor=[1, 2]))
+    with pytest.raises(CostsError, match="edges names 9->0"):
+        simulate(program, Costs(edges={(9, 0): Edge(1.0)}))
     with pytest.raises(CostsError, match="factors has the shape"):
         makespans(program, Costs(), factors=np.ones((2, 3)))
     with pytest.raises(CostsError, match="finite links"):

@@ -15,6 +15,7 @@ from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.validate import validate
+from drumline.core.violation import InvalidProgram
 from programs import NAMES, admissible, build, programs
 from reference import run_on_strictest_channel
 
@@ -127,7 +128,7 @@ def test_messages_that_do_not_fit(text: str, says: str) -> None:
     [
         ("0UNSHARD,0F0,0RESHARD,0B0", "0B0 runs while stage 0 is not gathered"),
         ("0RESHARD,0F0,0B0", "releases parameters that were not gathered"),
-        ("0F0,0REDUCE_GRAD,0B0", "runs before the stage's last backward 0B0"),
+        ("0F0,0REDUCE_GRAD,0B0", "runs before 0B0, whose gradients it exchanges"),
         ("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD", "exchanges the same gradients again"),
         ("0F0,0UPDATE0,0B0", "0UPDATE0 runs before 0B0"),
         ("0F0,0B0,0UPDATE0,0F1,0B1", "0UPDATE1 is missing: its gradients reach no optimizer step"),
@@ -148,6 +149,46 @@ def test_two_copies_must_exchange_their_gradients_in_one_order() -> None:
     assert all("copies on two ranks" in violation.reason for violation in missing)
     swapped = [without[0] + exchanges, without[1] + exchanges[::-1]]
     assert any("one pair of ranks, two orders" in violation.reason for violation in validate(Program.of(swapped)))
+
+
+TWO_STEPS = "0F0,0B0,0REDUCE_GRAD,0UPDATE0,0F1,0B1,0REDUCE_GRAD,0UPDATE1"
+BOTH_WAYS = (
+    "0F0,1F1,1B1,0B0,0REDUCE_GRAD,1REDUCE_GRAD,0UPDATE1,1UPDATE1\n"
+    "0F1,1F0,1B0,0B1,0REDUCE_GRAD,1REDUCE_GRAD,0UPDATE1,1UPDATE1"
+)
+
+
+def test_gradients_are_exchanged_once_per_step_and_before_its_update() -> None:
+    assert reasons(TWO_STEPS) == []
+    assert reasons(BOTH_WAYS) == []
+    early = TWO_STEPS.replace("0REDUCE_GRAD,0UPDATE0", "0UPDATE0,0REDUCE_GRAD")
+    assert reasons(early) == ["rank 0, position 2: 0UPDATE0 runs before 0REDUCE_GRAD has exchanged its gradients"]
+    once = TWO_STEPS.replace("0REDUCE_GRAD,0UPDATE0", "0UPDATE0")
+    assert any("exchanges its other steps" in reason for reason in reasons(once))
+
+
+def test_two_copies_take_the_same_steps() -> None:
+    text = BOTH_WAYS.replace("0UPDATE1,1UPDATE1\n", "0UPDATE0,0UPDATE1,1UPDATE1\n")
+    assert any("the copies of stage 0 take different steps" in reason for reason in reasons(text))
+
+
+def test_a_stage_in_the_middle_whose_copies_share_a_rank_needs_no_exchange() -> None:
+    text = "0F0,2F1,2B1,0B0,0REDUCE_GRAD,2REDUCE_GRAD\n1F0,1F1,1B1,1B0\n2F0,0F1,2B0,0B1,0REDUCE_GRAD,2REDUCE_GRAD"
+    assert [reason for reason in reasons(text) if "1REDUCE_GRAD" in reason] == []
+
+
+def test_an_update_waits_for_the_other_copys_exchange() -> None:
+    crossed = (
+        "0F0,1F1,1B1,0B0,0REDUCE_GRAD,0UPDATE1,1REDUCE_GRAD,1UPDATE1\n"
+        "0F1,1F0,1B0,0B1,1REDUCE_GRAD,1UPDATE1,0REDUCE_GRAD,0UPDATE1"
+    )
+    assert any("ranks wait for each other" in reason for reason in reasons(crossed))
+
+
+@pytest.mark.parametrize("half", ["W0", "I1"])
+def test_only_a_whole_backward_overlaps_a_forward(half: str) -> None:
+    text = f"0F0,0F1,0I0,(0F2;0{half})OVERLAP_F_B"
+    assert any("one forward and one whole backward" in reason for reason in reasons(text))
 
 
 def test_a_stash_over_the_limit() -> None:
@@ -271,10 +312,51 @@ def test_a_shuffled_program_is_legal_exactly_if_it_can_be_run(program: Program, 
             at = rng.randrange(len(rows[rank]) - 1)
             rows[rank][at], rows[rank][at + 1] = rows[rank][at + 1], rows[rank][at]
     shuffled = Program.of(rows)
-    legal = [v for v in validate(shuffled) if v.action is None or v.action.op is not Op.REDUCE_GRAD] == []
+    found = validate(shuffled)
+    legal = [v for v in found if v.action is None or v.action.op not in (Op.REDUCE_GRAD, Op.UPDATE)] == []
     assert legal == _runs(shuffled)
-    if legal and not shuffled.placement.mirrored:
-        assert simulate(shuffled).makespan > 0
+    _simulates_exactly_if_valid(shuffled)
+
+
+def _simulates_exactly_if_valid(program: Program) -> None:
+    if validate(program):
+        with pytest.raises(InvalidProgram):
+            simulate(program)
+    else:
+        assert simulate(program).makespan > 0
+
+
+@settings(max_examples=200)
+@given(
+    programs(max_ranks=4, max_microbatches=4),
+    st.sampled_from([_drop, _double, _misplace, _backward_first, _weight_first]),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_what_the_validator_refuses_is_not_simulated(
+    program: Program, damage: Callable[[Rows, random.Random], str | None], spelled: bool, rng: random.Random
+) -> None:
+    rows = [list(row) for row in (lower(program) if spelled else program).rows]
+    damage(rows, rng)
+    if all(rows):
+        _simulates_exactly_if_valid(Program.of(rows))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0F1,0B0",
+        "0F0,0B0,0I0,0W0",
+        "0F0,(0F1;1F0)OVERLAP_F_B,1B0,0B0,1F1,1B1,0B1",
+        "0F0,0F1,1F1,0B0,1B1,0B1\n1F0,1B0",
+        "0F0,0B0,0UPDATE0,0REDUCE_GRAD",
+        "0UNSHARD,0F0,0RESHARD,0B0",
+        "0F0,0B0,0W0",
+    ],
+)
+def test_each_of_these_is_refused_by_both(text: str) -> None:
+    _simulates_exactly_if_valid(Program.parse(text))
+    assert reasons(text)
 
 
 def _runs(program: Program) -> bool:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,31 @@ def test_counts_that_do_not_do_are_refused_with_some_that_would(
         generate(name, num_ranks=counts[0], num_microbatches=counts[1], stages_per_rank=counts[2])
     assert says in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (lambda: [["F0"]], "yields 'F0'"),
+        (lambda: 5, "failed with TypeError"),
+        (lambda: 1 / 0, "failed with ZeroDivisionError"),
+        (lambda: [itertools.repeat(F(0, 0))], "more than 1000000 actions"),
+        (lambda: itertools.repeat([]), "more than 1000000 actions"),
+    ],
+)
+def test_a_recipe_that_goes_wrong_is_named(rows: Callable[[], Any], says: str) -> None:
+    schedule("wrong")(lambda num_ranks, *, num_microbatches: rows())
+    try:
+        with pytest.raises(ScheduleError, match="the recipe of wrong") as caught:
+            generate("wrong", num_ranks=1, num_microbatches=1)
+        assert says in str(caught.value)
+    finally:
+        unregister("wrong")
+
+
+def test_counts_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="--ranks is '3'"):
+        generate("1f1b", num_ranks="3", num_microbatches=2)  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_is_refused() -> None:

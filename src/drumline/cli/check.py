@@ -8,6 +8,9 @@ from drumline.cli import flags
 from drumline.cli.output import counts, print_json
 from drumline.core.validate import validate
 
+# More than anybody reads; --json has them all.
+MAX_PRINTED = 1000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
@@ -41,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
         ]
         print_json({"ok": not violations, "violations": found})
     elif violations:
-        for violation in violations:
+        for violation in violations[:MAX_PRINTED]:
             print(violation)
+        if len(violations) > MAX_PRINTED:
+            print(f"... and {len(violations) - MAX_PRINTED} more (--json lists all)")
         print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run")
     else:
         print(

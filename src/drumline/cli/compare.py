@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from pathlib import Path
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, save, terminal_width
+from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
 from drumline.report.advice import advise
 from drumline.report.compare import compare, compare_table
@@ -41,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
         costs=costs,
         stages_per_rank=args.stages_per_rank,
         limit=flags.limit_of(args, costs),
+        progress=progress,
     )
+    progress("")
     if not rows:
         raise ScheduleError(
             f"no schedule admits {args.ranks} ranks and {args.microbatches} microbatches", fix="try smaller counts"
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"rows": [row.summary() for row in rows], "advice": advice, **written})
     else:
         print(compare_table(rows, width=terminal_width()))
-        print("\n" + textwrap.fill(advice, terminal_width()))
+        print("\n" + wrapped(advice, terminal_width()))
         if args.out is not None:
             print(f"wrote {args.out}")
     return 0 if rows[0].fits else 1

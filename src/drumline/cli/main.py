@@ -55,9 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; keep the interpreter from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()  # the reader (head, less) has seen enough
         return 0
+    except OSError as error:
+        _abandon_stdout()
+        print(f"drumline: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 3
+
+
+def _abandon_stdout() -> None:
+    """Keep the interpreter from complaining at exit about what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def counts(program: Program) -> str:
 
 def _ending(word: str) -> str:
     return "es" if word.endswith("ch") else "s"
+
+
+def progress(what: str) -> None:
+    """Show on a terminal's last line what is being done; nothing where nobody watches. An empty text clears it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[2K{what}", end="", file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return the text with no line wider than `width`."""
+    lines = (textwrap.wrap(line, width) if len(line) > width else [line] for line in text.split("\n"))
+    return "\n".join(piece for pieces in lines for piece in pieces)
 
 
 def terminal_width() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width
+from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 
@@ -103,21 +103,22 @@ def _text(args: argparse.Namespace, program: Program) -> str:
     from drumline.report.grid import grid, legend
 
     timeline = _timeline(args, program)
+    window = _window(args.window)
+    if window is not None and window[0] >= timeline.makespan:
+        raise UsageError(f"--window begins at {window[0]:g}", expected=f"less than the makespan, {timeline.makespan:g}")
     to_terminal = args.out is None and not args.json
     width = terminal_width() if to_terminal else 200
     picture = grid(
         timeline,
         width=width,
         colour=to_terminal and colour_wanted(),
-        window=_window(args.window),
+        window=window,
         memory=args.memory,
     )
-    figures = (
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it; "
-        f"of the longest span {timeline.span_bubble:.2%}"
-    )
+    length = f"{timeline.makespan:g} slots" if args.slots else f"makespan {timeline.makespan:g}"
+    figures = f"{length}, bubble {timeline.bubble:.2%} of it; of the longest span {timeline.span_bubble:.2%}"
     around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
-    title, *rest = ("\n".join(_wrapped(line, width)) for line in around if line)
+    title, *rest = (wrapped(line, width) for line in around if line)
     return "\n".join([title, picture, *rest])
 
 
@@ -130,14 +131,6 @@ _WRITERS: dict[str, Callable[[argparse.Namespace, Program], str | bytes]] = {
     "torch": _torch,
     "torch-comms": _torch,
 }
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return [
-        piece for line in text.split("\n") for piece in (textwrap.wrap(line, width) if len(line) > width else [line])
-    ]
 
 
 def _window(text: str | None) -> tuple[float, float] | None:
@@ -162,5 +155,5 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     width = terminal_width()
     print(table(["schedule", "what it is"], [[name, one.summary] for name, one in known.items()], width=width, left=2))
-    print("\n`drumline show NAME --ranks 4 --microbatches 8` draws one.")
+    print("\n" + wrapped("`drumline show NAME --ranks 4 --microbatches 8` draws one.", width))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json, terminal_width
+from drumline.cli.output import counts, print_json, terminal_width, wrapped
 from drumline.core.simulate import Simulation, simulate
 from drumline.core.validate import validate
 from drumline.report.summary import summarize
@@ -69,15 +69,14 @@ def _text(timeline: Simulation, summary: dict[str, object]) -> str:
         if timeline.peak_bytes is not None:
             cells.append(f"{timeline.peak_bytes[rank]:.6g}")
         rows.append(cells)
-    path = timeline.critical_path
-    return "\n".join(
+    path, width = timeline.critical_path, terminal_width()
+    head = "\n".join(
         [
             f"{program.name}: {counts(program)}, {program.num_actions} actions",
             f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it",
             f"longest span {timeline.span:g}, span bubble {timeline.span_bubble:.2%}",
             f"critical path: {len(path)} actions, {path[0].action} on rank {path[0].rank} "
             f"to {path[-1].action} on rank {path[-1].rank}",
-            "",
-            table(header, rows, width=terminal_width(), left=2),
         ]
     )
+    return f"{wrapped(head, width)}\n\n{table(header, rows, width=width, left=2)}"

@@ -12,7 +12,6 @@ memory      the part of a wait in which a later forward was ready, but the state
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -67,9 +66,9 @@ class _Rank:
         action = self.track.actions[index]
         made, on_rank, waits_for = self.latest_input(index, start)
         excess = end - start - self.twin_gap(index) if self.twin else 0.0
-        for free_from, free_to, is_transfer in self.split_by_occupied(start, end):
-            if is_transfer:
-                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, action, waits_for, on_rank)
+        for free_from, free_to, moved in self.split_by_occupied(start, end):
+            if moved is not None:
+                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, action, moved, self.rank)
                 continue
             waited_to = min(max(made, free_from), free_to)
             balanced_to = waited_to - min(max(excess, 0.0), waited_to - free_from)
@@ -83,6 +82,9 @@ class _Rank:
 
     def latest_input(self, index: int, otherwise: float) -> tuple[float, int | None, Action | None]:
         """Return when, on which rank and by which action the last input of the action at `index` was made."""
+        exchange = self.timeline.exchange_before(self.rank, index)
+        if exchange is not None:
+            return exchange.start, self.rank, exchange.action
         place = self.timeline.latest_inputs[self.rank][index]
         if place is None:
             return otherwise, None, None
@@ -97,12 +99,11 @@ class _Rank:
         # A rank that has computed all it has to is transferring as long as its own gradients are being exchanged.
         own = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
         exchanged = max((span.end for span in own), default=free)
-        last = max(timeline.tracks, key=lambda track: track.ends[-1] if track.ends else -math.inf)
-        on_rank, waits_for = timeline.tracks.index(last), last.actions[-1]
+        on_rank, waits_for = self.last()
         excess = timeline.end - free - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
-        for free_from, free_to, is_transfer in self.split_by_occupied(free, timeline.end):
-            if is_transfer or free_to <= exchanged:
-                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, None, waits_for, on_rank)
+        for free_from, free_to, moved in self.split_by_occupied(free, timeline.end):
+            if moved is not None:
+                yield Idle(self.rank, free_from, free_to, Cause.TRANSFER, None, moved, self.rank)
                 continue
             exchanged_to = min(max(exchanged, free_from), free_to)
             drained_to = free_to - min(max(excess, 0.0), free_to - exchanged_to)
@@ -113,6 +114,15 @@ class _Rank:
                 if high > low:
                     yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
 
+    def last(self) -> tuple[int, Action]:
+        """Return the rank and the action, or exchange, that ends last of all."""
+        tracks = [
+            (track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.timeline.tracks) if track.ends
+        ]
+        spans = [(span.end, span.rank, span.action) for span in self.timeline.exchanges]
+        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
+        return rank, action
+
     def twin_gap(self, index: int) -> float:
         """Return how long the balanced twin idles before the action at `index` (one past the last: at the end)."""
         assert self.twin is not None
@@ -120,17 +130,17 @@ class _Rank:
         free = track.ends[index - 1] if index else self.twin.start
         return (track.starts[index] if index < len(track.starts) else self.twin.end) - free
 
-    def split_by_occupied(self, start: float, end: float) -> Iterator[tuple[float, float, bool]]:
-        """Yield the interval's parts, and whether the rank was busy moving a message in each."""
+    def split_by_occupied(self, start: float, end: float) -> Iterator[tuple[float, float, Action | None]]:
+        """Yield the interval's parts, and the message that the rank itself was busy moving in each, if it was."""
         while self.occupied and self.occupied[0].start < end:
             span = self.occupied.popleft()
             if span.start > start:
-                yield start, span.start, False
+                yield start, span.start, None
             if span.end > span.start:
-                yield span.start, span.end, True
+                yield span.start, span.end, span.action
             start = max(start, span.end)
         if end > start:
-            yield start, end, False
+            yield start, end, None
 
     def refused_from(self, index: int, start: float, end: float) -> float:
         """Return from when on a later forward was ready and the limit alone forbade it; `end` if it never was."""

@@ -1,9 +1,19 @@
-"""Checks of what happens to parameters and gradients: gather and release, exchange between copies, optimizer steps."""
+"""Checks of what happens to parameters and gradients: gather and release, exchange between copies, optimizer steps.
+
+The UPDATEs of a stage cut its microbatches into steps. Each step's gradients are made first; where the stage's
+gradients are exchanged at all they are exchanged once per step, behind the step's last backward and before its UPDATE;
+two copies of a stage take the same steps.
+
+    0B0 0B1 0REDUCE_GRAD 0UPDATE1   0B2 0B3 0REDUCE_GRAD 0UPDATE3
+    └──────── step 0 ──────────┘    └──────── step 1 ──────────┘
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
@@ -11,23 +21,62 @@ from drumline.core.index import Index, Place
 from drumline.core.violation import Violation
 
 
+@dataclass
+class Ledger:
+    """Where one rank makes, exchanges and uses one stage's gradients, as positions in its row."""
+
+    made: dict[int, int] = field(default_factory=dict)
+    exchanges: list[int] = field(default_factory=list)
+    updates: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        """The position of every step's last backward; what no UPDATE takes is a last step of its own."""
+        ends = [microbatch for microbatch, _ in self.updates]
+        last: dict[int, int] = {}
+        for microbatch, position in self.made.items():
+            step = bisect_left(ends, microbatch)
+            last[step] = max(last.get(step, -1), position)
+        return [last[step] for step in sorted(last)]
+
+
+def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
+    """Return the ledger of every (rank, stage)."""
+    found: dict[tuple[int, int], Ledger] = defaultdict(Ledger)
+    for rank, row in enumerate(index.program.rows):
+        for at, action in enumerate(row):
+            if action.op is Op.REDUCE_GRAD:
+                found[rank, action.stage].exchanges.append(at)
+            elif action.op is Op.UPDATE and action.microbatch is not None:
+                found[rank, action.stage].updates.append((action.microbatch, at))
+            for part in action.parts or (action,):
+                if part.op in rules.RELEASES and part.microbatch is not None:
+                    found[rank, part.stage].made.setdefault(part.microbatch, at)
+    return dict(found)
+
+
 def check(index: Index) -> Iterator[Violation]:
     """Yield every violation of parameter state, gradient exchange and updates."""
-    last_release = _releases(index)
     yield from _sharding(index)
-    yield from _exchanges(index, last_release)
-    yield from _updates(index)
+    books = ledgers(index)
+    for (rank, stage), ledger in sorted(books.items()):
+        yield from _updates(index, rank, stage, ledger)
+        yield from _exchanges(index, rank, stage, ledger)
+    yield from _between_copies(index, books)
 
 
-def _releases(index: Index) -> dict[tuple[int, int], Place]:
-    """Return the last backward of every (rank, stage)."""
-    last: dict[tuple[int, int], Place] = {}
-    for action, places in index.places.items():
-        if action.op in rules.RELEASES:
-            for place in places:
-                key = (place.rank, action.stage)
-                last[key] = max(last.get(key, place), place)
-    return last
+def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
+    """Return, per UPDATE, the other copy's exchange that must be posted before it can run."""
+    books = ledgers(index)
+    waits: dict[Place, list[Place]] = {}
+    for (rank, stage), ledger in books.items():
+        for other in index.placement.ranks_of(stage) if stage < index.placement.num_stages else ():
+            theirs = books.get((other, stage))
+            if other != rank and theirs is not None:
+                for (_, at), mine, needed in zip(ledger.updates, ledger.exchanges, theirs.exchanges, strict=False):
+                    if mine < at:
+                        waits.setdefault(Place(rank, at), []).append(Place(other, needed))
+    return waits
 
 
 def _sharding(index: Index) -> Iterator[Violation]:
@@ -41,85 +90,82 @@ def _sharding(index: Index) -> Iterator[Violation]:
                 if action.stage not in gathered:
                     yield Violation(rank, at, action, "releases parameters that were not gathered")
                 gathered.discard(action.stage)
-            elif action.is_compute:
+            elif managed and action.is_compute:
                 for part in action.work:
                     if part.stage in managed and part.stage not in gathered:
                         yield Violation(rank, at, part, f"runs while stage {part.stage} is not gathered")
 
 
-def _exchanges(index: Index, last_release: dict[tuple[int, int], Place]) -> Iterator[Violation]:
-    found: dict[tuple[int, int], int] = {}
-    orders: dict[int, list[int]] = defaultdict(list)
-    for rank, row in enumerate(index.program.rows):
-        for at, action in enumerate(row):
-            if action.op is not Op.REDUCE_GRAD:
-                continue
-            if (rank, action.stage) in found:
-                yield Violation(rank, at, action, "exchanges the same gradients again")
-            found[rank, action.stage] = at
-            last = last_release.get((rank, action.stage))
-            if last is None:
-                yield Violation(rank, at, action, f"exchanges gradients that rank {rank} never makes")
-            elif last.position > at:
-                late = index.program.rows[rank][last.position]
-                yield Violation(rank, at, action, f"runs before the stage's last backward {late}")
-            orders[rank].append(action.stage)
-    if index.placement.mirrored:
-        yield from _between_copies(index, last_release, found, orders)
-
-
-def _between_copies(
-    index: Index,
-    last_release: dict[tuple[int, int], Place],
-    found: dict[tuple[int, int], int],
-    orders: dict[int, list[int]],
-) -> Iterator[Violation]:
-    """Check that both copies of every stage exchange their gradients, in one order on both ranks."""
-    for rank, stage in sorted(last_release):
-        if (rank, stage) not in found:
-            reason = f"is missing: stage {stage} has copies on two ranks"
-            yield Violation(rank, None, Action(stage, Op.REDUCE_GRAD), reason)
-    for rank in range(index.program.num_ranks // 2):
-        mirror = index.program.num_ranks - 1 - rank
-        common = set(orders[rank]) & set(orders[mirror])
-        here, there = ([stage for stage in orders[one] if stage in common] for one in (rank, mirror))
-        for mine, theirs in zip(here, there, strict=False):
-            if mine != theirs:
-                reason = f"is exchanged while rank {rank} exchanges stage {mine}: one pair of ranks, two orders"
-                yield Violation(mirror, found[mirror, theirs], Action(theirs, Op.REDUCE_GRAD), reason)
-                break
-
-
-def _released(index: Index) -> dict[tuple[int, int], dict[int, Place]]:
-    """Return, per (rank, stage), where each microbatch's weight gradient is made."""
-    released: dict[tuple[int, int], dict[int, Place]] = defaultdict(dict)
-    for action, places in index.places.items():
-        if action.op in rules.RELEASES and action.microbatch is not None:
-            released[places[0].rank, action.stage][action.microbatch] = places[0]
-    return released
-
-
-def _updates(index: Index) -> Iterator[Violation]:
+def _updates(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
     """Check that every gradient reaches exactly one optimizer step, after it was made."""
-    if not index.program.num_updates:
+    row = index.program.rows[rank]
+    taken = -1
+    by_microbatch = sorted(ledger.made.items())
+    for microbatch, at in ledger.updates:
+        if microbatch <= taken:
+            yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which took its gradients")
+        if not ledger.made:
+            yield Violation(rank, at, row[at], f"updates a stage that rank {rank} does not train")
+        while by_microbatch and by_microbatch[0][0] <= microbatch:
+            _, made = by_microbatch.pop(0)
+            if made > at:
+                yield Violation(rank, at, row[at], f"runs before {row[made]}")
+        taken = max(taken, microbatch)
+    if by_microbatch and index.program.num_updates:
+        missing = Action(stage, Op.UPDATE, by_microbatch[-1][0])
+        yield Violation(rank, None, missing, "is missing: its gradients reach no optimizer step")
+
+
+def _exchanges(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
+    """Check that each step's gradients are exchanged once, behind its last backward and before its update."""
+    row = index.program.rows[rank]
+    action = Action(stage, Op.REDUCE_GRAD)
+    has_copy = stage < index.placement.num_stages and len(index.placement.ranks_of(stage)) > 1
+    if not ledger.made:
+        for at in ledger.exchanges:
+            yield Violation(rank, at, action, f"exchanges gradients that rank {rank} never makes")
         return
-    released = _released(index)
-    taken: dict[tuple[int, int], int] = {}
-    for rank, row in enumerate(index.program.rows):
-        for at, action in enumerate(row):
-            if action.op is not Op.UPDATE or action.microbatch is None:
-                continue
-            key = (rank, action.stage)
-            upto = taken.get(key, -1)
-            if action.microbatch <= upto:
-                yield Violation(rank, at, action, f"comes after {action.stage}UPDATE{upto}, which took its gradients")
-            if key not in released:
-                yield Violation(rank, at, action, f"updates a stage that rank {rank} does not train")
-            for microbatch, place in released[key].items():
-                if upto < microbatch <= action.microbatch and place.position > at:
-                    yield Violation(rank, at, action, f"runs before {row[place.position]}")
-            taken[key] = max(upto, action.microbatch)
-    for (rank, stage), made in sorted(released.items()):
-        if made and taken.get((rank, stage), -1) < max(made):
-            missing = Action(stage, Op.UPDATE, max(made))
-            yield Violation(rank, None, missing, "is missing: its gradients reach no optimizer step")
+    if not ledger.exchanges and not has_copy:
+        return
+    steps = ledger.steps
+    for at in ledger.exchanges[len(steps) :]:
+        yield Violation(rank, at, action, "exchanges the same gradients again")
+    for step, last in enumerate(steps):
+        if step >= len(ledger.exchanges):
+            why = "has copies on two ranks" if has_copy else "exchanges its other steps"
+            yield Violation(rank, None, action, f"is missing: stage {stage} {why}")
+            continue
+        at = ledger.exchanges[step]
+        if at < last:
+            yield Violation(rank, at, action, f"runs before {row[last]}, whose gradients it exchanges")
+        if step < len(ledger.updates) and ledger.updates[step][1] < at:
+            update = ledger.updates[step][1]
+            yield Violation(rank, update, row[update], f"runs before {action} has exchanged its gradients")
+
+
+def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Iterator[Violation]:
+    """Check that the two copies of a stage take the same steps, and exchange in one order."""
+    if not index.placement.mirrored:
+        return
+    num_ranks, rows = index.program.num_ranks, index.program.rows
+    for stage in range(index.placement.num_stages):
+        pair = [(rank, books.get((rank, stage), Ledger())) for rank in index.placement.ranks_of(stage)]
+        steps = [[microbatch for microbatch, _ in ledger.updates] for _, ledger in pair]
+        if len(pair) == 2 and steps[0] != steps[1]:
+            taken = (
+                f"rank {rank} after microbatches {listed or 'none'}"
+                for (rank, _), listed in zip(pair, steps, strict=True)
+            )
+            yield Violation(
+                pair[0][0], None, None, f"the copies of stage {stage} take different steps: {', '.join(taken)}"
+            )
+    for rank in range(num_ranks // 2):
+        here, there = (
+            [(at, action) for at, action in enumerate(rows[one]) if action.op is Op.REDUCE_GRAD]
+            for one in (rank, num_ranks - 1 - rank)
+        )
+        for (_, mine), (at, theirs) in zip(here, there, strict=False):
+            if mine != theirs:
+                reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: one pair of ranks, two orders"
+                yield Violation(num_ranks - 1 - rank, at, theirs, reason)
+                break

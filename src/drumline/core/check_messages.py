@@ -28,7 +28,8 @@ def check(index: Index) -> Iterator[Violation]:
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
         for needed in inputs:
-            if needed[1].rank != place.rank:
+            # A stage's own work on two ranks is a matter of placement, and no message would mend it.
+            if needed[1].rank != place.rank and needed[0].stage != action.stage:
                 yield from _message(index, needed, (action, place))
     yield from _orders(index)
 

@@ -80,10 +80,35 @@ class Costs:
         for (source, target), edge in self.edges.items():
             _check_number(f"latency of edge {source}->{target}", edge.latency)
             _check_number(f"bytes_per_second of edge {source}->{target}", edge.bytes_per_second, infinite=True)
-        if self.bytes_per_second == 0 or any(edge.bytes_per_second == 0 for edge in self.edges.values()):
+        slowest = min((self.bytes_per_second, *(edge.bytes_per_second for edge in self.edges.values())))
+        if slowest < 1 / _LARGEST:
             raise CostsError(
-                "bytes_per_second is 0", expected="more than 0", fix="leave it out for an infinitely fast link"
+                f"bytes_per_second is {slowest:g}",
+                expected="more than 0",
+                fix="leave it out for an infinitely fast link",
             )
+        for source, target in self.edges:
+            if source == target:
+                raise CostsError(f"edges names {source}->{target}", expected="two different ranks")
+        self._check_held()
+
+    def _check_held(self) -> None:
+        """Refuse more bytes held until W than there are."""
+        held, whole = self.held_until_weight_bytes, self.activation_bytes
+        if held is None:
+            return
+        if whole is None:
+            raise CostsError(
+                "held_until_weight_bytes without activation_bytes", fix="give activation_bytes, of which it is a part"
+            )
+        parts = held if isinstance(held, Sequence) else [held]
+        wholes = whole if isinstance(whole, Sequence) else [whole]
+        if len(parts) in (1, len(wholes)) or len(wholes) == 1:
+            for part, one in zip(_repeated(parts, len(wholes)), _repeated(wholes, len(parts)), strict=True):
+                if part > one:
+                    raise CostsError(
+                        f"held_until_weight_bytes is {part:g}", expected=f"a part of activation_bytes, {one:g}"
+                    )
 
     @property
     def knows_bytes(self) -> bool:
@@ -132,7 +157,7 @@ class Costs:
         drumline.core.errors.CostsError: unknown cost 'foward'; did you mean forward?
         """
         try:
-            table = json.loads(text)
+            table = json.loads(text, object_pairs_hook=_without_repeats)
         except (json.JSONDecodeError, RecursionError) as error:
             raise CostsError(f"the costs are not JSON: {error}", expected='an object like {"forward": 1}') from None
         if not isinstance(table, dict):
@@ -164,6 +189,8 @@ class Costs:
             raise CostsError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
 
 
+# Sums and products of a million numbers up to this one are still finite.
+_LARGEST = 1e100
 _NUMBERS = tuple(one.name for one in fields(Costs) if one.name not in ("edges", "overlap", "recompute"))
 _OPTIONAL = frozenset({"backward", "overlapped", "activation_bytes", "held_until_weight_bytes"})
 
@@ -173,8 +200,12 @@ def _check_number(name: str, number: Any, *, infinite: bool = False) -> None:
         return
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise CostsError(f"{name} is {number!r}", expected="a number, or one number per stage")
-    if not number >= 0 or (math.isinf(number) and not infinite):
-        raise CostsError(f"{name} is {number}", expected="a finite number of 0 or more")
+    if not 0 <= number <= _LARGEST and not (infinite and number == math.inf):
+        raise CostsError(f"{name} is {number}", expected=f"a number from 0 to {_LARGEST:g}")
+
+
+def _repeated(values: Sequence[float], count: int) -> Sequence[float]:
+    return [*values] * count if len(values) == 1 else values
 
 
 def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, ...]:
@@ -185,6 +216,15 @@ def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, .
             f"{name} has {len(value)} values", expected=f"one number, or one for each of the {count} {what}"
         )
     return tuple(map(float, value))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise CostsError(f"{repeated!r} stands there twice", expected="every name once")
+    return table
 
 
 def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from drumline.core.action import Action
+from drumline.core.action import TRANSFER_OPS, Action, Op
 
 
 class Cause(StrEnum):
@@ -50,8 +50,12 @@ class Idle:
                 return f"the pipeline drains; {needed} ends last"
             case Cause.WAIT:
                 return f"{self.before} waits for {needed}"
+            case Cause.TRANSFER if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
+                return f"the rank itself is busy with {self.waits_for}"
+            case Cause.TRANSFER if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
+                return "its gradients are being exchanged"
             case Cause.TRANSFER:
-                return f"{needed} is made and on its way to {self.before}" if self.before else "it still transfers"
+                return f"{needed} is made and on its way to {self.before}"
             case Cause.IMBALANCE:
                 return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
             case Cause.MEMORY:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from drumline.core import placement
@@ -20,7 +21,8 @@ from drumline.core.placement import Placement
 
 Row = tuple[Action, ...]
 
-# 64 MiB is some seven million actions, 2000 ranks of 3500: anything larger is not a program.
+# A million actions are 64 ranks x 4 stages x 1000 microbatches: what is larger is not a program that anybody runs.
+MAX_ACTIONS = 1_000_000
 MAX_FILE_BYTES = 64 * 2**20
 
 
@@ -138,9 +140,15 @@ class Program:
         """
         known: dict[str, Action] = {}
         rows: list[Row] = []
+        left = MAX_ACTIONS
         lines = text.rstrip().splitlines()
         for number, line in enumerate(lines, start=1):
-            row = tuple(_parse_row(line, number, known))
+            row = tuple(islice(_parse_row(line, number, known), left + 1))
+            left -= len(row)
+            if left < 0:
+                raise ProgramError(
+                    f"row {number}: more than {MAX_ACTIONS} actions", expected="a program that can be run"
+                )
             if not row:
                 raise ProgramError(
                     f"row {number} of {len(lines)} is empty, so rank {number - 1} would do nothing",
@@ -197,6 +205,9 @@ def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Act
 def _read(path: Path) -> str:
     expected = "a CSV file, one row of actions per rank"
     try:
+        if path.exists() and not path.is_file():
+            # A pipe or a device might never end.
+            raise ProgramError("not a regular file", expected=expected)
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.assemble import compile_program
 from drumline.core.costs import Costs
 from drumline.core.durations import (
     lags,
@@ -20,15 +22,15 @@ from drumline.core.durations import (
     work_seconds,
     work_seconds_many,
 )
-from drumline.core.errors import CostsError
+from drumline.core.errors import CostsError, ProgramError
 from drumline.core.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable, compile_program
+from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable
 from drumline.core.idle import Limit
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
 from drumline.core.validate import validate
-from drumline.core.violation import InvalidProgram
+from drumline.core.violation import InvalidProgram, Violation
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,19 +113,19 @@ class Simulation(Timeline):
         for node, made, taken, stage, code, microbatch, source, target, size in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            start, sent = (self.ends[made], self.ends[made]) if node < 0 else (self.starts[node], self.ends[node])
+            finished = self.ends[made]
+            start, sent = (finished, finished) if node < 0 else (self.starts[node], self.ends[node])
             arrived = sent + self.costs.edge(source, target).latency
             message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
             assert message is not None
-            found.append(Transfer(message.send, source, target, start, arrived, self.starts[taken], size))
+            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taken], size))
         return found
 
     @cached_property
     def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
         """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
         crossings, work = self.graph.crossings, self.graph.work
-        has_node = crossings.node >= 0
-        made = np.where(has_node, self.started[crossings.node], self.ended[work.node[crossings.producer]])
+        made = self.ended[work.node[crossings.producer]]
         taken = self.started[work.node[crossings.consumer]]
         edge = crossings.source * self.num_ranks + crossings.target
         depths = {}
@@ -192,9 +194,11 @@ def simulate(program: Program, costs: Costs | None = None, *, limit: Limit | Non
     >>> timeline.makespan, round(timeline.bubble, 4), timeline.peak_activations
     (33.0, 0.2727, (4, 3, 2, 1))
     """
+    if not isinstance(program, Program):
+        raise ProgramError(f"{program!r:.60} is not a program", fix='dl.generate("1f1b", ...) makes one')
     costs = costs or Costs()
     try:
-        graph = compile_program(program, _messages(costs))
+        graph = _compiled(program, costs)
         return _timed(program, costs, graph, node_seconds(graph, costs, work_seconds(graph, costs)), limit)
     except NotCompilable:
         raise _invalid(program) from None
@@ -218,7 +222,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     if len(kinds) > 1:
         raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
     try:
-        graph = compile_program(program, kinds.pop())
+        graph = _compiled(program, many[0])
         ends = evaluate_many(graph, *_samples(graph, many, factors))
     except NotCompilable:
         raise _invalid(program) from None
@@ -250,8 +254,27 @@ def _messages(costs: Costs) -> Messages:
     return Messages.LINKS if costs.overlap else Messages.BLOCKING
 
 
+def _compiled(program: Program, costs: Costs) -> Graph:
+    graph = compile_program(program, _messages(costs))
+    if not graph.plain and _violations(program):
+        raise NotCompilable
+    for source, target in costs.edges:
+        if max(source, target) >= graph.num_ranks:
+            raise CostsError(
+                f"edges names {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, which the program has"
+            )
+    return graph
+
+
+def _violations(program: Program) -> list[Violation]:
+    """Validate once per program."""
+    if "violations" not in program.compiled:
+        program.compiled["violations"] = validate(program)
+    return cast(list[Violation], program.compiled["violations"])
+
+
 def _invalid(program: Program) -> InvalidProgram:
-    violations = validate(program)
+    violations = _violations(program)
     assert violations, f"{program!r} passes the validator and yet cannot be simulated"
     return InvalidProgram(program.name, violations)
 

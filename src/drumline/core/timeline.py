@@ -10,7 +10,8 @@ The simulator and the executor both make timelines, so everything that reads one
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,11 +47,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message: on its way from `start` to `end`, taken up by its consumer at `consumed`."""
+    """One message: `made` by its producer, on its way from `start` to `end`, taken up by its consumer at `consumed`."""
 
     action: Action
     source: int
     target: int
+    made: float
     start: float
     end: float
     consumed: float
@@ -73,7 +75,7 @@ class Track:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Timeline:
+class Timeline(ABC):
     r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
 
     >>> from drumline.core.simulate import simulate
@@ -215,7 +217,7 @@ class Timeline:
         """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
         for transfer in self.transfers:
-            changes[transfer.source, transfer.target] += [(transfer.start, +1), (transfer.consumed, -1)]
+            changes[transfer.source, transfer.target] += [(transfer.made, +1), (transfer.consumed, -1)]
         depths: dict[tuple[int, int], list[tuple[float, int]]] = {}
         for edge, events in sorted(changes.items()):
             depth = 0
@@ -266,20 +268,55 @@ class Timeline:
         >>> [span.action for span in simulate(Program.parse("0F0,0B0\n1F0,1B0")).critical_path]
         [0F0, 1F0, 1B0, 0B0]
         """
-        ranks = [rank for rank, track in enumerate(self.tracks) if track.ends]
-        if not ranks:
-            return ()
-        rank = max(ranks, key=lambda rank: self.tracks[rank].ends[-1])
-        index = len(self.tracks[rank].ends) - 1
-        path = []
-        while True:
+        path: list[Span] = []
+        place = self._last()
+        while place is not None:
+            if isinstance(place, Span):
+                path.append(place)
+                place = self._before_exchange(place)
+                continue
+            rank, index = place
             track = self.tracks[rank]
             path.append(Span(rank, track.actions[index], track.starts[index], track.ends[index]))
-            before = track.ends[index - 1] if index else -math.inf
-            latest = self.latest_inputs[rank][index]
-            if latest is not None and before < track.starts[index]:
-                rank, index = latest
-            elif index:
-                index -= 1
-            else:
-                return tuple(reversed(path))
+            place = self._before(rank, index)
+        return tuple(reversed(path))
+
+    def _last(self) -> tuple[int, int] | Span | None:
+        """Return what ends last: a timed action, as (rank, index), or an exchange."""
+        ranks = [rank for rank, track in enumerate(self.tracks) if track.ends]
+        exchange = max(self.exchanges, key=lambda span: span.end, default=None)
+        if not ranks:
+            return exchange
+        rank = max(ranks, key=lambda one: self.tracks[one].ends[-1])
+        if exchange is not None and exchange.end > self.tracks[rank].ends[-1]:
+            return exchange
+        return rank, len(self.tracks[rank].ends) - 1
+
+    def _before(self, rank: int, index: int) -> tuple[int, int] | Span | None:
+        """Return what the action at (rank, index) started right behind."""
+        track = self.tracks[rank]
+        if index and track.ends[index - 1] >= track.starts[index]:
+            return rank, index - 1
+        exchange = self.exchange_before(rank, index)
+        if exchange is not None:
+            return exchange
+        latest = self.latest_inputs[rank][index]
+        return latest if latest is not None else ((rank, index - 1) if index else None)
+
+    def _before_exchange(self, exchange: Span) -> tuple[int, int] | None:
+        """Return the action, of either copy's rank, that the exchange started right behind."""
+        found = []
+        for rank in self.program.placement.ranks_of(exchange.action.stage):
+            index = bisect_right(self.tracks[rank].ends, exchange.start) - 1
+            if index >= 0:
+                found.append((self.tracks[rank].ends[index], rank, index))
+        return max(found)[1:] if found else None
+
+    def exchange_before(self, rank: int, index: int) -> Span | None:
+        """Return the exchange that an UPDATE at (rank, index) waited for, if it did."""
+        action = self.tracks[rank].actions[index]
+        if action.op is not Op.UPDATE:
+            return None
+        start = self.tracks[rank].starts[index]
+        own = (span for span in self.exchanges if span.rank == rank and span.action.stage == action.stage)
+        return max((span for span in own if span.end <= start), key=lambda span: span.end, default=None)

@@ -77,8 +77,8 @@ def _shape(index: Index) -> Iterator[Violation]:
     """Check that pairs are a forward and a backward, and that nothing is done twice."""
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
-            if action.parts and [part.op is Op.FORWARD for part in action.parts].count(True) != 1:
-                yield Violation(rank, at, action, "overlaps what is not one forward and one backward")
+            if action.parts and sorted(part.op for part in action.parts) != [Op.BACKWARD, Op.FORWARD]:
+                yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
     for action, places in index.places.items():
         for again in places[1:]:
             first = places[0]
@@ -176,7 +176,7 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
         remote = [check_messages.sent_at(index, needed, at) for needed, at in inputs if at.rank != place.rank]
         if remote:
             found.setdefault(place, []).extend(remote)
-    return found
+    return found | check_exchange.waits_for_exchange(index)
 
 
 def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:

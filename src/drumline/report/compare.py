@@ -7,7 +7,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -72,6 +72,7 @@ def compare(
     costs: Costs | None = None,
     stages_per_rank: int | None = None,
     limit: Limit | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Return every training schedule that admits these counts, best first; those over the limit come last.
 
@@ -85,6 +86,8 @@ def compare(
             v = stages_per_rank
         if schedule.refusal(num_ranks, num_microbatches, v) is not None:
             continue
+        if progress is not None:
+            progress(f"simulating {name}")
         try:
             program = schedule.build(num_ranks, num_microbatches, v)
         except ScheduleError:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from drumline.core.action import Action, Op
 from drumline.core.idle import Cause, Idle
-from drumline.core.timeline import Timeline, Track
+from drumline.core.timeline import Lane, Timeline, Track
 from drumline.report.palette import SHADES
 
 Columns = dict[str, Any]
@@ -200,7 +200,7 @@ def _critical(timeline: Timeline) -> Columns:
     ranks: list[int] = []
     indices: list[int] = []
     at = [len(track.actions) for track in timeline.tracks]
-    for span in reversed(timeline.critical_path):
+    for span in reversed([one for one in timeline.critical_path if one.lane is Lane.COMPUTE]):
         at[span.rank] = _before(timeline.tracks[span.rank], at[span.rank], span.start, span.action)
         ranks.append(span.rank)
         indices.append(at[span.rank])

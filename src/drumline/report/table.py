@@ -35,7 +35,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 
     sizes = [max(map(len, column)) for column in zip(*zip(*lines, strict=True), *cells, strict=True)]
     text = [_line(row, sizes, left) for row in (*zip(*lines, strict=True), *cells)]
     if shown < len(header):
-        text.append(f"({len(header) - shown} more columns in a wider terminal)"[:width])
+        hidden = len(header) - shown
+        text.append(f"({hidden} more column{'s' if hidden > 1 else ''} in a wider terminal)"[:width])
     return "\n".join(line[:width] for line in text)
 
 

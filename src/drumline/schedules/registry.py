@@ -7,19 +7,20 @@ a schedule needs: proof, timing, comparison and execution come with the name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from drumline.core.action import Action
-from drumline.core.errors import ScheduleError, nearest
-from drumline.core.program import Program
+from drumline.core.errors import DrumlineError, ScheduleError, nearest
+from drumline.core.program import MAX_ACTIONS, Program
 
 Rows = Iterable[Iterable[Action]]
 Recipe = Callable[..., Rows]
 
-# A recipe makes three actions per stage and microbatch; far more than anyone runs, far less than fills memory.
-MAX_PAIRS = 2_000_000
+# A recipe makes up to three actions per stage and microbatch.
+MAX_PAIRS = MAX_ACTIONS // 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Schedule:
             ("--microbatches", num_microbatches),
             ("--stages-per-rank", stages_per_rank),
         ):
-            if value < 1:
-                return ScheduleError(f"{name} is {value}", expected="a whole number of 1 or more")
+            if not isinstance(value, int) or value < 1:
+                return ScheduleError(f"{name} is {value!r}", expected="a whole number of 1 or more")
         if self.even_ranks and num_ranks % 2:
             near = [count for count in (num_ranks - 1, num_ranks + 1) if count > 0]
             return ScheduleError(
@@ -87,7 +88,28 @@ class Schedule:
                 raise ScheduleError(f"{self.name} has no option {option!r}", fix=nearest(option, accepted))
         if "stages_per_rank" in accepted:
             options["stages_per_rank"] = stages
-        return Program.of(self.recipe(num_ranks, num_microbatches=num_microbatches, **options), self.name)
+        try:
+            made = self.recipe(num_ranks, num_microbatches=num_microbatches, **options)
+            return Program(tuple(_checked(made, self.name)), self.name)
+        except DrumlineError:
+            raise
+        except Exception as error:
+            reason = f"the recipe of {self.name} failed with {type(error).__name__}: {error}"
+            raise ScheduleError(reason, expected="rows of actions, one per rank") from error
+
+
+def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:
+    """Yield a recipe's rows; what is not an action, or does not end, is refused."""
+    left = MAX_ACTIONS
+    for row in rows:
+        actions = tuple(islice(row, left + 1))
+        left -= max(len(actions), 1)
+        if left < 0:
+            raise ScheduleError(f"the recipe of {name} makes more than {MAX_ACTIONS} actions", fix="does it ever end?")
+        for action in actions:
+            if not isinstance(action, Action):
+                raise ScheduleError(f"the recipe of {name} yields {action!r:.40}", expected="actions such as F(0, 0)")
+        yield actions
 
 
 _REGISTRY: dict[str, Schedule] = {}

@@ -1,0 +1,246 @@
+"""From rows to a graph: nodes for actions, messages and exchanges, numbered chain by chain."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.core.cells import Cells, producers
+from drumline.core.graph import (
+    CODE,
+    OPS,
+    PLACE,
+    RECVS,
+    SENDS,
+    Crossings,
+    Exchanges,
+    Graph,
+    Ints,
+    Messages,
+    NotCompilable,
+    Work,
+)
+from drumline.core.program import Program
+
+
+def compile_program(program: Program, messages: Messages) -> Graph:
+    r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
+
+    >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
+    4
+    """
+    cache = program.compiled
+    if messages not in cache:
+        cache[messages] = _compile(program, messages)
+    graph = cache[messages]
+    assert isinstance(graph, Graph)
+    return graph
+
+
+def _compile(program: Program, messages: Messages) -> Graph:
+    cells = Cells.of(program)
+    work = cells.work
+    num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
+    producer = producers(work, num_stages, num_microbatches)
+    consumer = np.flatnonzero(producer >= 0)
+    crosses = work.rank[producer[consumer]] != work.rank[consumer]
+    local, remote = consumer[~crosses], consumer[crosses]
+    if np.any(work.node[producer[local]] >= work.node[local]):
+        raise NotCompilable
+
+    fused = len(work.node) - len(cells.timed_rank)
+    halves = np.sort(work.code[len(work.code) - 2 * fused :].reshape(-1, 2), axis=1)
+    if np.any(halves != [CODE[Op.FORWARD], CODE[Op.BACKWARD]]):
+        raise NotCompilable
+
+    assembly = Assembly(cells, producer[remote], remote)
+    spelled = bool(np.isin(cells.code, SENDS + RECVS).any())
+    posted = assembly.posted(num_stages, num_microbatches) if spelled else None
+    if messages is Messages.BLOCKING:
+        assembly.blocking()
+    elif messages is Messages.LINKS or spelled:
+        assembly.links(posted)
+        messages = Messages.LINKS
+    else:
+        assembly.latency()
+    assembly.exchange()
+    return assembly.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
+
+
+def _is_plain(cells: Cells, num_stages: int) -> bool:
+    """Whether all that rules say about the program was checked on the way here.
+
+    What is left to the validator is rare and small: exchanges, updates, parameter state, and stages on several ranks.
+    """
+    work = cells.work
+    home = np.full(num_stages, -1)
+    home[work.stage] = work.rank
+    computes_only = bool((PLACE[work.code] >= 0).all()) and not np.any(cells.code == CODE[Op.REDUCE_GRAD])
+    return computes_only and bool((home[work.stage] == work.rank).all())
+
+
+class Turns:
+    """Counts how often each (rank, stage) has had its turn."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[int, int], int] = {}
+
+    def next(self, rank: int, stage: int) -> int:
+        """Return 0, 1, 2, ... for the same rank and stage."""
+        turn = self.taken.get((rank, stage), 0)
+        self.taken[rank, stage] = turn + 1
+        return turn
+
+
+class Assembly:
+    """Collects nodes as (chain, key inside it, need, crossing), then numbers them chain by chain.
+
+    The timed actions come first, as nodes 0, 1, ... of their rows; until `build` every need is an index in this order.
+    """
+
+    def __init__(self, cells: Cells, producer: Ints, consumer: Ints) -> None:
+        self.cells = cells
+        self.producer, self.consumer = producer, consumer
+        work = cells.work
+        self.source, self.target = work.rank[producer], work.rank[consumer]
+        self.made_by, self.taken_by = work.node[producer], work.node[consumer]
+        num_timed = len(cells.timed_rank)
+        self.chain: list[Ints] = [cells.timed_rank]
+        self.key: list[Ints] = [np.arange(num_timed) * 4 + 2]
+        self.need: list[Ints] = [np.full(num_timed, -1)]
+        self.crossing: list[Ints] = [np.full(num_timed, -1)]
+        self.num_nodes = num_timed
+        self.num_chains = cells.num_ranks
+        self.node = self.recv_node = np.full(len(producer), -1)
+        self.exchanges = np.flatnonzero(cells.code == CODE[Op.REDUCE_GRAD])
+        self.exchange_node = np.empty(0, dtype=np.int64)
+
+    def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints) -> Ints:
+        """Add nodes and return their indices."""
+        self.chain.append(chain_number)
+        self.key.append(key)
+        self.need.append(need)
+        self.crossing.append(crossing)
+        self.num_nodes += len(key)
+        return np.arange(self.num_nodes - len(key), self.num_nodes)
+
+    def take(self, need: Ints) -> None:
+        """Make every consumer wait for `need`, its input; a second input of one action waits at a gate before it."""
+        crossing = np.arange(len(need))
+        _, first = np.unique(self.taken_by, return_index=True)
+        self.need[0][self.taken_by[first]], self.crossing[0][self.taken_by[first]] = need[first], crossing[first]
+        if len(first) < len(need):
+            again = np.setdiff1d(crossing, first)
+            self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
+
+    def latency(self) -> None:
+        """Let every consumer wait for its producer itself."""
+        self.take(self.made_by)
+
+    def links(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
+        """Add a node per message, chained per link in the order of the sends."""
+        forward_first = self.made_by * 2 + (self.cells.work.code[self.producer] != CODE[Op.FORWARD])
+        sent_after, received_after, order = posted or (self.made_by, np.full(len(self.made_by), -1), forward_first)
+        edges, edge = np.unique(self.source * self.cells.num_ranks + self.target, return_inverse=True)
+        link, nothing = self.num_chains + edge, np.full(len(edge), -1)
+        self.num_chains += len(edges)
+        self.node = self.add(link, order * 2 + 1, sent_after, nothing)
+        waits = np.flatnonzero(received_after >= 0)
+        self.add(link[waits], order[waits] * 2, received_after[waits], nothing[waits])
+        self.take(self.node)
+
+    def posted(self, num_stages: int, num_microbatches: int) -> tuple[Ints, Ints, Ints]:
+        """Return after which timed action each message is sent and its receive posted, and the order of the sends."""
+        cells, work = self.cells, self.cells.work
+        listed = np.flatnonzero(np.isin(cells.code, SENDS + RECVS))
+        where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
+        inside = (cells.stage[listed] < num_stages) & (cells.microbatch[listed] < num_microbatches)
+        if not inside.all():
+            raise NotCompilable
+        where[cells.code[listed], cells.stage[listed], cells.microbatch[listed]] = listed
+        backward = (work.code[self.producer] != CODE[Op.FORWARD]).astype(np.int64)
+        microbatch = work.microbatch[self.producer]
+        sent = where[np.array(SENDS)[backward], work.stage[self.producer], microbatch]
+        received = where[np.array(RECVS)[backward], work.stage[self.consumer], microbatch]
+        every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
+        if not every_one or np.any((sent < 0) | (received < 0)):
+            raise NotCompilable
+        placed = (cells.rank[sent] == self.source) & (cells.rank[received] == self.target)
+        in_time = (cells.follows[sent] >= self.made_by) & (cells.follows[received] < self.taken_by)
+        edge = self.source * cells.num_ranks + self.target
+        if not np.all(placed & in_time) or np.any(np.lexsort((sent, edge)) != np.lexsort((received, edge))):
+            raise NotCompilable
+        return cells.follows[sent], cells.follows[received], sent
+
+    def blocking(self) -> None:
+        """Put a send behind every producer and a receive before every consumer."""
+        nothing = np.full(len(self.producer), -1)
+        self.node = self.add(self.source, self.made_by * 4 + 3, nothing, nothing)
+        self.recv_node = self.add(self.target, self.taken_by * 4, self.node, np.arange(len(nothing)))
+
+    def exchange(self) -> None:
+        """Add the gradient exchanges: each waits for its own rank and, where the stage has a copy, for the copy's.
+
+        The n-th exchange of a stage on one rank meets the n-th on the other; the n-th UPDATE waits for it.
+        """
+        cells, work = self.cells, self.cells.work
+        stage, rank = cells.stage[self.exchanges].tolist(), cells.rank[self.exchanges].tolist()
+        follows = cells.follows[self.exchanges]
+        turns = Turns()
+        turn_of = [turns.next(*key) for key in zip(rank, stage, strict=True)]
+        posted = {key: at for at, key in enumerate(zip(rank, stage, turn_of, strict=True))}
+        partner = np.full(len(stage), -1)
+        for (on_rank, of_stage, turn), at in posted.items():
+            others = [posted[one, of_stage, turn] for one in range(cells.num_ranks) if (one, of_stage, turn) in posted]
+            met = [other for other in others if rank[other] != on_rank]
+            if met:
+                partner[at] = follows[met[0]]
+        number, nothing = self.num_chains + np.arange(len(stage)), np.full(len(stage), -1)
+        self.num_chains += len(stage)
+        self.add(number, np.zeros(len(stage), dtype=np.int64), partner, nothing)
+        self.exchange_node = self.add(number, np.ones(len(stage), dtype=np.int64), follows, nothing)
+        if not posted:
+            return
+        turns = Turns()
+        for update in np.flatnonzero(work.code == CODE[Op.UPDATE]).tolist():
+            key = (int(work.rank[update]), int(work.stage[update]))
+            place = posted.get((*key, turns.next(*key)))
+            if place is not None:
+                self.need[0][work.node[update]] = self.exchange_node[place]
+
+    def build(self, messages: Messages, num_stages: int, num_microbatches: int, plain: bool) -> Graph:
+        """Number all nodes chain by chain and return the graph."""
+        chain_number, key, need, crossing = (
+            np.concatenate(parts) if len(parts) > 1 else parts[0]
+            for parts in (self.chain, self.key, self.need, self.crossing)
+        )
+        # One more than there are nodes, so that -1 stays -1.
+        new = np.arange(self.num_nodes + 1)
+        new[-1] = -1
+        if self.num_nodes > len(self.cells.timed_rank):
+            order = np.lexsort((key, chain_number))
+            new[order] = np.arange(self.num_nodes)
+            chain_number, need, crossing = chain_number[order], new[need[order]], crossing[order]
+        counts = np.bincount(chain_number, minlength=self.num_chains)
+        last = np.cumsum(counts)
+        before = np.arange(-1, self.num_nodes - 1)
+        before[(last - counts)[counts > 0]] = -1
+        cells, work = self.cells, self.cells.work
+        timed = new[: len(cells.timed_rank)]
+        bounds = np.searchsorted(cells.timed_rank, np.arange(1, cells.num_ranks))
+        return Graph(
+            messages,
+            cells.num_ranks,
+            num_stages,
+            num_microbatches,
+            self.num_nodes,
+            tuple(zip((last - counts).tolist(), last.tolist(), strict=True)),
+            before,
+            need,
+            crossing,
+            tuple(np.split(timed, bounds)),
+            Work(work.stage, work.code, work.microbatch, new[work.node], work.rank),
+            Crossings(self.producer, self.consumer, self.source, self.target, new[self.node], new[self.recv_node]),
+            Exchanges(cells.stage[self.exchanges], cells.rank[self.exchanges], new[self.exchange_node]),
+            plain,
+        )
