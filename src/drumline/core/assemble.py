@@ -209,7 +209,7 @@ class Assembly:
                 self.need[0][work.node[update]] = self.exchange_node[place]
 
     def build(self, messages: Messages, num_stages: int, num_microbatches: int, plain: bool) -> Graph:
-        """Number all nodes chain by chain and return the graph."""
+        """Give every node its number, chain by chain, and return the graph."""
         chain_number, key, need, crossing = (
             np.concatenate(parts) if len(parts) > 1 else parts[0]
             for parts in (self.chain, self.key, self.need, self.crossing)

@@ -164,7 +164,10 @@ def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Itera
             [(at, action) for at, action in enumerate(rows[one]) if action.op is Op.REDUCE_GRAD]
             for one in (rank, num_ranks - 1 - rank)
         )
-        for (_, mine), (at, theirs) in zip(here, there, strict=False):
+        # What one of the two does not exchange at all is missing, and no matter of order.
+        common = {action for _, action in here} & {action for _, action in there}
+        pairs = zip(*([entry for entry in one if entry[1] in common] for one in (here, there)), strict=False)
+        for (_, mine), (at, theirs) in pairs:
             if mine != theirs:
                 reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: one pair of ranks, two orders"
                 yield Violation(num_ranks - 1 - rank, at, theirs, reason)

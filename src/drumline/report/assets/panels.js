@@ -34,10 +34,15 @@ function legend(models, state) {
 
 function summary(models) {
   const anyBytes = models.some((model) => model.bytesKnown);
+  /* Programs over several steps, or with smaller stages, compare only per microbatch and per whole rank. */
+  const differ = (value) => new Set(models.map(value)).size > 1;
+  const perRank = (m) => m.raw.stages / m.rows.length;
   const columns = [
+    ...(differ((m) => m.raw.microbatches) ? [["per microbatch", (m) => m.raw.makespan / m.raw.microbatches, number, true]] : []),
     ["makespan", (m) => m.raw.makespan, number, true], ["bubble", (m) => m.raw.bubble, percent, true],
     ["span bubble", (m) => m.raw.span_bubble, percent, true],
-    ["peak pairs", (m) => m.raw.peak_activations, String, true],
+    ...(differ(perRank) ? [["peak activations", (m) => m.raw.peak_activations / perRank(m), number, true]] : []),
+    ["peak pairs", (m) => m.raw.peak_activations, String, !differ(perRank)],
     ...(anyBytes ? [["peak bytes", (m) => m.raw.peak_bytes, (n) => (n === null ? "unknown" : bytes(n)), true]] : []),
     ["ranks", (m) => m.rows.length, String], ["stages", (m) => m.raw.stages, String],
     ["microbatches", (m) => m.raw.microbatches, String], ["actions", (m) => m.raw.boxes, (n) => n.toLocaleString("en")],
