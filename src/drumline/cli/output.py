@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, UsageError
+from drumline.core.errors import DrumlineError, UsageError, counted
 from drumline.core.program import Program
 
 
@@ -42,11 +42,7 @@ def save(path: Path, written: str | bytes) -> None:
 def counts(program: Program) -> str:
     """Return "4 ranks, 8 stages, 1 microbatch"."""
     numbers = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
-    return ", ".join(f"{number} {word}{_ending(word) if number != 1 else ''}" for number, word in numbers)
-
-
-def _ending(word: str) -> str:
-    return "es" if word.endswith("ch") else "s"
+    return ", ".join(counted(number, word) for number, word in numbers)
 
 
 def progress(what: str) -> None:

@@ -56,3 +56,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     words = {one.lower(): one for one in known}
     close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
     return f"did you mean {words[close[0]]}?" if close else f"choose one of {', '.join(words.values())}"
+
+
+def counted(number: int, word: str) -> str:
+    """Return a count with its word.
+
+    >>> counted(1, "rank"), counted(2, "microbatch")
+    ('1 rank', '2 microbatches')
+    """
+    ending = "" if number == 1 else "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{ending}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, Op
-from drumline.core.errors import ScheduleError
+from drumline.core.errors import ScheduleError, counted
 from drumline.schedules.one_f_one_b import alternating
 from drumline.schedules.registry import schedule
 
@@ -24,7 +24,8 @@ def pipedream_2bw(num_ranks: int, *, num_microbatches: int, num_steps: int = 4) 
     """Run 1F1B over num_steps x num_microbatches, each step's update where step t+2 begins."""
     if num_microbatches < num_ranks:
         raise ScheduleError(
-            f"pipedream-2bw with {num_microbatches} microbatches a step on {num_ranks} ranks needs a third version",
+            f"pipedream-2bw with {counted(num_microbatches, 'microbatch')} a step on {counted(num_ranks, 'rank')} "
+            "needs a third version",
             expected="at least as many microbatches as ranks",
             fix=f"--microbatches {num_ranks} would do",
         )

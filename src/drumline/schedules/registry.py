@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from drumline.core.action import Action
-from drumline.core.errors import DrumlineError, ScheduleError, nearest
+from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
 from drumline.core.program import MAX_ACTIONS, Program
 
 Rows = Iterable[Iterable[Action]]
@@ -49,19 +49,19 @@ class Schedule:
         if self.even_ranks and num_ranks % 2:
             near = [count for count in (num_ranks - 1, num_ranks + 1) if count > 0]
             return ScheduleError(
-                f"{self.name} with {num_ranks} ranks: its two directions meet in the middle",
+                f"{self.name} with {counted(num_ranks, 'rank')}: its two directions meet in the middle",
                 expected="an even number of ranks",
                 fix=f"{' or '.join(map(str, near))} would do",
             )
         if self.stage_counts == "fixed" and stages_per_rank != self.stages_per_rank:
             return ScheduleError(
-                f"{self.name} with {stages_per_rank} stages per rank",
+                f"{self.name} with {counted(stages_per_rank, 'stage')} per rank",
                 expected=f"exactly {self.stages_per_rank} per rank",
                 fix=f"leave --stages-per-rank out or make it {self.stages_per_rank}",
             )
         if self.stage_counts == "even" and stages_per_rank % 2:
             return ScheduleError(
-                f"{self.name} with {stages_per_rank} stages per rank: each wave passes every rank twice",
+                f"{self.name} with {counted(stages_per_rank, 'stage')} per rank: each wave passes every rank twice",
                 expected="an even number of stages per rank",
                 fix=f"{stages_per_rank + 1} would do"
                 if stages_per_rank == 1
