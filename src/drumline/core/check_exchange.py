@@ -57,7 +57,10 @@ def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
 
 def check(index: Index) -> Iterator[Violation]:
     """Yield every violation of parameter state, gradient exchange and updates."""
-    yield from _sharding(index)
+    if index.ops & {Op.UNSHARD, Op.RESHARD}:
+        yield from _sharding(index)
+    if not index.ops & {Op.UPDATE, Op.REDUCE_GRAD} and not index.placement.mirrored:
+        return
     books = ledgers(index)
     for (rank, stage), ledger in sorted(books.items()):
         yield from _updates(index, rank, stage, ledger)
@@ -67,8 +70,10 @@ def check(index: Index) -> Iterator[Violation]:
 
 def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
     """Return, per UPDATE, the other copy's exchange that must be posted before it can run."""
-    books = ledgers(index)
     waits: dict[Place, list[Place]] = {}
+    if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
+        return waits
+    books = ledgers(index)
     for (rank, stage), ledger in books.items():
         for other in index.placement.ranks_of(stage) if stage < index.placement.num_stages else ():
             theirs = books.get((other, stage))

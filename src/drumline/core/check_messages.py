@@ -13,8 +13,6 @@ from drumline.core.violation import Violation
 
 def sent_at(index: Index, producer: Action, place: Place) -> Place:
     """Return where `producer`'s output leaves its rank: at its send, or at itself where sends are not spelled out."""
-    if not index.transfers:
-        return place
     message = rules.message(producer, index.program.num_stages)
     sends = index.transfers.get(message.send, []) if message else []
     return next((send for send in sends if send.rank == place.rank and send.position >= place.position), place)

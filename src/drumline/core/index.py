@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS, Action
+from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 
@@ -42,15 +42,25 @@ class Index:
     def inputs(self) -> dict[Action, list[tuple[Action, Place]]]:
         """What every plain compute action needs and the program has, with its first place."""
         num_stages = self.program.num_stages
+        # An action is a tuple: a plain one finds it, without being made into an action first.
+        first: dict[tuple[object, ...], tuple[Action, Place]] = {
+            action: (action, places[0]) for action, places in self.places.items()
+        }
         found: dict[Action, list[tuple[Action, Place]]] = {}
         for action in self.places:
+            stage, op, microbatch, _ = action
             listed = found[action] = []
-            for alternatives in rules.needs(action, num_stages):
-                for needed in alternatives:
-                    if needed in self.places:
-                        listed.append((needed, self.places[needed][0]))
-                        break
+            for need in rules.NEEDS[op]:
+                neighbour = stage + need.stage_offset
+                if 0 <= neighbour < num_stages:
+                    keys = ((neighbour, one, microbatch, ()) for one in need.ops)
+                    listed += [first[key] for key in keys if key in first][:1]
         return found
+
+    @cached_property
+    def ops(self) -> set[Op]:
+        """The ops that appear."""
+        return {action.op for row in self.program.rows for action in row}
 
     @cached_property
     def transfers(self) -> dict[Action, list[Place]]:

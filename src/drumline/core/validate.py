@@ -169,13 +169,15 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
     What stands in the wrong order on its own rank is left out: it has been reported, and would hide the rest.
     """
     found: dict[Place, list[Place]] = {}
+    spelled = bool(index.transfers)
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
         if any(at.rank == place.rank and at.position >= place.position for _, at in inputs):
             continue
-        remote = [check_messages.sent_at(index, needed, at) for needed, at in inputs if at.rank != place.rank]
+        remote = [(needed, at) for needed, at in inputs if at.rank != place.rank]
         if remote:
-            found.setdefault(place, []).extend(remote)
+            sent = [check_messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
+            found.setdefault(place, []).extend(sent)
     return found | check_exchange.waits_for_exchange(index)
 
 

@@ -8,6 +8,7 @@ held at once.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from drumline.core import rules
@@ -59,32 +60,34 @@ def _peak(row: list[Action]) -> int:
 def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) -> list[list[Action]]:
     """Run the rows slot by slot, F and I in their order, W where nothing else can run."""
     rows: list[list[Action]] = [[] for _ in order]
-    owed: list[list[Action]] = [[] for _ in order]
-    at, held = [0] * len(order), [0] * len(order)
-    needs = {action: list(rules.needs(action, num_stages)) for row in order for action in row}
-    done: set[Action] = set()
-    left = sum(map(len, order))
-    while left or any(owed):
+    owed: list[deque[Action]] = [deque() for _ in order]
+    waiting, held = [deque(row) for row in order], [0] * len(order)
+    done: set[tuple[int, Op, int | None]] = set()
+    while any(waiting) or any(owed):
         running: list[Action] = []
-        for rank, row in enumerate(order):
-            action = row[at[rank]] if at[rank] < len(row) else None
-            if (
-                action is not None
-                and all(any(one in done for one in needed) for needed in needs[action])
-                and (action.op is not Op.FORWARD or held[rank] < peak)
-            ):
-                at[rank] += 1
-                left -= 1
-                held[rank] += action.op is Op.FORWARD
-                if action.op is Op.BACKWARD_INPUT:
+        for rank, row in enumerate(waiting):
+            if row and (row[0].op is not Op.FORWARD or held[rank] < peak) and _ready(row[0], num_stages, done):
+                action = row.popleft()
+                if action.op is Op.FORWARD:
+                    held[rank] += 1
+                else:
                     owed[rank].append(W(action.stage, action.microbatch or 0))
             elif owed[rank]:
-                action = owed[rank].pop(0)
+                action = owed[rank].popleft()
                 held[rank] -= 1
             else:
                 continue
             rows[rank].append(action)
             running.append(action)
         assert running, "a building block's order cannot run"
-        done.update(running)
+        done.update((action.stage, action.op, action.microbatch) for action in running)
     return rows
+
+
+def _ready(action: Action, num_stages: int, done: set[tuple[int, Op, int | None]]) -> bool:
+    """Whether all that `rules` says the action needs is done; spelled out, because it is asked for every slot."""
+    for need in rules.NEEDS[action.op]:
+        stage = action.stage + need.stage_offset
+        if 0 <= stage < num_stages and not any((stage, op, action.microbatch) in done for op in need.ops):
+            return False
+    return True
