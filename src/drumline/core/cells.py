@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from drumline.core import rules
 from drumline.core.action import Op
 from drumline.core.graph import CODE, PLACE, TIMED, Ints, NotCompilable, Work
 from drumline.core.program import Program
+
+_STAGE, _MICROBATCH = itemgetter(0), itemgetter(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,13 @@ class Cells:
         """Take a program's rows apart."""
         actions = list(chain.from_iterable(program.rows))
         count = len(actions)
-        stage = np.fromiter([action.stage for action in actions], np.int64, count)
-        code = np.fromiter([CODE[action.op] for action in actions], np.int64, count)
-        numbers = [action.microbatch for action in actions]
-        if None in numbers:
-            numbers = [-1 if number is None else number for number in numbers]
-        microbatch = np.fromiter(numbers, np.int64, count)
+        stage = np.fromiter(map(_STAGE, actions), np.int64, count)
+        code = np.frombuffer(bytes([CODE[action.op] for action in actions]), np.uint8).astype(np.int64)
+        try:
+            microbatch = np.fromiter(map(_MICROBATCH, actions), np.int64, count)
+        except TypeError:  # parameter state has no microbatch
+            numbers = [-1 if action.microbatch is None else action.microbatch for action in actions]
+            microbatch = np.fromiter(numbers, np.int64, count)
         rank = np.repeat(np.arange(program.num_ranks), [len(row) for row in program.rows])
         timed = TIMED[code]
         number = np.cumsum(timed) - 1

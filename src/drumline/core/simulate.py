@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 
@@ -29,8 +28,8 @@ from drumline.core.idle import Limit
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
-from drumline.core.validate import validate
-from drumline.core.violation import InvalidProgram, Violation
+from drumline.core.validate import misplaced_or_misused, validate
+from drumline.core.violation import InvalidProgram
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,7 +255,7 @@ def _messages(costs: Costs) -> Messages:
 
 def _compiled(program: Program, costs: Costs) -> Graph:
     graph = compile_program(program, _messages(costs))
-    if not graph.plain and _violations(program):
+    if not graph.plain and _misused(program):
         raise NotCompilable
     for source, target in costs.edges:
         if max(source, target) >= graph.num_ranks:
@@ -266,15 +265,15 @@ def _compiled(program: Program, costs: Costs) -> Graph:
     return graph
 
 
-def _violations(program: Program) -> list[Violation]:
-    """Validate once per program."""
-    if "violations" not in program.compiled:
-        program.compiled["violations"] = validate(program)
-    return cast(list[Violation], program.compiled["violations"])
+def _misused(program: Program) -> bool:
+    """Check once per program what compiling does not."""
+    if "misused" not in program.compiled:
+        program.compiled["misused"] = misplaced_or_misused(program)
+    return bool(program.compiled["misused"])
 
 
 def _invalid(program: Program) -> InvalidProgram:
-    violations = _violations(program)
+    violations = validate(program)
     assert violations, f"{program!r} passes the validator and yet cannot be simulated"
     return InvalidProgram(program.name, violations)
 

@@ -49,6 +49,16 @@ def validate(
     return sorted(found, key=_by_place)
 
 
+def misplaced_or_misused(program: Program) -> bool:
+    """Whether a program that compiles breaks a rule all the same: of placement, parameter state, exchange or update.
+
+    >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
+    True
+    """
+    index = Index(program, program.placement)
+    return any(True for _ in _placed(index)) or any(True for _ in check_exchange.check(index))
+
+
 def _by_place(violation: Violation) -> tuple[int, int]:
     rank = -1 if violation.rank is None else violation.rank
     return rank, -1 if violation.index is None else violation.index
