@@ -77,17 +77,21 @@ def _counted(program: Program, row: Sequence[Action]) -> Holding:
 
 def _pairs(program: Program, row: Sequence[Action]) -> list[tuple[int, int]]:
     """Return the pairs held while each timed action runs, and once it has ended."""
-    change = {Op.FORWARD: (1, 0 if program.has_backward else -1), **dict.fromkeys(rules.RELEASES, (0, -1))}
+    change = dict.fromkeys(TIMED_OPS, (0, 0))
+    change[Op.FORWARD] = (1, 0 if program.has_backward else -1)
+    change |= dict.fromkeys(rules.RELEASES, (0, -1))
     pairs: list[tuple[int, int]] = []
     held = 0
     for action in row:
-        if action.op in TIMED_OPS:
-            during = held
-            for part in action.parts or (action,):
-                more, less = change.get(part.op, (0, 0))
-                during += more
-                held += more + less
-            pairs.append((during, held))
+        if action.parts:
+            changes = [change[part.op] for part in action.parts]
+            more, less = sum(one for one, _ in changes), sum(one for _, one in changes)
+        elif action.op in change:
+            more, less = change[action.op]
+        else:
+            continue
+        pairs.append((held + more, held + more + less))
+        held += more + less
     return pairs
 
 

@@ -133,10 +133,14 @@ def second_copy(timeline: Timeline, rank: int) -> Callable[[Action], int]:
 
 def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -> Columns:
     track = timeline.tracks[rank]
-    firsts = [action.parts[0] if action.parts else action for action in track.actions]
+    paired = [(index, action) for index, action in enumerate(track.actions) if action.parts]
+    firsts: Sequence[Action] = track.actions
+    if paired:
+        firsts = [action.parts[0] if action.parts else action for action in track.actions]
     local_of = second_copy(timeline, rank)
-    local = list(map(local_of, firsts))
-    needs = timeline.latest_inputs[rank]
+    alone = len(timeline.program.placement.stages_of(rank)) == 1
+    local = [] if alone else list(map(local_of, firsts))
+    needs = [need or (-1, -1) for need in timeline.latest_inputs[rank]]
     peak_bytes = timeline.peak_bytes
     return {
         "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
@@ -150,11 +154,11 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -
         "local": local if any(local) else [],
         "second": [
             [index, other.stage, CODES[other.op], other.microbatch, local_of(other)]
-            for index, action in enumerate(track.actions)
+            for index, action in paired
             for other in action.parts[1:]
         ],
-        "need_rank": [need[0] if need else -1 for need in needs],
-        "need_index": [need[1] if need else -1 for need in needs],
+        "need_rank": [rank_needed for rank_needed, _ in needs],
+        "need_index": [index_needed for _, index_needed in needs],
         "idle": {
             "start": clock.times([idle.start for idle in causes]),
             "seconds": clock.lengths([idle.seconds for idle in causes]),
