@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.core.placement import Placement, infer
+from drumline.core.placement import Placement, consistent, infer
 from drumline.core.program import Program
+from drumline.core.validate import validate
 from programs import NAMES, build, programs
 
 EXPECTED = {
@@ -25,6 +26,29 @@ EXPECTED = {
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_has_its_placement(name: str) -> None:
     assert build(name, 4, 8).placement.name == EXPECTED.get(name, "linear")
+
+
+@given(programs())
+def test_work_that_agrees_needs_no_votes(program: Program) -> None:
+    agreed = consistent(program.rows)
+    assert agreed is not None
+    one_for_all = [[*row, *row] for row in program.rows]
+    assert consistent(one_for_all) == agreed
+
+
+@given(programs(max_ranks=4, max_microbatches=4), st.data())
+def test_work_agrees_exactly_if_the_validator_finds_none_misplaced(program: Program, data: st.DataObject) -> None:
+    if program.num_ranks == 1:
+        return
+    rows = [list(row) for row in program.rows]
+    rank = data.draw(st.integers(0, program.num_ranks - 1))
+    index = data.draw(st.integers(0, len(rows[rank]) - 1))
+    other = data.draw(st.sampled_from([r for r in range(program.num_ranks) if r != rank]))
+    rows[other].append(rows[rank].pop(index))
+    if not all(rows):
+        return
+    misplaced = [one for one in validate(Program.of(rows)) if "is on the wrong rank" in one.reason]
+    assert (consistent(rows) is None) == bool(misplaced)
 
 
 def test_interleaving_gives_rank_0_the_blocks_0_and_P() -> None:

@@ -95,7 +95,7 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
     (0, 1)
     """
-    if (agreed := _agreed(rows)) is not None:
+    if (agreed := consistent(rows)) is not None:
         return agreed
     votes: dict[tuple[int, int], dict[int, int]] = {}
     for rank, row in enumerate(rows):
@@ -122,16 +122,45 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     return Placement(num_ranks, homes, frozenset(_mirror_images(paths, dict(enumerate(homes)), num_ranks)))
 
 
-def _agreed(rows: Sequence[Sequence[Action]]) -> Placement | None:
-    """Return the placement where every stage keeps to one rank, without counting votes; None where one does not."""
-    homes: dict[int, int] = {}
+def consistent(rows: Sequence[Sequence[Action]]) -> Placement | None:
+    """Return the placement that all of the rows' work agrees with, without counting votes; None where there is none.
+
+    >>> consistent([[Action(0, Op.FORWARD, 0)], [Action(0, Op.BACKWARD, 0)]]) is None
+    True
+    """
+    ranks_of: dict[int, set[int]] = {}
     for rank, row in enumerate(rows):
         for stage in {part.stage for action in row for part in action.parts or (action,) if part.op in COMPUTE_OPS}:
-            if homes.setdefault(stage, rank) != rank:
-                return None
-    if not homes or len(homes) <= max(homes):
+            ranks_of.setdefault(stage, set()).add(rank)
+    if not ranks_of or len(ranks_of) <= max(ranks_of):
         return None
-    return Placement(len(rows), tuple(homes[stage] for stage in range(len(homes))))
+    if all(len(ranks) == 1 for ranks in ranks_of.values()):
+        return Placement(len(rows), tuple(next(iter(ranks_of[stage])) for stage in range(len(ranks_of))))
+    return _two_ways(rows, len(ranks_of))
+
+
+def _two_ways(rows: Sequence[Sequence[Action]], num_stages: int) -> Placement | None:
+    """Return the bidirectional placement that all work agrees with, or None."""
+    last = len(rows) - 1
+    entries = {
+        (part.microbatch, rank)
+        for rank, row in enumerate(rows)
+        for action in row
+        for part in action.parts or (action,)
+        if part.stage == 0 and part.op in COMPUTE_OPS
+    }
+    # More microbatches go down than up; of two equal halves the one that enters at the lower rank does.
+    enters = min(Counter(rank for _, rank in entries).items(), key=lambda item: (-item[1], item[0]))[0]
+    mirrored = frozenset(m for m, rank in entries if rank == last - enters and rank != enters and m is not None)
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            for part in action.parts or (action,):
+                if part.op in COMPUTE_OPS:
+                    home = last - rank if part.microbatch in mirrored else rank
+                    if homes.setdefault(part.stage, home) != home:
+                        return None
+    return Placement(len(rows), tuple(homes[stage] for stage in range(num_stages)), mirrored)
 
 
 def _as_tuple(path: dict[int, int]) -> tuple[tuple[int, int], ...]:

@@ -18,7 +18,7 @@ from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.index import Index, Place
 from drumline.core.memory import holdings
-from drumline.core.placement import Placement
+from drumline.core.placement import Placement, consistent
 from drumline.core.program import Program
 from drumline.core.violation import Violation
 
@@ -55,8 +55,9 @@ def misplaced_or_misused(program: Program) -> bool:
     >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
     True
     """
-    index = Index(program, program.placement)
-    return any(True for _ in _placed(index)) or any(True for _ in check_exchange.check(index))
+    if consistent(program.rows) is None:
+        return True
+    return any(True for _ in check_exchange.check(Index(program, program.placement)))
 
 
 def _by_place(violation: Violation) -> tuple[int, int]:
