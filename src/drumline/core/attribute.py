@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.idle import Cause, Idle, Limit
 
@@ -91,7 +92,9 @@ class _Rank:
         track = self.timeline.tracks[place[0]]
         needed = track.actions[place[1]]
         if needed.parts:
-            needed = self.timeline.inputs(self.rank, self.track.actions[index])[-1][3]
+            stages, action = self.timeline.program.num_stages, self.track.actions[index]
+            wanted = {one for part in action.work for some in rules.needs(part, stages) for one in some}
+            needed = next(part for part in needed.parts if part in wanted)
         return track.ends[place[1]], place[0], needed
 
     def drain(self, free: float) -> Iterator[Idle]:

@@ -88,6 +88,10 @@ def _ready(action: Action, num_stages: int, done: set[tuple[int, Op, int | None]
     """Whether all that `rules` says the action needs is done; spelled out, because it is asked for every slot."""
     for need in rules.NEEDS[action.op]:
         stage = action.stage + need.stage_offset
-        if 0 <= stage < num_stages and not any((stage, op, action.microbatch) in done for op in need.ops):
-            return False
+        if 0 <= stage < num_stages:
+            for op in need.ops:
+                if (stage, op, action.microbatch) in done:
+                    break
+            else:
+                return False
     return True
