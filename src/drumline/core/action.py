@@ -91,13 +91,17 @@ class Action(NamedTuple):
         return _parse_pair(text) if text.startswith("(") else _parse_single(text)
 
 
+# Recipes make actions by the hundred thousand: straight from a tuple is twice as fast as through the named arguments.
+_new = tuple.__new__
+
+
 def F(stage: int, microbatch: int) -> Action:  # noqa: N802 - the literature's own letter
     """Return the forward of `stage` on `microbatch`.
 
     >>> F(2, 0)
     2F0
     """
-    return Action(stage, Op.FORWARD, microbatch)
+    return _new(Action, (stage, Op.FORWARD, microbatch, ()))
 
 
 def B(stage: int, microbatch: int) -> Action:  # noqa: N802
@@ -106,7 +110,7 @@ def B(stage: int, microbatch: int) -> Action:  # noqa: N802
     >>> B(2, 0)
     2B0
     """
-    return Action(stage, Op.BACKWARD, microbatch)
+    return _new(Action, (stage, Op.BACKWARD, microbatch, ()))
 
 
 def I(stage: int, microbatch: int) -> Action:  # noqa: E743, N802
@@ -115,7 +119,7 @@ def I(stage: int, microbatch: int) -> Action:  # noqa: E743, N802
     >>> I(2, 0)
     2I0
     """
-    return Action(stage, Op.BACKWARD_INPUT, microbatch)
+    return _new(Action, (stage, Op.BACKWARD_INPUT, microbatch, ()))
 
 
 def W(stage: int, microbatch: int) -> Action:  # noqa: N802
@@ -124,7 +128,7 @@ def W(stage: int, microbatch: int) -> Action:  # noqa: N802
     >>> W(2, 0)
     2W0
     """
-    return Action(stage, Op.BACKWARD_WEIGHT, microbatch)
+    return _new(Action, (stage, Op.BACKWARD_WEIGHT, microbatch, ()))
 
 
 def overlap(forward: Action, backward: Action) -> Action:

@@ -51,12 +51,18 @@ class Cells:
             plain = np.flatnonzero(timed & (code != CODE[Op.OVERLAP]))
             columns = [column[plain] for column in columns]
         if len(fused):
-            halves = [
-                (part.stage, CODE[part.op], -1 if part.microbatch is None else part.microbatch, number[at], rank[at])
-                for at in fused
-                for part in actions[at].parts
-            ]
-            columns = [np.append(a, b) for a, b in zip(columns, np.array(halves).T, strict=True)]
+            halves = [part for at in fused.tolist() for part in actions[at].parts]
+            each = len(halves) // len(fused)
+            more = (
+                np.fromiter(map(_STAGE, halves), np.int64, len(halves)),
+                np.fromiter([CODE[half.op] for half in halves], np.int64, len(halves)),
+                np.fromiter(
+                    [-1 if half.microbatch is None else half.microbatch for half in halves], np.int64, len(halves)
+                ),
+                np.repeat(number[fused], each),
+                np.repeat(rank[fused], each),
+            )
+            columns = [np.append(a, b) for a, b in zip(columns, more, strict=True)]
         first = np.searchsorted(rank[timed], np.arange(program.num_ranks))
         follows = np.where(number[other] >= first[rank[other]], number[other], -1)
         return Cells(

@@ -82,7 +82,12 @@ class Program:
     @cached_property
     def placement(self) -> Placement:
         """Which rank runs (stage, microbatch), as most of the rows say."""
-        return placement.infer(self.rows)
+        return self.agreed_placement or placement.infer(self.rows)
+
+    @cached_property
+    def agreed_placement(self) -> Placement | None:
+        """The placement that all of the rows agree with, or None."""
+        return placement.consistent(self.rows)
 
     @cached_property
     def has_communication(self) -> bool:

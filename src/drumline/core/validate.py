@@ -18,7 +18,7 @@ from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.index import Index, Place
 from drumline.core.memory import holdings
-from drumline.core.placement import Placement, consistent
+from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.violation import Violation
 
@@ -55,7 +55,7 @@ def misplaced_or_misused(program: Program) -> bool:
     >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
     True
     """
-    if consistent(program.rows) is None:
+    if program.agreed_placement is None:
         return True
     return any(True for _ in check_exchange.check(Index(program, program.placement)))
 

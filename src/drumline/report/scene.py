@@ -141,6 +141,7 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -
     alone = len(timeline.program.placement.stages_of(rank)) == 1
     local = [] if alone else list(map(local_of, firsts))
     needs = [need or (-1, -1) for need in timeline.latest_inputs[rank]]
+    stages, ops, microbatches, _ = zip(*firsts, strict=True) if firsts else ((), (), (), ())
     peak_bytes = timeline.peak_bytes
     return {
         "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
@@ -148,9 +149,9 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: _Clock) -
         "peak_bytes": None if peak_bytes is None else peak_bytes[rank],
         "start": clock.times(track.starts),
         "seconds": clock.lengths(np.asarray(track.ends, float) - np.asarray(track.starts, float)),
-        "stage": [first.stage for first in firsts],
-        "op": [CODES[first.op] for first in firsts],
-        "microbatch": [-1 if first.microbatch is None else first.microbatch for first in firsts],
+        "stage": list(stages),
+        "op": [CODES[op] for op in ops],
+        "microbatch": [-1 if one is None else one for one in microbatches],
         "local": local if any(local) else [],
         "second": [
             [index, other.stage, CODES[other.op], other.microbatch, local_of(other)]
