@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help setup demo test quick lint bench docs clean
 
 help:
-	@echo "make demo    show and compare schedules in the terminal"
+	@echo "make demo    show and compare schedules; ends with a page to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 15 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
@@ -28,7 +28,8 @@ $(VENV)/full.stamp: pyproject.toml constraints.txt
 setup: $(VENV)/full.stamp
 
 demo: $(VENV)/base.stamp
-	$(BIN)/drumline demo
+	@mkdir -p out
+	$(BIN)/drumline demo --out out/demo.html
 
 lint: $(VENV)/base.stamp
 	$(BIN)/ruff check .

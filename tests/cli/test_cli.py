@@ -257,10 +257,14 @@ def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.Captu
     assert len(run_json(capsys, "check", str(path))[1]["violations"]) == 2999
 
 
-def test_demo_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "demo")
     assert code == 0
     assert "best first" in out
+    assert "Run zb-v" in out
+    page = tmp_path / "demo.html"
+    assert str(page) in run(capsys, "demo", "--out", str(page))[1]
+    assert page.read_text().startswith("<!doctype html>")
     assert run_json(capsys, "demo")[0] == 0
 
 

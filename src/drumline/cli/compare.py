@@ -49,11 +49,9 @@ def run(args: argparse.Namespace) -> int:
         )
     advice = advise(rows)
     if args.out is not None:
-        from drumline.report.html import page
+        from drumline.report.compare_page import compare_page
 
-        title = f"{args.ranks} ranks, {args.microbatches} microbatches: {len(rows)} schedules"
-        points = [{"name": row.name, **row.summary()} for row in rows]
-        save(args.out, page([row.timeline for row in rows], title=title, rows=points, advice=advice))
+        save(args.out, compare_page(rows, num_ranks=args.ranks, num_microbatches=args.microbatches))
     if args.json:
         written = {"out": str(args.out)} if args.out is not None else {}
         print_json({"rows": [row.summary() for row in rows], "advice": advice, **written})

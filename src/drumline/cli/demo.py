@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, terminal_width
+from drumline.cli.output import colour_wanted, print_json, save, terminal_width, wrapped
 
 TOUR = (
     ("gpipe", "all forwards, then all backwards. Every microbatch is stashed."),
@@ -19,12 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     flags.add_counts(parser)
     flags.add_json(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the comparison as a page there")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw four schedules, then compare all."""
     from drumline.core.costs import Costs
     from drumline.core.simulate import simulate
+    from drumline.report.advice import advise
     from drumline.report.compare import compare, compare_table
     from drumline.report.grid import grid
     from drumline.schedules import find
@@ -33,8 +36,13 @@ def run(args: argparse.Namespace) -> int:
     microbatches = 8 if args.microbatches is None else args.microbatches
     programs = {name: find(name).build(ranks, microbatches) for name, _ in TOUR}
     rows = compare(ranks, num_microbatches=microbatches, stages_per_rank=args.stages_per_rank)
+    if args.out is not None:
+        from drumline.report.compare_page import compare_page
+
+        save(args.out, compare_page(rows, num_ranks=ranks, num_microbatches=microbatches))
     if args.json:
-        print_json({"rows": [row.summary() for row in rows]})
+        written = {"out": str(args.out)} if args.out is not None else {}
+        print_json({"rows": [row.summary() for row in rows], "advice": advise(rows), **written})
         return 0
     width = terminal_width()
     print(f"One model on {ranks} ranks, {microbatches} microbatches. F forward, B backward, I and W its two halves.\n")
@@ -47,5 +55,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}\n")
     print("All schedules, best first:\n")
     print(compare_table(rows, width=width))
-    print("\nNext: drumline show zb-v --ranks 4 --microbatches 8, or drumline simulate --help")
+    print("\n" + wrapped(advise(rows), width))
+    if args.out is not None:
+        print(f"\nThe same as a page that explains every box and every gap: {args.out}")
+    print("\nNext: drumline show zb-v --ranks 4 --microbatches 8, or drumline explore")
     return 0

@@ -27,6 +27,9 @@ def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""
     full = max(num_microbatches, 2 * num_ranks)
     for rank in range(num_ranks):
-        legs = (rank, 2 * num_ranks - 1 - rank)
-        steps = EightSteps(num_ranks, rank, full, lambda flow, number, legs=legs: (legs[flow], number))  # type: ignore[misc]
+
+        def place(flow: int, number: int, rank: int = rank) -> tuple[int, int]:
+            return (2 * num_ranks - 1 - rank if flow else rank), number
+
+        steps = EightSteps(num_ranks, rank, full, place)
         yield list(trim(steps.row(), below(num_microbatches)))
