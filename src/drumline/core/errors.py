@@ -5,7 +5,14 @@ DrumlineError            anything that Drumline refuses
 │   └── InvalidProgram   a program that the validator refuses; carries every violation
 ├── ScheduleError        an unknown schedule, or counts that its recipe does not admit
 ├── CostsError           costs that do not fit the program, or make no sense
-└── UsageError           command-line input that no library call ever sees
+├── UsageError           command-line input that no library call ever sees
+├── ModelError           a model that cannot be cut as asked, or does not fit the program
+├── BatchError           a batch that cannot be cut into the microbatches
+├── MismatchError        ranks that were not given the same thing
+└── RunError             a run that failed
+    ├── NonFiniteError   a loss or gradient that is NaN or infinite; nothing was updated
+    ├── WaitTimeout      a rank waited too long; says for which action of which rank
+    └── RankFailed       another rank failed; names it, its action and its error
 """
 
 from __future__ import annotations
@@ -28,6 +35,10 @@ class DrumlineError(ValueError):
         parts = [error, f"expected {expected}" if expected else "", fix]
         super().__init__("; ".join(part for part in parts if part))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel between ranks with all three parts."""
+        return _refused, (type(self), self.error, self.expected, self.fix)
+
 
 class ProgramError(DrumlineError):
     """Text that is not a program, or a program used where it does not fit."""
@@ -43,6 +54,49 @@ class CostsError(DrumlineError):
 
 class UsageError(DrumlineError):
     """Command-line input that no library call ever sees."""
+
+
+class ModelError(DrumlineError):
+    """A model that cannot be cut as asked, or does not fit the program."""
+
+
+class BatchError(DrumlineError):
+    """A batch that cannot be cut into the microbatches."""
+
+
+class MismatchError(DrumlineError):
+    """Ranks that were not given the same schedule, model or settings."""
+
+
+class RunError(DrumlineError):
+    """A run that failed on some rank."""
+
+
+class NonFiniteError(RunError):
+    """A loss or gradient is NaN or infinite; no optimizer state was changed."""
+
+
+class WaitTimeout(RunError):
+    """A rank waited too long for a named action of a named rank."""
+
+
+class RankFailed(RunError):
+    """Another rank failed; `rank` is the one, and the text names its action and its error."""
+
+    def __init__(self, rank: int, error: str, *, expected: str = "", fix: str = "") -> None:
+        self.rank = rank
+        super().__init__(error, expected=expected, fix=fix)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self.rank, self.error, self.expected, self.fix)
+
+
+def _refused(kind: type[DrumlineError], error: str, expected: str, fix: str) -> DrumlineError:
+    return kind(error, expected=expected, fix=fix)
+
+
+def _rebuilt(kind: type[RankFailed], rank: int, error: str, expected: str, fix: str) -> RankFailed:
+    return kind(rank, error, expected=expected, fix=fix)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,1 @@
+"""Runs programs: stages, the channel between ranks, the executor, and what it records."""

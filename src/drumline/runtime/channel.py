@@ -1,0 +1,114 @@
+"""The seam between the executor and whatever carries messages: one end of it per rank.
+
+    executor of rank 0                         executor of rank 1
+      send(1 <- 0F3's output) ──── channel ────► post(1RECV_F3), later take(1RECV_F3)
+
+`send` and `post` return at once. Messages of one directed edge travel in the order of their posts; they may be taken up
+in another. A message is known by its receive action and the step, so that a rank may be a step ahead of another.
+Besides messages a channel carries words: small values that every rank tells all others, under a topic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from drumline.core.action import Action
+from drumline.core.errors import WaitTimeout
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A message that arrived: its tensors, how they are put together, and when it was on its way.
+
+    `made_ns` is when the sender handed it over and `sent_ns` when it could be taken up, both by this rank's clock.
+    """
+
+    tensors: tuple[Tensor, ...]
+    form: Any
+    made_ns: int
+    sent_ns: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank waits for: `action` needs the message `receive`, which `source` sends."""
+
+    rank: int
+    action: Action
+    receive: Action
+    source: int
+
+    def __str__(self) -> str:
+        from drumline.core import rules
+        from drumline.core.action import RECV_OPS
+
+        if self.receive.op in RECV_OPS:
+            made = " or ".join(map(str, rules.producers(self.receive)))
+            return f"rank {self.rank} at {self.action} waits for {made} of rank {self.source}"
+        return f"rank {self.rank} waits for rank {self.source} to reach {self.receive}"
+
+
+class Channel(ABC):
+    """One rank's end. Every wait is bounded: past its limit it raises WaitTimeout and says what it waited for."""
+
+    rank: int
+    num_ranks: int
+
+    # The most receives of one edge that were ever open (posted and not taken up) at once, and sends under way.
+    peak_open_receives: int = 0
+    peak_open_sends: int = 0
+
+    @abstractmethod
+    def begin(self, step: int) -> None:
+        """Start a step: what is sent, posted and taken from here on belongs to it."""
+
+    @abstractmethod
+    def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
+        """Hand a message over, to be received there as `receive`; the tensors must not be changed afterwards."""
+
+    @abstractmethod
+    def post(self, receive: Action, source: int) -> None:
+        """Say that the next message of the edge from `source` will be `receive`, and that there is room for it."""
+
+    @abstractmethod
+    def take(self, receive: Action, source: int) -> Delivery | None:
+        """Take a message up, or return None if it has not arrived; never blocks."""
+
+    @abstractmethod
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Return once something arrived that may be what `wait` names; raise WaitTimeout past the deadline."""
+
+    @abstractmethod
+    def flush(self, deadline_ns: int) -> None:
+        """Return once all that was sent has left this rank's buffers."""
+
+    @abstractmethod
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell every other rank a small picklable value under a topic that was not used before; returns at once."""
+
+    @abstractmethod
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return what every rank told under the topic, by rank, this rank's own included; each topic is heard once."""
+
+    @abstractmethod
+    def abort(self, error: BaseException, during: str) -> None:
+        """Tell every rank that this one failed `during` an action, so that each raises RankFailed at its next wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; closing twice is fine."""
+
+
+def too_late(what: Wait | str, seconds: float) -> WaitTimeout:
+    """Return the error of a wait that took too long.
+
+    >>> print(too_late("rank 0 waits for rank 1 to tell of its model", 5.0))
+    rank 0 waits for rank 1 to tell of its model, for 5 s by now; raise `timeout` if that rank is only slow
+    """
+    return WaitTimeout(f"{what}, for {seconds:.3g} s by now", fix="raise `timeout` if that rank is only slow")
