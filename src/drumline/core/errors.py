@@ -37,7 +37,7 @@ class DrumlineError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel between ranks with all three parts."""
-        return _refused, (type(self), self.error, self.expected, self.fix)
+        return _refused, (type(self), self.error, self.expected, self.fix), self.__dict__
 
 
 class ProgramError(DrumlineError):
@@ -87,16 +87,11 @@ class RankFailed(RunError):
         self.rank = rank
         super().__init__(error, expected=expected, fix=fix)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (type(self), self.rank, self.error, self.expected, self.fix)
-
 
 def _refused(kind: type[DrumlineError], error: str, expected: str, fix: str) -> DrumlineError:
-    return kind(error, expected=expected, fix=fix)
-
-
-def _rebuilt(kind: type[RankFailed], rank: int, error: str, expected: str, fix: str) -> RankFailed:
-    return kind(rank, error, expected=expected, fix=fix)
+    made = kind.__new__(kind)
+    DrumlineError.__init__(made, error, expected=expected, fix=fix)
+    return made
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
