@@ -1,0 +1,29 @@
+"""When things happen on a rank, by a clock that the ranks of one host share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from drumline.runtime.record import Record
+from drumline.runtime.stage import Stage
+
+
+class Clock:
+    """Host time, for devices whose work is done when the call returns."""
+
+    def now(self) -> int:
+        """Return this moment in nanoseconds."""
+        return time.perf_counter_ns()
+
+    def mark(self) -> int:
+        """Mark the moment that the device's work so far is done; on a host that is now."""
+        return time.perf_counter_ns()
+
+    def held(self, stages: Iterable[Stage]) -> int:
+        """Return how many (stage, microbatch) pairs are held."""
+        return sum(len(stage.held) for stage in stages)
+
+    def settle(self, record: Record) -> Record:
+        """Turn marks into moments, once the step is over."""
+        return record

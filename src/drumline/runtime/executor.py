@@ -1,0 +1,307 @@
+"""Runs one rank's row: exactly the actions of the proven program, in their order.
+
+The row, with its communication spelled out, is translated once into jobs: a job knows its stage, where its input comes
+from (the batch, a stage of the same rank, or a message) and what to do. A step then goes through the jobs. Where a message
+has not arrived, the run yields what it waits for; whoever drives it blocks on the channel, or lets another rank go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core import rules
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.errors import ProgramError
+from drumline.core.program import Program
+from drumline.runtime.channel import Channel, Delivery, Wait
+from drumline.runtime.clock import Clock
+from drumline.runtime.record import Record
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import pack, unpack
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step works on, microbatch by microbatch, and what it leaves behind."""
+
+    number: int
+    inputs: Sequence[Any] = ()
+    shares: Sequence[Tensor] = ()
+    train: bool = True
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Job:
+    """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources."""
+
+    action: Action
+    run: Callable[[Job, Step], None]
+    stage: Stage | None = None
+    microbatch: int = -1
+    needs: tuple[tuple[Action, int], ...] = ()
+    other: int = -1  # the rank that a message goes to or comes from
+    together: tuple[int, ...] = ()  # microbatches whose W runs here as one
+    timed: bool = False
+
+
+class Executor:
+    """One rank's stages and row."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[int, Stage],
+        channel: Channel,
+        clock: Clock,
+        *,
+        merge_weight_gradients: bool = False,
+    ) -> None:
+        self.program = program
+        self.rank = rank
+        self.stages = stages
+        self.channel = channel
+        self.clock = clock
+        self.placement = program.placement
+        self.merge = merge_weight_gradients
+        self.current: Action | None = None
+        self._made: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], Gradients] = {}
+        self._arrived: dict[Action, Delivery] = {}
+        self._exchanged: list[tuple[Job, int]] = []
+        self.jobs = self._translate(program.rows[rank])
+
+    # ---- translation -------------------------------------------------------------------------------------------------
+
+    def _translate(self, row: Sequence[Action]) -> list[Job]:
+        handlers = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.OVERLAP: self._pair,
+            Op.SEND_F: self._send_output,
+            Op.SEND_B: self._send_gradient,
+            Op.RECV_F: self._post,
+            Op.RECV_B: self._post,
+            Op.REDUCE_GRAD: self._exchange,
+        }
+        jobs: list[Job] = []
+        for action in row:
+            run = handlers.get(action.op)
+            if run is None:
+                raise ProgramError(
+                    f"rank {self.rank}'s row has {action}",
+                    expected="a synchronous program, which leaves updates and sharding to the user",
+                    fix="choose a schedule without UPDATE, UNSHARD and RESHARD",
+                )
+            job = Job(action, run, self.stages.get(action.stage), timed=action.op in TIMED_OPS)
+            job.microbatch = -1 if action.microbatch is None else action.microbatch
+            job.needs = tuple(need for part in action.work for need in self._needs(part))
+            job.other = self._other(action)
+            jobs.append(job)
+        if self.merge:
+            _merge(jobs)
+        return jobs
+
+    def _needs(self, action: Action) -> list[tuple[Action, int]]:
+        """Return the messages that a plain action needs, with the ranks that send them."""
+        found = []
+        for alternatives in rules.needs(action, self.program.num_stages):
+            producer = alternatives[0]
+            message = rules.message(producer, self.program.num_stages)
+            if message is None or producer.stage == action.stage or producer.microbatch is None:
+                continue
+            source = self.placement.rank_of(producer.stage, producer.microbatch)
+            if source != self.rank:
+                found.append((message.recv, source))
+        return found
+
+    def _other(self, action: Action) -> int:
+        if action.op is Op.REDUCE_GRAD:
+            return next((rank for rank in self.placement.ranks_of(action.stage) if rank != self.rank), -1)
+        if action.op in TRANSFER_OPS and action.microbatch is not None:
+            message = rules.message_of(action)
+            peer = message.recv if action == message.send else message.send
+            return self.placement.rank_of(peer.stage, action.microbatch)
+        return -1
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def run(self, step: Step, record: Record) -> Generator[Wait, None, None]:
+        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged."""
+        channel, clock, stages = self.channel, self.clock, self.stages.values()
+        self._reset()
+        channel.begin(step.number)
+        for stage in stages:
+            stage.begin()
+        record.begin_ns = clock.now()
+        timed = 0
+        for job in self.jobs:
+            self.current = job.action
+            for receive, source in job.needs:
+                delivery = channel.take(receive, source)
+                if delivery is None:
+                    begin = clock.now()
+                    wait = Wait(self.rank, job.action, receive, source)
+                    while delivery is None:
+                        yield wait
+                        delivery = channel.take(receive, source)
+                    record.waits.append((timed, receive, source, begin, clock.now()))
+                self._arrived[receive] = delivery
+                record.messages.append(
+                    (receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
+                )
+            if job.timed:
+                timed += 1
+                start = clock.mark()
+                job.run(job, step)
+                record.starts.append(start)
+                record.ends.append(clock.mark())
+                record.held.append(clock.held(stages))
+            else:
+                job.run(job, step)
+        yield from self._sum_exchanged(step, record)
+        record.end_ns = clock.now()
+        self.current = None
+
+    def _reset(self) -> None:
+        self._made.clear()
+        self._gradients.clear()
+        self._arrived.clear()
+        self._exchanged.clear()
+
+    # ---- what actions do ---------------------------------------------------------------------------------------------
+
+    def _forward(self, job: Job, step: Step) -> None:
+        self._run_forward(job.action, step)
+
+    def _run_forward(self, action: Action, step: Step) -> None:
+        index, _, microbatch, _ = action
+        assert microbatch is not None
+        if index == 0:
+            value = step.inputs[microbatch]
+        else:
+            delivery = self._arrived.pop(Action(index, Op.RECV_F, microbatch), None)
+            value = self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
+        stage = self.stages[index]
+        made = stage.forward(microbatch, value, keep=step.train)
+        if index < self.program.num_stages - 1:
+            self._made[index, microbatch] = made
+        elif step.train:
+            step.losses[microbatch] = made
+        elif stage.loss is None:
+            step.outputs[microbatch] = made
+        else:
+            step.outputs[microbatch], step.losses[microbatch] = made
+
+    def _gradients_of(self, action: Action, step: Step) -> Gradients:
+        """Return the gradients of what a stage made, one for each tensor of it."""
+        index, _, microbatch, _ = action
+        assert microbatch is not None
+        if index == self.program.num_stages - 1:
+            return (step.shares[microbatch],)
+        delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
+        if delivery is None:
+            return self._gradients.pop((index + 1, microbatch))
+        return delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form))
+
+    def _backward(self, job: Job, step: Step) -> None:
+        self._run_backward(job.action, step)
+
+    def _run_backward(self, action: Action, step: Step) -> None:
+        index, _, microbatch, _ = action
+        assert microbatch is not None
+        made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
+        if index > 0:
+            self._gradients[index, microbatch] = made
+
+    def _backward_input(self, job: Job, step: Step) -> None:
+        action, microbatch = job.action, job.microbatch
+        assert job.stage is not None
+        made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
+        if action.stage > 0:
+            self._gradients[action.stage, microbatch] = made
+
+    def _backward_weight(self, job: Job, step: Step) -> None:
+        assert job.stage is not None
+        if self.merge:
+            if job.together:
+                job.stage.backward_weight_merged(job.together)
+        else:
+            job.stage.backward_weight(job.microbatch)
+
+    def _pair(self, job: Job, step: Step) -> None:
+        for part in job.action.parts:
+            run = self._run_forward if part.op is Op.FORWARD else self._run_backward
+            run(part, step)
+
+    def _post(self, job: Job, step: Step) -> None:
+        self.channel.post(job.action, job.other)
+
+    def _send_output(self, job: Job, step: Step) -> None:
+        receive = Action(job.action.stage + 1, Op.RECV_F, job.microbatch)
+        tensors, form = pack(self._made.pop((job.action.stage, job.microbatch)))
+        self.channel.send(receive, job.other, tensors, form)
+
+    def _send_gradient(self, job: Job, step: Step) -> None:
+        receive = Action(job.action.stage - 1, Op.RECV_B, job.microbatch)
+        gradients = self._gradients.pop((job.action.stage, job.microbatch))
+        if len(gradients) == 1 and gradients[0] is not None:
+            self.channel.send(receive, job.other, (gradients[0],), None)
+        else:
+            self.channel.send(receive, job.other, *pack(gradients))
+
+    # ---- two copies of a stage ---------------------------------------------------------------------------------------
+
+    def _exchange(self, job: Job, step: Step) -> None:
+        """Offer this copy's gradients to the other; they are summed when the row has ended."""
+        if job.other < 0:
+            return
+        assert job.stage is not None
+        self.channel.post(job.action, job.other)
+        tensors, form = pack([parameter.grad for parameter in job.stage.parameters])
+        self.channel.send(job.action, job.other, tensors, form)
+        self._exchanged.append((job, self.clock.now()))
+
+    def _sum_exchanged(self, step: Step, record: Record) -> Generator[Wait, None, None]:
+        for job, start in self._exchanged:
+            delivery = self.channel.take(job.action, job.other)
+            while delivery is None:
+                yield Wait(self.rank, job.action, job.action, job.other)
+                delivery = self.channel.take(job.action, job.other)
+            assert job.stage is not None
+            at_home = self.placement.homes[job.action.stage] == self.rank
+            theirs = unpack(delivery.tensors, delivery.form)
+            with torch.no_grad():
+                for parameter, other in zip(job.stage.parameters, theirs, strict=True):
+                    parameter.grad = _summed(parameter.grad, other) if at_home else _summed(other, parameter.grad)
+            record.exchanges.append((job.action, start, self.clock.now()))
+
+
+def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the sum of two copies' gradients in one order, so that both copies get the same bits."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
+def _merge(jobs: list[Job]) -> None:
+    """Let the last of several W of one stage that stand together run them all."""
+    run: list[Job] = []
+    for job in [*jobs, None]:
+        weight = job is not None and job.action.op is Op.BACKWARD_WEIGHT
+        if run and (not weight or job is None or job.action.stage != run[0].action.stage):
+            run[-1].together = tuple(one.microbatch for one in run)
+            run = []
+        if weight and job is not None:
+            run.append(job)

@@ -1,0 +1,215 @@
+"""One stage on one rank: F, B, I and W of any microbatch, and what is kept between them.
+
+The stage's blocks run in segments. A segment that is checkpointed keeps only its input and runs again before its backward;
+every segment begins with inputs cut off from the graph before it, so that a backward goes segment by segment:
+
+    F   x ──[ segment 0 ]──► h ──[ segment 1 ]──► y          each keeps its leaves (x, h) and its roots (h, y)
+    B   gradient of x ◄── gradient of h ◄── gradient of y
+
+The roots are kept as places in the graph, not as tensors: an output that has been sent is not held for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from drumline.runtime.buffers import Buffers
+from drumline.runtime.cut import Block
+from drumline.runtime.randomness import Randomness, may_draw
+from drumline.runtime.tape import Gradients, Splitter, Tape, accumulate, merged
+from drumline.runtime.values import pack, unpack
+
+Loss = Callable[[Any, int], Tensor]
+
+
+class Pass:
+    """One microbatch's way through one segment: what its backward needs."""
+
+    __slots__ = ("buffers", "form", "leaves", "roots", "tape", "wanted")
+
+    def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
+        self.leaves = leaves
+        self.form = form
+        self.roots: list[GradientEdge] = []
+        self.wanted: list[int] = []  # which of the outputs a gradient can come back for
+        self.tape: Tape | None = None
+        self.buffers: dict[int, Tensor] = {}
+
+
+class Segment:
+    """Consecutive blocks that are run, kept and gone back through together."""
+
+    def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
+        self.blocks = [(block.name, block.module, may_draw(block.module)) for block in blocks]
+        self.checkpointed = checkpointed
+        self.parameters = [
+            one for one in dict.fromkeys(p for b in blocks for p in b.module.parameters()) if one.requires_grad
+        ]
+        self.buffers = Buffers([block.module for block in blocks])
+        self.splitter = Splitter([block.module for block in blocks])
+
+    def run(self, value: Any, microbatch: int, randomness: Randomness) -> Any:
+        """Run the blocks."""
+        for name, module, draws in self.blocks:
+            if draws:
+                randomness.apply(microbatch, name)
+            value = module(value)
+        return value
+
+
+class Stage:
+    """The blocks of one stage, with what its microbatches have left behind.
+
+    `loss` is given to the last stage: it takes the output and the microbatch, and its value is what F returns.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        blocks: Sequence[Block],
+        randomness: Randomness,
+        *,
+        checkpointed: Collection[str] = (),
+        loss: Loss | None = None,
+        split: Collection[int] = (),
+    ) -> None:
+        self.index = index
+        self.blocks = tuple(blocks)
+        self.loss = loss
+        self.split = frozenset(split)
+        self.randomness = randomness
+        grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
+        self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
+        if loss is not None and self.segments[-1].checkpointed:
+            self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
+        self.held: dict[int, list[Pass]] = {}
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, each once, in the order of the model."""
+        return [one for segment in self.segments for one in segment.parameters]
+
+    def begin(self) -> None:
+        """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
+        self.held.clear()
+        if self.split:
+            for segment in self.segments:
+                segment.splitter.refresh()
+
+    def forward(self, microbatch: int, value: Any, *, keep: bool = True) -> Any:
+        """Run F and return the output, or on the last stage the loss; both cut off from the graph."""
+        if not keep:
+            with torch.no_grad():
+                for segment in self.segments:
+                    value = segment.run(value, microbatch, self.randomness)
+                return value if self.loss is None else (value, self.loss(value, microbatch))
+        passes: list[Pass] = []
+        for number, segment in enumerate(self.segments):
+            tensors, form = pack(value)
+            wants_gradient = bool(passes) or self.index > 0
+            leaves = [_leaf(one, wants_gradient) for one in tensors]
+            this = Pass(leaves, form)
+            last = number == len(self.segments) - 1
+            if segment.checkpointed:
+                this.buffers = segment.buffers.save()
+                with torch.no_grad():
+                    value = segment.run(unpack(leaves, form), microbatch, self.randomness)
+                segment.buffers.learn()
+            else:
+                value = self._through(segment, this, microbatch, last=last)
+            passes.append(this)
+        self.held[microbatch] = passes
+        return value
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
+        for segment, this in zip(reversed(self.segments), reversed(self.held.pop(microbatch)), strict=True):
+            self._again(segment, this, microbatch)
+            roots, given = _paired(this, gradients)
+            if roots:
+                torch.autograd.backward(roots, given)
+            gradients = tuple(leaf.grad for leaf in this.leaves)
+        return tuple(gradients)
+
+    def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Run I: return the gradients of the stage's inputs, and keep what W needs."""
+        passes = self.held[microbatch]
+        for segment, this in zip(reversed(self.segments), reversed(passes), strict=True):
+            self._again(segment, this, microbatch)
+            roots, given = _paired(this, gradients)
+            wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
+            found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+            if roots:
+                assert this.tape is not None, f"{self.index}I{microbatch} of a forward that was not split"
+                found = this.tape.backward_input(roots, given, wanted, segment.parameters)
+            each = iter(found)
+            gradients = tuple(next(each) if leaf.requires_grad else None for leaf in this.leaves)
+            this.leaves, this.roots = (), []
+        return tuple(gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Run W: add to the parameters' gradients, and let go of the microbatch."""
+        accumulate(self.weight_gradients(microbatch))
+
+    def backward_weight_merged(self, microbatches: Sequence[int]) -> None:
+        """Run W of several microbatches as one larger product each; sums in another order than one by one."""
+        passes = [self.held.pop(microbatch) for microbatch in microbatches]
+        for each in reversed(list(zip(*passes, strict=True))):
+            accumulate(merged([this.tape for this in each if this.tape is not None]))
+
+    def weight_gradients(self, microbatch: int) -> Gradients:
+        """Return what W of a microbatch adds to each parameter, and let go of what was kept for it."""
+        passes = self.held.pop(microbatch)
+        return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
+
+    def _through(self, segment: Segment, this: Pass, microbatch: int, *, last: bool) -> Any:
+        """Run a segment with its graph, and remember where in it the outputs stand."""
+        taped = microbatch in self.split
+        if taped:
+            this.tape = Tape()
+            segment.splitter.start(this.tape)
+        try:
+            with torch.enable_grad():
+                value = segment.run(unpack(this.leaves, this.form), microbatch, self.randomness)
+        finally:
+            if taped:
+                segment.splitter.stop()
+        if last and self.loss is not None:
+            with torch.enable_grad():
+                value = self.loss(value, microbatch)
+        outputs, form = pack(value)
+        this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
+        this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        return unpack([one.detach() for one in outputs], form)
+
+    def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
+        """Recompute a checkpointed segment, on the buffers that its first run saw."""
+        if segment.checkpointed and not this.roots:
+            with segment.buffers.as_they_were(this.buffers):
+                self._through(segment, this, microbatch, last=False)
+            this.buffers = {}
+
+
+def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
+    leaf = tensor.detach()
+    if wants_gradient and (leaf.is_floating_point() or leaf.is_complex()):
+        leaf.requires_grad_()
+    return leaf
+
+
+def _paired(this: Pass, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return the roots that a gradient came back for, each with its gradient."""
+    roots, given = [], []
+    for root, index in zip(this.roots, this.wanted, strict=True):
+        gradient = gradients[index]
+        if gradient is not None:
+            roots.append(root)
+            given.append(gradient)
+    return roots, given

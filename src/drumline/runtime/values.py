@@ -1,0 +1,59 @@
+"""What travels between stages: any nesting of tensors and plain values, taken apart for the channel and put back.
+
+    (x, {"mask": m, "scale": 2.0})   ──►   tensors (x, m) and the form ("tuple", 0, ("dict", ("mask", "scale"), 1, ...))
+
+One tensor alone, the common case, has the form None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
+
+
+def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """Return the tensors inside `value`, and the form that `unpack` needs to put them back.
+
+    >>> import torch
+    >>> tensors, form = pack({"a": torch.ones(2), "b": [3, None]})
+    >>> form
+    ('dict', ('a', 'b'), 0, ('list', ('plain', 3), ('plain', None)))
+    >>> unpack(tensors, form)
+    {'a': tensor([1., 1.]), 'b': [3, None]}
+    """
+    if isinstance(value, Tensor):
+        return (value,), None
+    tensors: list[Tensor] = []
+    form = _form(value, tensors)
+    return tuple(tensors), form
+
+
+def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
+    """Return the value that `pack` took apart."""
+    return tensors[0] if form is None else _value(tensors, form)
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return len(tensors) - 1
+    if type(value) in (tuple, list):
+        return (type(value).__name__, *(_form(one, tensors) for one in value))
+    if type(value) is dict:
+        return ("dict", tuple(value), *(_form(one, tensors) for one in value.values()))
+    return ("plain", value)
+
+
+def _value(tensors: Sequence[Tensor], form: Any) -> Any:
+    if isinstance(form, int):
+        return tensors[form]
+    kind, *parts = form
+    if kind == "plain":
+        return parts[0]
+    if kind == "dict":
+        return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
+    return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
