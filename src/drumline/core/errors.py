@@ -12,6 +12,7 @@ DrumlineError            anything that Drumline refuses
 └── RunError             a run that failed
     ├── NonFiniteError   a loss or gradient that is NaN or infinite; nothing was updated
     ├── WaitTimeout      a rank waited too long; says for which action of which rank
+    ├── LaunchError      local ranks that could not be started, or could not be handed what they need
     └── RankFailed       another rank failed; names it, its action and its error
 """
 
@@ -78,6 +79,10 @@ class NonFiniteError(RunError):
 
 class WaitTimeout(RunError):
     """A rank waited too long for a named action of a named rank."""
+
+
+class LaunchError(RunError):
+    """Local ranks could not be started, or something cannot be sent to them or back; the text says what and where."""
 
 
 class RankFailed(RunError):

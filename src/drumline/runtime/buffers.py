@@ -1,7 +1,7 @@
 """Buffers that a forward changes (running statistics) under recomputation: changed once per microbatch, not twice.
 
-Before a forward that will be recomputed, the buffers that forwards are known to change are copied. The recomputation runs
-on those copies, so it sees what the first run saw, and afterwards the current ones are put back untouched.
+Before a forward that will be recomputed, the buffers that forwards are known to change are copied. The recomputation
+runs on those copies, so it sees what the first run saw, and afterwards the current ones are put back untouched.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -85,6 +85,6 @@ def cut(blocks: Sequence[Block], num_stages: int, balance: Sequence[int] | None 
             expected=f"{counted(num_stages, 'count')} of 1 or more that sum to the model's {len(blocks)} blocks",
         )
     ends = list(accumulate(balance, initial=0))
-    stages = [tuple(blocks[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    stages = [tuple(blocks[start:end]) for start, end in pairwise(ends)]
     assert [block for stage in stages for block in stage] == list(blocks), "a block was lost or doubled"
     return stages

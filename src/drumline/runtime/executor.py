@@ -1,8 +1,9 @@
 """Runs one rank's row: exactly the actions of the proven program, in their order.
 
 The row, with its communication spelled out, is translated once into jobs: a job knows its stage, where its input comes
-from (the batch, a stage of the same rank, or a message) and what to do. A step then goes through the jobs. Where a message
-has not arrived, the run yields what it waits for; whoever drives it blocks on the channel, or lets another rank go on.
+from (the batch, a stage of the same rank, or a message) and what to do. A step then goes through the jobs. Where a
+message has not arrived, the run yields what it waits for; whoever drives it blocks on the channel, or lets another rank
+go on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Step:
 
     number: int
     inputs: Sequence[Any] = ()
-    shares: Sequence[Tensor] = ()
+    shares: Sequence[float | Tensor] = ()
     train: bool = True
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -156,11 +157,9 @@ class Executor:
                     while delivery is None:
                         yield wait
                         delivery = channel.take(receive, source)
-                    record.waits.append((timed, receive, source, begin, clock.now()))
+                    record.waited(timed, receive, source, begin, clock.now())
                 self._arrived[receive] = delivery
-                record.messages.append(
-                    (receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
-                )
+                record.took(receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
             if job.timed:
                 timed += 1
                 start = clock.mark()
@@ -192,7 +191,9 @@ class Executor:
             value = step.inputs[microbatch]
         else:
             delivery = self._arrived.pop(Action(index, Op.RECV_F, microbatch), None)
-            value = self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
+            value = (
+                self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
+            )
         stage = self.stages[index]
         made = stage.forward(microbatch, value, keep=step.train)
         if index < self.program.num_stages - 1:
@@ -202,14 +203,17 @@ class Executor:
         elif stage.loss is None:
             step.outputs[microbatch] = made
         else:
-            step.outputs[microbatch], step.losses[microbatch] = made
+            step.outputs[microbatch], loss = made
+            if loss is not None:
+                step.losses[microbatch] = loss
 
     def _gradients_of(self, action: Action, step: Step) -> Gradients:
         """Return the gradients of what a stage made, one for each tensor of it."""
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            return (step.shares[microbatch],)
+            loss = step.losses[microbatch]
+            return (torch.as_tensor(step.shares[microbatch], dtype=loss.dtype, device=loss.device),)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
@@ -285,7 +289,7 @@ class Executor:
             with torch.no_grad():
                 for parameter, other in zip(job.stage.parameters, theirs, strict=True):
                     parameter.grad = _summed(parameter.grad, other) if at_home else _summed(other, parameter.grad)
-            record.exchanges.append((job.action, start, self.clock.now()))
+            record.exchanges.extend((job.action.stage, start, self.clock.now()))
 
 
 def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:

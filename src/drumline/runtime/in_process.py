@@ -1,8 +1,8 @@
 """All ranks in one process, over the strictest channel there is: what runs here hangs nowhere.
 
 A send completes only once its receive is posted; the messages of one directed edge are matched in posting order, and a
-send that meets another message's receive is an error; nothing is buffered between. The ranks take turns (see `take_turns`),
-so that a program that cannot go on is found at once, with what every rank waits for.
+send that meets another message's receive is an error; nothing is buffered between. The ranks take turns (see
+`take_turns`), so that a program that cannot go on is found at once, with what every rank waits for.
 """
 
 from __future__ import annotations

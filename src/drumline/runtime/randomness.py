@@ -1,8 +1,8 @@
 """Random numbers that depend on what is computed and not on where.
 
 Before a block runs, the generators are seeded from (seed, step, microbatch, data-parallel rank, block name). So a block
-draws the same numbers on whichever rank and in whatever order it runs, and again when it is recomputed. Blocks made only
-of layers that are known to draw nothing are left alone.
+draws the same numbers on whichever rank and in whatever order it runs, and again when it is recomputed. Blocks made
+only of layers that are known to draw nothing are left alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What a rank measured in one step, and the timeline that all ranks' records make.
 
 Every rank notes when each action started and ended, when it waited and for which message, and when each message that it
-took up was made, on its way, and consumed. Records are plain numbers in program order, so they are small and travel well.
+took up was made, on its way, and consumed. Records are arrays of whole numbers, so they are small and travel well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,7 +15,6 @@ from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
 from drumline.core.memory import Holding, holdings
-from drumline.core.program import Program
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
 
 NANO = 1e-9
@@ -32,19 +32,43 @@ class Waited:
     end: float
 
 
+def _numbers() -> array[int]:
+    return array("q")
+
+
 @dataclass(slots=True)
 class Record:
-    """One rank's step, in nanoseconds of a clock that all ranks share."""
+    """One rank's step, in nanoseconds of a clock that all ranks share; rows of several numbers are laid out flat."""
 
     rank: int
     begin_ns: int = 0
     end_ns: int = 0
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)  # pairs held while each timed action ran
-    waits: list[tuple[int, Action, int, int, int]] = field(default_factory=list)  # index, receive, source, from, to
-    messages: list[tuple[Action, int, int, int, int, int]] = field(default_factory=list)
-    exchanges: list[tuple[Action, int, int]] = field(default_factory=list)
+    starts: array[int] = field(default_factory=_numbers)  # of each timed action
+    ends: array[int] = field(default_factory=_numbers)
+    held: array[int] = field(default_factory=_numbers)  # pairs held once it has ended
+    waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
+    messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
+    exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
+
+    def waited(self, index: int, receive: Action, source: int, start: int, end: int) -> None:
+        """Note a wait before the timed action `index`."""
+        self.waits.extend((index, *_coded(receive), source, start, end))
+
+    def took(self, receive: Action, source: int, made: int, sent: int, consumed: int, num_bytes: int) -> None:
+        """Note a message that was taken up."""
+        self.messages.extend((*_coded(receive), source, made, sent, consumed, num_bytes))
+
+
+def _coded(receive: Action) -> tuple[int, int, int]:
+    return receive.stage, int(receive.op is Op.RECV_B), -1 if receive.microbatch is None else receive.microbatch
+
+
+def _decoded(stage: int, backward: int, microbatch: int) -> Action:
+    return Action(stage, Op.RECV_B if backward else Op.RECV_F, microbatch)
+
+
+def _rows(flat: array[int], width: int) -> Iterator[Sequence[int]]:
+    return (flat[at : at + width] for at in range(0, len(flat), width))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,16 +107,16 @@ class Measured(Timeline):
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, the (stage, microbatch) pairs that were really held while each action ran."""
+        """Per rank, the (stage, microbatch) pairs that were really held once each action had ended."""
         return tuple(tuple(record.held) for record in self.records)
 
     @cached_property
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
         return [
-            Span(record.rank, action, self._seconds(start), self._seconds(end), Lane.EXCHANGE)
+            Span(record.rank, Action(stage, Op.REDUCE_GRAD), self._seconds(start), self._seconds(end), Lane.EXCHANGE)
             for record in self.records
-            for action, start, end in record.exchanges
+            for stage, start, end in _rows(record.exchanges, 3)
         ]
 
     @cached_property
@@ -100,18 +124,19 @@ class Measured(Timeline):
         """The messages between ranks, transfer and waiting apart."""
         found = []
         for record in self.records:
-            for receive, source, made, sent, consumed, num_bytes in record.messages:
-                times = (self._seconds(one) for one in (made, made, min(sent, consumed), consumed))
-                found.append(Transfer(rules.message_of(receive).send, source, record.rank, *times, float(num_bytes)))
+            for *coded, source, made, sent, consumed, num_bytes in _rows(record.messages, 8):
+                send = rules.message_of(_decoded(*coded)).send
+                start, end, taken = (self._seconds(one) for one in (made, min(sent, consumed), consumed))
+                found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
         return found
 
     @cached_property
     def waits(self) -> tuple[Waited, ...]:
         """Every time a rank waited, and for what."""
         return tuple(
-            Waited(record.rank, track.actions[at], receive, source, self._seconds(start), self._seconds(end))
+            Waited(record.rank, track.actions[at], _decoded(*coded), source, self._seconds(start), self._seconds(end))
             for track, record in zip(self.tracks, self.records, strict=True)
-            for at, receive, source, start, end in record.waits
+            for at, *coded, source, start, end in _rows(record.waits, 7)
         )
 
     @cached_property
@@ -119,7 +144,7 @@ class Measured(Timeline):
         """Seconds of each rank's step that were neither compute nor waiting: the executor's own."""
         return tuple(
             (record.end_ns - record.begin_ns - sum(record.ends) + sum(record.starts)) * NANO
-            - sum(end - start for *_, start, end in record.waits) * NANO
+            - sum(end - start for *_, start, end in _rows(record.waits, 7)) * NANO
             for record in self.records
         )
 

@@ -1,7 +1,7 @@
 """One stage on one rank: F, B, I and W of any microbatch, and what is kept between them.
 
-The stage's blocks run in segments. A segment that is checkpointed keeps only its input and runs again before its backward;
-every segment begins with inputs cut off from the graph before it, so that a backward goes segment by segment:
+The stage's blocks run in segments. A segment that is checkpointed keeps only its input and runs again before its
+backward; every segment begins with inputs cut off from the graph before it, so that a backward goes segment by segment:
 
     F   x ──[ segment 0 ]──► h ──[ segment 1 ]──► y          each keeps its leaves (x, h) and its roots (h, y)
     B   gradient of x ◄── gradient of h ◄── gradient of y
@@ -22,11 +22,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
+from drumline.runtime.owners import Splitter
 from drumline.runtime.randomness import Randomness, may_draw
-from drumline.runtime.tape import Gradients, Splitter, Tape, accumulate, merged
+from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
-Loss = Callable[[Any, int], Tensor]
+Loss = Callable[[Any, int], Tensor | None]
 
 
 class Pass:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
@@ -57,3 +58,20 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     if kind == "dict":
         return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
     return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return the value with its tensors on a device."""
+    tensors, form = pack(value)
+    return unpack([one.to(device, non_blocking=True) for one in tensors], form)
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Return several microbatches' values as one, their tensors joined along the first dimension.
+
+    >>> joined([(torch.zeros(1, 2), "a"), (torch.ones(2, 2), "a")])[0].shape
+    torch.Size([3, 2])
+    """
+    packed = [pack(value) for value in values]
+    tensors = [torch.cat(column) for column in zip(*(each for each, _ in packed), strict=True)]
+    return unpack(tensors, packed[0][1])

@@ -1,0 +1,143 @@
+"""Putting a pipeline together: stages onto ranks, the same on all of them, two copies with the same weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.action import Op
+from drumline.core.errors import MismatchError, ModelError, nearest
+from drumline.core.program import Program
+from drumline.runtime.cut import Block
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.stage import Loss, Stage
+
+Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
+
+
+def device_of(blocks: Sequence[Block]) -> torch.device:
+    """Return the device that the model is on: that of its first parameter or buffer, else the host."""
+    tensors = (one for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+    return next((one.device for one in tensors), torch.device("cpu"))
+
+
+def named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a stage's parameters under the names of the unsplit model."""
+    for block in stage.blocks:
+        for name, one in block.module.named_parameters():
+            yield f"{block.name}.{name}", one
+
+
+def state(stage: Stage) -> list[Tensor]:
+    """Return a stage's parameters and buffers."""
+    return [one for block in stage.blocks for one in (*block.module.parameters(), *block.module.buffers())]
+
+
+def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> frozenset[str]:
+    """Return the names of the blocks that are recomputed.
+
+    >>> cuts = [[Block("0", nn.ReLU()), Block("1", nn.ReLU())], [Block("2", nn.ReLU())]]
+    >>> sorted(checkpointed({0: "full", 1: "none"}, cuts)), sorted(checkpointed(["2"], cuts))
+    (['0', '1'], ['2'])
+    """
+    if isinstance(choice, Mapping):
+        for stage in choice:
+            if stage not in range(len(cuts)):
+                raise ModelError(f"checkpoint names stage {stage}", expected=f"stages 0 to {len(cuts) - 1}")
+        return frozenset().union(*(checkpointed(one, [cuts[stage]]) for stage, one in choice.items()))
+    names = [block.name for stage in cuts for block in stage]
+    if isinstance(choice, str):
+        if choice not in ("none", "full"):
+            raise ModelError(f"checkpoint is {choice!r}", expected='"none", "full" or names of blocks')
+        return frozenset(names if choice == "full" else ())
+    for name in choice:
+        if name not in names:
+            raise ModelError(f"checkpoint names the block {name!r}, which is not there", fix=nearest(str(name), names))
+    return frozenset(choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the stages of all ranks are made from."""
+
+    program: Program
+    cuts: Sequence[Sequence[Block]]
+    device: torch.device
+    randomness: Randomness
+    checkpointed: frozenset[str]
+    loss: Loss | None
+
+    def stages_of(self, rank: int, *, apart: bool) -> dict[int, Stage]:
+        """Return a rank's stages; `apart` copies the modules of those whose home is another rank of this process."""
+        placement = self.program.placement
+        found = {}
+        for index in placement.stages_of(rank):
+            blocks = tuple(self.cuts[index])
+            if apart and placement.homes[index] != rank:
+                blocks = tuple(Block(block.name, copy.deepcopy(block.module)) for block in blocks)
+            for block in blocks:
+                block.module.to(self.device)
+            found[index] = Stage(
+                index,
+                blocks,
+                self.randomness,
+                checkpointed=self.checkpointed,
+                loss=self.loss if index == self.program.num_stages - 1 else None,
+                split=self._split(index),
+            )
+        return found
+
+    def _split(self, stage: int) -> set[int]:
+        return {
+            part.microbatch
+            for part in self.program.work()
+            if part.stage == stage and part.op is Op.BACKWARD_INPUT and part.microbatch is not None
+        }
+
+    def described(self, **more: Any) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        return {
+            "schedule": self.program.format(),
+            "model": [
+                (f"{block.name}.{name}", tuple(one.shape), str(one.dtype), one.requires_grad)
+                for stage in self.cuts
+                for block in stage
+                for name, one in block.module.named_parameters()
+            ],
+            "balance": [len(stage) for stage in self.cuts],
+            "checkpoint": sorted(self.checkpointed),
+            "seed": self.randomness.seed,
+            **more,
+        }
+
+
+def agree(told: Sequence[dict[str, Any]]) -> None:
+    """Raise if the ranks were not given the same; the text is the same on all of them.
+
+    >>> agree([{"seed": 0}, {"seed": 1}])
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: ranks 0 and 1 have another seed: 0 and 1; expected the same line on every rank
+    """
+    first = told[0]
+    for rank, other in enumerate(told):
+        for what, value in first.items():
+            if other[what] != value:
+                raise MismatchError(
+                    f"ranks 0 and {rank} have another {what}: {_difference(value, other[what])}",
+                    expected="the same line on every rank",
+                )
+
+
+def _difference(first: Any, second: Any) -> str:
+    if isinstance(first, str) and isinstance(second, str) and "\n" in first + second:
+        first, second = first.splitlines(), second.splitlines()
+    if isinstance(first, list) and isinstance(second, list):
+        if len(first) != len(second):
+            return f"{len(first)} and {len(second)} entries"
+        first, second = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
+    return f"{first!s:.80} and {second!s:.80}"

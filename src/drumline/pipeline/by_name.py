@@ -1,0 +1,76 @@
+"""Which functions and classes another process can import, and what code uses of the modules around it."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+_GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+
+
+def goes_by_name(obj: Any) -> bool:
+    """Return whether another process can import a function or class under its own name.
+
+    >>> goes_by_name(os.path.join), goes_by_name(lambda: 0)
+    (True, False)
+    """
+    found: Any = sys.modules.get(obj.__module__ or "")
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj and is_importable(obj.__module__)
+
+
+def is_importable(name: str) -> bool:
+    """Return whether another process with the same `sys.path` would find this very module, without importing it.
+
+    >>> is_importable("os"), is_importable("__main__"), is_importable("no.such")
+    (True, False, False)
+    """
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return False
+    parent = name.rpartition(".")[0]
+    if parent and not is_importable(parent):
+        return False
+    spec = getattr(module, "__spec__", None)
+    if spec is None:  # made by hand, or by the C code of its package
+        return bool(parent)
+    path = getattr(sys.modules[parent], "__path__", None) if parent else None
+    return _finds(name, spec.origin, None if path is None else tuple(path), tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1024)
+def _finds(name: str, origin: str | None, path: tuple[str, ...] | None, _sys_path: tuple[str, ...]) -> bool:
+    specs = (finder.find_spec(name, path, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return any(spec is not None and spec.origin == origin for spec in specs)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _codes(const)
+
+
+def global_values(fn: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function and the functions inside it use, as far as they exist.
+
+    >>> sorted(global_values(global_values))
+    ['_GLOBAL_OPS', '_codes', 'dis']
+    """
+    used = (one for code in _codes(fn.__code__) for one in dis.get_instructions(code) if one.opname in _GLOBAL_OPS)
+    names = dict.fromkeys(one.argval for one in used)
+    return {name: fn.__globals__[name] for name in names if name in fn.__globals__}
+
+
+def used_submodules(module: ModuleType, code: CodeType) -> list[str]:
+    """Return the submodules that code reaches as attributes: `import a.b` binds only a, and a need not import b."""
+    words = {name for one in _codes(code) for name in one.co_names}
+    ahead = module.__name__ + "."
+    below = [name for name in list(sys.modules) if name.startswith(ahead)]
+    return [name for name in below if words.issuperset(name[len(ahead) :].split(".")) and is_importable(name)]

@@ -1,0 +1,72 @@
+"""From what a user names to the programs that run: one for training, one for forwards alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumline.core.action import Op
+from drumline.core.errors import ProgramError, counted
+from drumline.core.program import Program
+from drumline.schedules import generate
+
+
+def program_for(
+    schedule: str | Path | Program,
+    *,
+    num_ranks: int,
+    num_microbatches: int | None,
+    stages_per_rank: int | None = None,
+) -> Program:
+    """Return the program that `schedule` means on these ranks, and check that it is one the executor can run.
+
+    >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
+    4
+    """
+    if isinstance(schedule, Program):
+        program = schedule
+    elif isinstance(schedule, Path) or schedule.endswith(".csv"):
+        program = Program.load(schedule)
+    else:
+        if num_microbatches is None:
+            raise ProgramError("num_microbatches is missing", expected="how many microbatches a batch is cut into")
+        program = generate(
+            schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
+        )
+    if program.num_ranks != num_ranks:
+        raise ProgramError(
+            f"program {program.name!r} is for {counted(program.num_ranks, 'rank')}",
+            expected=f"one for the {num_ranks} that run",
+        )
+    if program.num_updates:
+        raise ProgramError(
+            f"program {program.name!r} updates the weights while it runs",
+            expected="a flushed schedule: the executor does not run programs with UPDATE yet",
+            fix="1f1b is the flushed form of pipedream",
+        )
+    if num_microbatches not in (None, program.num_microbatches):
+        raise ProgramError(
+            f"program {program.name!r} has {counted(program.num_microbatches, 'microbatch')}",
+            expected=f"num_microbatches={num_microbatches}, as given",
+        )
+    if any(action.op in (Op.UNSHARD, Op.RESHARD) for row in program.rows for action in row):
+        raise ProgramError(
+            f"program {program.name!r} gathers and releases parameters",
+            expected="a program without UNSHARD and RESHARD: the executor does not shard yet",
+        )
+    if not program.has_backward:
+        raise ProgramError(
+            f"program {program.name!r} has no backwards",
+            expected="a program that trains; `eval_step` of any other runs its forwards alone",
+        )
+    return program
+
+
+def forwards_of(program: Program) -> Program:
+    r"""Return the program's forwards alone, in their order: legal because forwards wait for forwards only.
+
+    >>> print(forwards_of(Program.parse("0F0,0B0\n1F0,1B0")))
+    0F0
+    1F0
+    """
+    rows = ((part for action in row for part in action.work if part.op is Op.FORWARD) for row in program.rows)
+    return Program.of(rows, f"{program.name} forwards")

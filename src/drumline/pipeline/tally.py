@@ -1,0 +1,77 @@
+"""How a step went on every rank: told by each at its end, heard by whoever needs it.
+
+A rank does not wait at the end of a step. The loss, the check for NaN and the timeline wait when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, NonFiniteError
+from drumline.core.program import Program
+from drumline.runtime.record import Measured, Record
+
+
+@dataclass(slots=True)
+class Told:
+    """What one rank tells: its microbatches' parts of the loss, whether all was finite, and its record."""
+
+    losses: dict[int, float | Tensor] = field(default_factory=dict)
+    dtype: str = "float32"
+    finite: bool | Tensor = True
+    unreached: list[str] = field(default_factory=list)
+    record: Record | None = None
+
+
+@dataclass
+class Tally:
+    """All ranks' words on one step; `hear` is called once, when they are first needed."""
+
+    number: int
+    hear: Callable[[], list[Told]]
+    program: Program
+
+    @cached_property
+    def told(self) -> list[Told]:
+        """What every rank told."""
+        return self.hear()
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        """The batch's loss, its microbatches' parts added in their order; None where there was no target."""
+        parts = {number: part for one in self.told for number, part in one.losses.items()}
+        if not parts:
+            return None
+        dtype = next(getattr(torch, one.dtype) for one in self.told if one.losses)
+        first, *others = (torch.as_tensor(parts[number], dtype=dtype) for number in sorted(parts))
+        for part in others:
+            first = first + part
+        return first
+
+    @cached_property
+    def timeline(self) -> Measured:
+        """What the ranks measured."""
+        records = tuple(one.record for one in self.told if one.record is not None)
+        return Measured(self.program, records)
+
+    def check(self) -> None:
+        """Raise if the step must not be built on, on every rank alike."""
+        missing = sorted({name for one in self.told for name in one.unreached})
+        if missing:
+            raise ModelError(
+                f"no loss reaches {', '.join(missing[:4])}{' and others' if len(missing) > 4 else ''}",
+                expected="a gradient for every trainable parameter",
+                fix="freeze what the loss does not use: parameter.requires_grad_(False)",
+            )
+        bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
+        if bad:
+            raise NonFiniteError(
+                f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
+                expected="finite numbers; no optimizer has stepped",
+                fix="zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
+            )

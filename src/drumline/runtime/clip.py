@@ -1,0 +1,36 @@
+"""The global gradient norm: per-parameter norms of all ranks, reduced in the order of the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:
+    """Return each parameter's gradient norm, None where it has no gradient."""
+    listed = list(parameters)
+    present = [one.grad for one in listed if one.grad is not None]
+    norms = iter(
+        torch.stack([one.float() for one in torch._foreach_norm(present, norm_type)]).tolist() if present else []
+    )
+    return [next(norms) if one.grad is not None else None for one in listed]
+
+
+def total_norm(norms: Sequence[float], norm_type: float) -> Tensor:
+    """Return the norm of norms, as torch computes it from one model's parameters.
+
+    >>> total_norm([3.0, 4.0], 2.0)
+    tensor(5.)
+    """
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), norm_type)
+    return total
+
+
+def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
+    """Scale the gradients down to `max_norm`, with torch's own formula."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))

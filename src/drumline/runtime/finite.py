@@ -1,0 +1,25 @@
+"""Whether gradients are finite, at the price of one pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
+    """Whether no tensor holds a NaN or an infinity; on an accelerator a tensor, so that nobody waits for it here.
+
+    >>> all_finite([torch.ones(3)]), all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
+    (True, False)
+    """
+    if not tensors:
+        return True
+    device = tensors[0].device
+    if device.type != "cpu":
+        norms = torch._foreach_norm(list(tensors), float("inf"))
+        return torch.stack([norm.float() for norm in norms]).isfinite().all()
+    # On a host a sum is the cheapest pass that no NaN or infinity survives; one that overflows is looked at closely.
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
+    return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)

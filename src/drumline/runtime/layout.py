@@ -1,0 +1,118 @@
+"""How the tensors of a message lie one after the other in one piece of memory, and how ranks agree on it.
+
+    tensors   (8, 4) float32 | () bool | (3,) int64        form   how they are put together
+    bytes     0 ......... 128 | 128    | 192 ... 216         each starts at a multiple of 64
+
+Most messages of an edge look like one before: a layout is sent once, and from then on by its number.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+ONE_OFF = 0xFFFF  # the number of layouts that are not worth keeping: more came than anybody wants to remember
+_MOST_KEPT = 1024
+
+Meta = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Layout:
+    """Types, shapes and places of a message's tensors.
+
+    >>> layout = Layout(0, ((torch.float32, (8, 4)), (torch.bool, ()), (torch.int64, (3,))), form=None)
+    >>> layout.offsets, layout.num_bytes, layout.room
+    ((0, 128, 192), 153, 216)
+    """
+
+    __slots__ = ("form", "is_told", "metas", "num_bytes", "number", "offsets", "room")
+
+    def __init__(self, number: int, metas: tuple[Meta, ...], form: Any) -> None:
+        self.number = number
+        self.metas = metas
+        self.form = form
+        self.is_told = False
+        offsets, end, self.num_bytes = [], 0, 0
+        for dtype, shape in metas:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            size = math.prod(shape) * dtype.itemsize
+            offsets.append(start)
+            end = start + size
+            self.num_bytes += size
+        self.offsets = tuple(offsets)
+        self.room = end
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether both sides remember it under its number."""
+        return self.number != ONE_OFF
+
+    def text(self) -> bytes:
+        """Return what another rank needs to make the same layout."""
+        return pickle.dumps((self.number, self.metas, self.form))
+
+    @staticmethod
+    def parse(text: bytes | memoryview) -> Layout:
+        """Return the layout of a text."""
+        return Layout(*pickle.loads(text))
+
+    def views(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """Return the message's tensors as windows into a piece of memory (uint8)."""
+        # Kept and used again in other modes: a window made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return tuple(
+                memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                if math.prod(shape)
+                else torch.empty(shape, dtype=dtype, device=memory.device)
+                for (dtype, shape), offset in zip(self.metas, self.offsets, strict=True)
+            )
+
+
+class Layouts:
+    """The layouts that one edge has used, by what they were made of.
+
+    >>> layouts = Layouts()
+    >>> one = layouts.find([torch.zeros(3)], "x")
+    >>> layouts.find([torch.ones(3)], "x") is one, layouts.find([torch.ones(3)], "y") is one
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[tuple[bytes, Layout]]] = {}
+        self._num_known = 0
+
+    def find(self, tensors: Sequence[Tensor], form: Any) -> Layout:
+        """Return the layout of a message; a form that was used once must not be changed."""
+        # Hot: a tuple of types and one of shapes hash faster than pairs; so does the one tensor most messages have.
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            key: tuple[Any, ...] = (tensor.dtype, tensor.shape)
+        else:
+            key = (tuple([t.dtype for t in tensors]), tuple([t.shape for t in tensors]))
+        same = self._known.get(key, [])
+        if same and same[0][1].form is form:
+            return same[0][1]
+        # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
+        text = pickle.dumps(form)
+        for index, (other, layout) in enumerate(same):
+            if text == other:
+                same[0], same[index] = same[index], same[0]
+                return layout
+        layout = self._new(tensors, form)
+        if layout.is_kept:
+            self._known.setdefault(key, []).append((text, layout))
+        return layout
+
+    def _new(self, tensors: Sequence[Tensor], form: Any) -> Layout:
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; make it dense first")
+        number = self._num_known if self._num_known < _MOST_KEPT else ONE_OFF
+        self._num_known += 1
+        return Layout(number, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors), form)

@@ -1,0 +1,252 @@
+"""The control mesh: a link between every pair of ranks, and one pump that reads them all.
+
+    packet kinds    WORD     a value that a rank tells everybody, under a topic
+                    ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
+                    GOODBYE  an orderly end: what follows is no failure
+                    others   belong to the channel built on the mesh, which registers a handler for each
+
+There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
+goodbye means that the rank died; since a rank that dies of another one's failure may be noticed first, an abort has a
+short grace to explain it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import pickle
+import select
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch.distributed import Store
+
+from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.runtime import limits
+from drumline.runtime.channel import Wait, too_late
+from drumline.runtime.link import Link
+from drumline.runtime.rendezvous import connect
+
+WORD = 2
+ABORT = 3
+GOODBYE = 4
+FIRST_OWN_KIND = 8  # a channel's kinds start here
+
+Handler = Callable[[int, bytes, list[int]], None]
+
+
+def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
+    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
+    for stream in (sys.stderr, sys.__stderr__):
+        try:
+            if stream is not None:
+                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
+                faulthandler.dump_traceback(file=stream, all_threads=True)
+                break
+        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
+            continue
+    return too_late(what, seconds)
+
+
+class Mesh:
+    """This rank's links to all others."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        store: Store,
+        timeout: float = limits.TIMEOUT,
+        spin: float = limits.SPIN,
+        host: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.before_sleep: Callable[[], None] = lambda: None
+        self._spin_ns = int(spin * 1e9)
+        self._handlers: list[Handler] = [self._on_unknown] * 256
+        self._handlers[WORD] = self._on_word
+        self._handlers[ABORT] = self._on_abort
+        self._handlers[GOODBYE] = self._on_goodbye
+        self._words: dict[str, dict[int, Any]] = {}
+        self._failure: tuple[int, str] | None = None
+        self._lost: list[int] = []
+        self._departed: set[int] = set()
+        self._backed_up: set[int] = set()
+        self._closed = False
+        self._poller = select.poll()
+        self.links = {link.peer: link for link in connect(rank, num_ranks, store=store, timeout=timeout, host=host)}
+        self._by_fd = {link.fd: link for link in self.links.values()}
+        for fd in self._by_fd:
+            self._poller.register(fd, select.POLLIN)
+
+    def on(self, kind: int, handler: Handler) -> None:
+        """Have `handler(source, packet, fds)` called for every packet of the kind."""
+        assert kind >= FIRST_OWN_KIND, f"kind {kind} is the mesh's own"
+        self._handlers[kind] = handler
+
+    def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a packet; returns at once, and keeps what the kernel does not take yet."""
+        if not self.links[target].send(packet, fds) and target not in self._backed_up:
+            self._backed_up.add(target)
+            self._watch(self.links[target], select.POLLIN | select.POLLOUT)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the kernel has taken every packet."""
+        return not self._backed_up
+
+    def pump(self) -> None:
+        """Read everything that is there and call the handlers; never blocks."""
+        poll = self._poller.poll
+        events = poll(0)
+        while events:
+            self._serve(events)
+            events = poll(0)
+
+    def wait(
+        self, ready: Callable[[], bool], what: Wait | str, deadline_ns: int, *, needs: Callable[[], Collection[int]]
+    ) -> None:
+        """Return once `ready()`; raise RankFailed if a rank failed, WaitTimeout past the deadline (perf_counter_ns).
+
+        `needs` names the ranks without which it never will be: they must not have said goodbye.
+        """
+        started = time.perf_counter_ns()
+        while True:
+            self.pump()
+            if ready():
+                return
+            self._check(needs)
+            now = time.perf_counter_ns()
+            if now >= deadline_ns:
+                raise give_up(what, (now - started) / 1e9)
+            if now - started < self._spin_ns:
+                continue
+            self.before_sleep()
+            self._serve(self._poller.poll(_milliseconds(deadline_ns - now)))
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Send a word to everybody."""
+        word = pickle.dumps((topic, value))
+        assert self.rank not in self._words.get(topic, ()), f"rank {self.rank} tells {topic!r} twice"
+        # Its own copy too: what comes out of `hear` belongs to nobody else, on any rank.
+        self._words.setdefault(topic, {})[self.rank] = pickle.loads(word)[1]
+        for peer in self.links:
+            self.send(peer, bytes((WORD,)) + word)
+
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return everybody's word under the topic, by rank."""
+        words = self._words.setdefault(topic, {})
+        if len(words) < self.num_ranks:
+            missing = min(set(range(self.num_ranks)) - set(words))
+            self.wait(
+                lambda: len(words) == self.num_ranks,
+                f"rank {self.rank} waits for rank {missing} to tell {topic!r}",
+                deadline_ns,
+                needs=lambda: set(self.links) - set(words),
+            )
+        del self._words[topic]
+        return [words[rank] for rank in range(self.num_ranks)]
+
+    def abort(self, error: BaseException, during: str) -> None:
+        """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
+        if isinstance(error, RankFailed):
+            rank, text = error.rank, error.error
+        else:
+            at = f" at {during}" if during else ""
+            rank, text = self.rank, f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"
+        packet = bytes((ABORT,)) + pickle.dumps((rank, text))
+        if not self._closed:
+            for peer in self.links:
+                self.send(peer, packet)
+
+    def explain(self, rank: int, error: BaseException) -> RankFailed:
+        """Return why talking to `rank` failed with `error`: what an abort says within the grace, else the error."""
+        self._seek_reason(lambda: f"rank {rank} cannot be reached any more ({type(error).__name__}: {error})", rank)
+        assert self._failure is not None
+        return RankFailed(*self._failure)
+
+    def close(self) -> None:
+        """Say goodbye and let go of the sockets; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer in self.links:
+            self.send(peer, bytes((GOODBYE,)))
+        deadline = time.perf_counter_ns() + int(limits.LINGER * 1e9)
+        self._linger(lambda: bool(self._backed_up), deadline)
+        for link in self.links.values():
+            link.end_sending()
+        # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
+        self._linger(lambda: any(not link.carries_fds for link in self._by_fd.values()), deadline)
+        for link in self.links.values():
+            link.close()
+        self._by_fd.clear()
+
+    def _linger(self, going_on: Callable[[], bool], deadline_ns: int) -> None:
+        self._handlers = [lambda source, packet, fds: None] * 256
+        while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+
+    def _serve(self, events: list[tuple[int, int]]) -> None:
+        for fd, event in events:
+            link = self._by_fd[fd]
+            if event & select.POLLOUT and link.push():
+                self._backed_up.discard(link.peer)
+                self._watch(link, select.POLLIN)
+            if event & ~select.POLLOUT and not link.read(self._dispatch):
+                self._end(link)
+
+    def _dispatch(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._handlers[packet[0]](source, packet, fds)
+
+    def _watch(self, link: Link, events: int) -> None:
+        if link.fd in self._by_fd:
+            self._poller.modify(link.fd, events)
+
+    def _end(self, link: Link) -> None:
+        self._poller.unregister(link.fd)
+        del self._by_fd[link.fd]
+        self._backed_up.discard(link.peer)
+        if link.peer not in self._departed:
+            self._lost.append(link.peer)
+
+    def _check(self, needs: Callable[[], Collection[int]]) -> None:
+        if self._lost and self._failure is None:
+            lost = self._lost[0]
+            self._seek_reason(lambda: f"rank {lost} died without a word: it was killed, or it crashed", lost)
+        if self._failure is not None:
+            raise RankFailed(*self._failure)
+        for rank in self._departed and self._departed.intersection(needs()):
+            raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
+
+    def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
+        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        self.pump()
+        while self._failure is None and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+        if self._failure is None:
+            self._failure = (rank, otherwise())
+
+    def _on_word(self, source: int, packet: bytes, fds: list[int]) -> None:
+        topic, value = pickle.loads(memoryview(packet)[1:])
+        self._words.setdefault(topic, {})[source] = value
+
+    def _on_abort(self, source: int, packet: bytes, fds: list[int]) -> None:
+        if self._failure is None:
+            self._failure = pickle.loads(memoryview(packet)[1:])
+
+    def _on_goodbye(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._departed.add(source)
+
+    def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
+        raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
+
+
+def _milliseconds(nanoseconds: int) -> int:
+    # Rounded up, and in pieces that fit the kernel's int.
+    return min(-(-nanoseconds // 1_000_000), 3_600_000)

@@ -1,0 +1,144 @@
+"""What the real channels have in common: messages known by step and action, waits and words over the mesh."""
+
+from __future__ import annotations
+
+import struct
+import time
+from abc import abstractmethod
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+from drumline.core.action import Action, Op
+from drumline.runtime.channel import Channel, Wait
+from drumline.runtime.mesh import Mesh
+
+Arrived = TypeVar("Arrived")
+
+_STEP = struct.Struct("<q")
+_ACTION = struct.Struct("<iiB")
+KEY_BYTES = _STEP.size + _ACTION.size
+_OPS = tuple(Op)
+_OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
+
+
+def key_text(key: bytes) -> str:
+    """Return a message's key in words.
+
+    >>> key_text(step_code(3) + action_code(Action.parse("2RECV_F0")))
+    '2RECV_F0 of step 3'
+    """
+    (step,) = _STEP.unpack_from(key)
+    stage, microbatch, op = _ACTION.unpack_from(key, _STEP.size)
+    return f"{Action(stage, _OPS[op], None if microbatch < 0 else microbatch)} of step {step}"
+
+
+def step_code(step: int) -> bytes:
+    """Return the first part of the keys of a step's messages."""
+    return _STEP.pack(step)
+
+
+def action_code(action: Action) -> bytes:
+    """Return the second part of a message's key."""
+    assert not action.parts, f"{action} receives nothing"
+    microbatch = -1 if action.microbatch is None else action.microbatch
+    return _ACTION.pack(action.stage, microbatch, _OP_NUMBERS[action.op])
+
+
+class MeshChannel(Channel, Generic[Arrived]):
+    """A channel whose headers travel over a mesh; how the payload travels is the subclass's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank = mesh.rank
+        self.num_ranks = mesh.num_ranks
+        self._mesh = mesh
+        self._step = 0
+        self._step_code = step_code(0)
+        self._codes: dict[Action, bytes] = {}
+        # Per source, what arrived and was not taken up; a key may come more than once, and then in order.
+        self._inbox: list[dict[bytes, deque[Arrived]]] = [{} for _ in range(mesh.num_ranks)]
+        self._num_open = [0] * mesh.num_ranks
+        mesh.before_sleep = self._before_sleep
+
+    @abstractmethod
+    def _before_sleep(self) -> None:
+        """Make room for messages without which this rank might sleep for ever."""
+
+    @abstractmethod
+    def _unsent(self) -> tuple[int, bytes] | None:
+        """Return target and key of a message that has not left, if there is one."""
+
+    def _key(self, receive: Action) -> bytes:
+        code = self._codes.get(receive)
+        if code is None:
+            code = self._codes[receive] = action_code(receive)
+        return self._step_code + code
+
+    def _arrive(self, source: int, key: bytes, message: Arrived) -> None:
+        inbox = self._inbox[source]
+        same = inbox.get(key)
+        if same is None:
+            inbox[key] = deque((message,))
+        else:
+            same.append(message)
+
+    def _pick(self, source: int, key: bytes) -> Arrived | None:
+        """Remove a message from those that arrived."""
+        inbox = self._inbox[source]
+        same = inbox.get(key)
+        if same is None:
+            return None
+        message = same.popleft()
+        if not same:
+            del inbox[key]
+        if self._num_open[source]:
+            self._num_open[source] -= 1
+        return message
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._step_code = step_code(step)
+        for source, inbox in enumerate(self._inbox):
+            for key in inbox:
+                late = _STEP.unpack_from(key)[0] < step
+                assert not late, f"rank {self.rank} never took up {key_text(key)} of rank {source}"
+
+    def post(self, receive: Action, source: int) -> None:
+        self._num_open[source] += 1
+        if self._num_open[source] > self.peak_open_receives:
+            self.peak_open_receives = self._num_open[source]
+
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        key, inbox = self._key(wait.receive), self._inbox[wait.source]
+        self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=lambda: (wait.source,))
+
+    def flush(self, deadline_ns: int) -> None:
+        self._mesh.pump()
+        unsent = self._unsent()
+        if unsent is None and self._mesh.all_sent:
+            return
+        what = f"rank {self.rank} waits for its last packets to leave"
+        if unsent is not None:
+            what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
+        self._mesh.wait(
+            lambda: self._unsent() is None and self._mesh.all_sent,
+            what,
+            deadline_ns,
+            needs=lambda: () if (late := self._unsent()) is None else (late[0],),
+        )
+
+    def tell(self, topic: str, value: Any) -> None:
+        self._mesh.tell(topic, value)
+
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        return self._mesh.hear(topic, deadline_ns)
+
+    def abort(self, error: BaseException, during: str) -> None:
+        self._mesh.abort(error, during)
+
+    def close(self) -> None:
+        self._mesh.close()
+
+
+def now_ns() -> int:
+    """Return this rank's clock, which all stamps and deadlines are in."""
+    return time.perf_counter_ns()
