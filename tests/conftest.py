@@ -8,3 +8,4 @@ from hypothesis import settings
 settings.register_profile("drumline", deadline=None, max_examples=100, derandomize=True)
 settings.load_profile("drumline")
 os.environ.setdefault("COLUMNS", "100")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share the cores

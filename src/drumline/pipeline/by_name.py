@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 _GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
@@ -16,7 +15,7 @@ _GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOA
 def goes_by_name(obj: Any) -> bool:
     """Return whether another process can import a function or class under its own name.
 
-    >>> goes_by_name(os.path.join), goes_by_name(lambda: 0)
+    >>> goes_by_name(functools.wraps), goes_by_name(lambda: 0)
     (True, False)
     """
     found: Any = sys.modules.get(obj.__module__ or "")
@@ -74,3 +73,11 @@ def used_submodules(module: ModuleType, code: CodeType) -> list[str]:
     ahead = module.__name__ + "."
     below = [name for name in list(sys.modules) if name.startswith(ahead)]
     return [name for name in below if words.issuperset(name[len(ahead) :].split(".")) and is_importable(name)]
+
+
+def content_of(cell: CellType) -> tuple[Any, ...]:
+    """Return what a captured variable holds, or nothing if it is not assigned yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()

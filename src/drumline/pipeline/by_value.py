@@ -22,7 +22,6 @@ import enum
 import importlib
 import io
 import linecache
-import marshal
 import os
 import pickle
 import sys
@@ -33,7 +32,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from drumline.pipeline.by_name import global_values, goes_by_name, is_importable, used_submodules
+from drumline.pipeline.by_name import content_of, global_values, goes_by_name, is_importable, used_submodules
 from drumline.pipeline.reducers import REDUCERS
 from drumline.pipeline.storages import Storages
 
@@ -96,7 +95,7 @@ class _Pickler(pickle.Pickler):
         space = self._namespaces.setdefault(id(fn.__globals__), _Namespace(fn.__globals__))
         used = {} if space.is_importable else global_values(fn)
         cells = fn.__closure__ or ()
-        contents = [_content(cell) for cell in cells]
+        contents = [content_of(cell) for cell in cells]
         modules = [one for one in (*used.values(), *(it[0] for it in contents if it)) if isinstance(one, ModuleType)]
         state = {
             "globals": used,
@@ -105,7 +104,7 @@ class _Pickler(pickle.Pickler):
             "attributes": {name: getattr(fn, name) for name in _FUNCTION_ATTRIBUTES if hasattr(fn, name)},
             "dict": fn.__dict__,
         }
-        shell = marshal.dumps(fn.__code__), space, fn.__name__, cells
+        shell = fn.__code__, space, fn.__name__, cells
         return _function_shell, shell, state, None, None, _fill_function
 
     def _class(self, cls: type) -> Any:
@@ -164,21 +163,14 @@ def _make_namespace(name: str, is_module: bool, is_importable: bool) -> dict[str
     return {"__name__": name, "__builtins__": builtins}
 
 
-def _content(cell: CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # a variable that is not assigned yet
-        return ()
-
-
 _FUNCTION_ATTRIBUTES = (
     *("__defaults__", "__kwdefaults__", "__annotations__", "__doc__"),
     *("__module__", "__qualname__", "__type_params__"),
 )
 
 
-def _function_shell(code: bytes, space: dict[str, Any], name: str, cells: tuple[CellType, ...]) -> FunctionType:
-    return FunctionType(marshal.loads(code), space, name, None, cells)
+def _function_shell(code: CodeType, space: dict[str, Any], name: str, cells: tuple[CellType, ...]) -> FunctionType:
+    return FunctionType(code, space, name, None, cells)
 
 
 def _fill_function(fn: FunctionType, state: dict[str, Any]) -> None:

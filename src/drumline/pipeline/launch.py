@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTimeout, counted
 from drumline.pipeline import by_value
+from drumline.pipeline.blame import blame
 from drumline.pipeline.ranks import Ranks
-from drumline.pipeline.wire import Failure
+from drumline.pipeline.wire import Failure, Parts
 from drumline.pipeline.worker import Task
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def launch(
     """
     kwargs = kwargs or {}
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
-    task = by_value.dumps(Task(fn, args, kwargs))
+    task = _packed(Task(fn, args, kwargs))
     limit = None if timeout is None else time.monotonic() + timeout
     with socket.create_server(("127.0.0.1", 0)) as listener, Ranks() as ranks:
         port = listener.getsockname()[1]
@@ -91,15 +92,30 @@ def _check(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = getattr(fn, "__name__", repr(fn))
-        raise LaunchError(f"{name}{signature} cannot be called with the given arguments: {error}") from None
+        raise LaunchError(f"{_name(fn)}{signature} cannot be called with the given arguments: {error}") from None
+
+
+def _packed(task: Task) -> Parts:
+    try:
+        return by_value.dumps(task)
+    except Exception as error:
+        named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
+        named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
+        found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
+        raise LaunchError(
+            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"
+        ) from error
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or repr(fn)
 
 
 def _command(control: int, *, threads: int, backend: str) -> list[str]:
     """Return the command of a rank: it sees this process's modules and arguments, and never runs its main module."""
     lines = [
         "import sys",
-        f"sys.path[:] = {sys.path!r}",
+        f"sys.path[:] = {[os.fspath(one) for one in sys.path]!r}",
         f"sys.argv[:] = {sys.argv!r}",
         "from drumline.pipeline.worker import main",
         f"main({control}, parent={os.getpid()}, threads={threads}, backend={backend!r})",
@@ -126,15 +142,18 @@ def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[
 def _host(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> object:
     """Host the ranks' store on a socket that already listens, so that nobody else can take its port."""
     import torch
-    import torch.distributed as dist
+    from torch import distributed
 
+    dist: Any = distributed
     if backend and "nccl" in backend and (found := torch.accelerator.device_count()) < num_ranks:
         raise LaunchError(
             f"{counted(num_ranks, 'rank')} of backend {backend} on {counted(found, 'device')}",
             expected="a device for each rank",
             fix='pass backend="gloo"',
         )
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store: object = dist.TCPStore("127.0.0.1", port, **listening)
+    return store
 
 
 def _wait(ranks: Ranks, limit: float | None, timeout: float | None) -> dict[int, Failure]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self
 
+from drumline.core.errors import LaunchError
 from drumline.pipeline import by_value
 from drumline.pipeline.wire import FAILED, Failure, Inbox, Parts, framed
 
@@ -26,6 +27,7 @@ _SECONDS_TO_EXIT = 5.0
 _SECONDS_TO_TERMINATE = 2.0
 _SECONDS_TO_SHOW_STACKS = 2.0
 _SECONDS_A_ROUND = 0.1
+_SECONDS_AN_EXIT_ROUND = 0.01  # an exit makes nothing readable
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 
@@ -139,9 +141,9 @@ class Ranks:
                     stderr=subprocess.PIPE,
                     bufsize=0,
                 )
-            except BaseException:
+            except OSError as error:
                 ours.close()
-                raise
+                raise LaunchError(f"cannot start {sys.executable or 'Python'}: {error}") from error
         rank = Rank(len(self._all), process, ours, task)
         self._all.append(rank)
         ours.setblocking(False)
@@ -150,11 +152,11 @@ class Ranks:
             assert pipe is not None
             self._selector.register(pipe, selectors.EVENT_READ, Stream(rank, name, pipe.fileno(), prefix))
 
-    def turn(self) -> None:
+    def turn(self, seconds: float = _SECONDS_A_ROUND) -> None:
         """Wait a moment for anything that the ranks say, and act on it."""
         gone = [rank for rank in self._all if not rank.is_finished and not rank.is_alive]
         heard = set()
-        for key, events in self._selector.select(_SECONDS_A_ROUND):
+        for key, events in self._selector.select(seconds):
             heard.add(key.data)
             if isinstance(key.data, Stream):
                 if not key.data.pass_on():
@@ -184,10 +186,7 @@ class Ranks:
         except subprocess.TimeoutExpired:
             rank.process.kill()
             code = rank.process.wait()
-        if code < 0:
-            text = f"was killed by {_signal_name(-code)}"
-        else:
-            text = f"exited with code {code} before fn returned"
+        text = f"exited with code {code} before fn returned" if code >= 0 else f"was killed by {_signal_name(-code)}"
         rank.failure = Failure(kind="", text=text, at=at)
 
     def show_stacks(self) -> None:
@@ -224,7 +223,7 @@ class Ranks:
     def _wait(self, seconds: float) -> None:
         limit = time.monotonic() + seconds
         while any(rank.is_alive for rank in self._all) and time.monotonic() < limit:
-            self.turn()
+            self.turn(_SECONDS_AN_EXIT_ROUND)
 
     def _close(self) -> None:
         streams = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Stream)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import marshal
 import pickle
 import sys
 import types
 import typing
 from collections.abc import Callable
-from types import CellType, ModuleType
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 from drumline.pipeline.by_name import goes_by_name, is_importable
@@ -52,7 +53,7 @@ def _type_variable(variable: typing.TypeVar) -> Any:
     name = variable.__name__
     if getattr(sys.modules.get(variable.__module__), name, None) is variable and is_importable(variable.__module__):
         return name
-    variance = {"covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
+    variance: dict[str, Any] = {"covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
     return functools.partial(typing.TypeVar, bound=variable.__bound__, **variance), (name, *variable.__constraints__)
 
 
@@ -65,6 +66,7 @@ _SENTINELS = ("MISSING", "KW_ONLY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR
 
 REDUCERS: dict[type, Callable[[Any], Any]] = {
     ModuleType: _module,
+    CodeType: lambda code: (marshal.loads, (marshal.dumps(code),)),
     CellType: lambda cell: (_make_cell, ()),
     types.MappingProxyType: lambda proxy: (_make_proxy, (dict(proxy),)),
     staticmethod: lambda method: (staticmethod, (method.__func__,)),

@@ -22,14 +22,14 @@ class Storages:
         """Return how to make a typed or untyped storage again, or NotImplemented if torch is to do it."""
         import torch
 
-        if storage.device.type != "cpu":
+        untyped: Any = getattr(storage, "_untyped_storage", storage)
+        if untyped.device.type != "cpu":
             return NotImplemented
         if isinstance(storage, torch.UntypedStorage):
-            data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             # A message has a part for each buffer: not worth it for small ones.
             return _untyped, (data.tobytes() if data.nbytes < _SMALL_BYTES else pickle.PickleBuffer(data),)
         if isinstance(storage, torch.storage.TypedStorage):
-            untyped = storage._untyped_storage
             return _typed, (self._seen.setdefault(untyped._cdata, untyped), storage.dtype)
         return NotImplemented
 
@@ -45,6 +45,7 @@ def _untyped(data: Any) -> Any:
 
 
 def _typed(untyped: Any, dtype: Any) -> Any:
-    from torch.storage import TypedStorage
+    from torch import storage
 
-    return TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    made: Any = storage.TypedStorage
+    return made(wrap_storage=untyped, dtype=dtype, _internal=True)

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from drumline.core.errors import LaunchError, RankFailed
 from drumline.pipeline import by_value
+from drumline.pipeline.blame import blame
 from drumline.pipeline.wire import FAILED, RETURNED, Failure, Inbox, Parts, framed
 
 _PR_SET_PDEATHSIG = 1
@@ -102,10 +103,11 @@ def _run(parts: Parts, *, threads: int, backend: str) -> Any:
 def _join_group(*, threads: int, backend: str) -> None:
     gc.disable()  # importing torch makes only objects that stay; a tenth of its time is spent looking for others
     import torch
-    import torch.distributed as dist
+    from torch import distributed
 
     gc.enable()
     gc.freeze()
+    dist: Any = distributed
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
     if backend != "gloo" and torch.accelerator.is_available():
@@ -126,8 +128,9 @@ def _result(value: Any) -> Parts:
     try:
         return by_value.dumps(value, reply=True)
     except Exception as error:
+        found = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"what fn returned cannot be sent back: {type(error).__name__}: {error}",
+            f"what fn returned cannot be sent back: {found}",
             fix="return tensors, numbers, or a state_dict()",
         ) from error
 
@@ -199,10 +202,11 @@ def _leave_to_launch(_signal: int, _frame: FrameType | None) -> None:
 
 def _exit(code: int) -> NoReturn:
     """Exit without taking the interpreter apart, which costs torch 0.4 s."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

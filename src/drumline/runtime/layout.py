@@ -31,22 +31,20 @@ class Layout:
     ((0, 128, 192), 153, 216)
     """
 
-    __slots__ = ("form", "is_told", "metas", "num_bytes", "number", "offsets", "room")
+    __slots__ = ("form", "is_told", "metas", "num_bytes", "number", "offsets", "room", "sizes")
 
     def __init__(self, number: int, metas: tuple[Meta, ...], form: Any) -> None:
         self.number = number
         self.metas = metas
         self.form = form
         self.is_told = False
-        offsets, end, self.num_bytes = [], 0, 0
-        for dtype, shape in metas:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            size = math.prod(shape) * dtype.itemsize
-            offsets.append(start)
-            end = start + size
-            self.num_bytes += size
+        self.sizes = tuple(math.prod(shape) * dtype.itemsize for dtype, shape in metas)
+        offsets, self.room = [], 0
+        for size in self.sizes:
+            offsets.append(-(-self.room // ALIGNMENT) * ALIGNMENT)
+            self.room = offsets[-1] + size
         self.offsets = tuple(offsets)
-        self.room = end
+        self.num_bytes = sum(self.sizes)
 
     @property
     def is_kept(self) -> bool:
@@ -67,11 +65,30 @@ class Layout:
         # Kept and used again in other modes: a window made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             return tuple(
-                memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                if math.prod(shape)
+                memory[offset : offset + size].view(dtype).view(shape)
+                if size
                 else torch.empty(shape, dtype=dtype, device=memory.device)
-                for (dtype, shape), offset in zip(self.metas, self.offsets, strict=True)
+                for (dtype, shape), offset, size in zip(self.metas, self.offsets, self.sizes, strict=True)
             )
+
+    def packed(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return one flat tensor of bytes on `device` that holds all: the message's own memory if it is one piece."""
+        if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
+            tensor = tensors[0].detach().resolve_conj().resolve_neg()
+            return tensor.view(-1).view(torch.uint8)
+        flat = torch.empty(self.room, dtype=torch.uint8, device=device)
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            view.copy_(tensor.detach())
+        return flat
+
+    def unpacked(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors in a flat one; they share its memory, and are no views: each is changed on its own."""
+        return tuple(
+            torch.empty(0, dtype=dtype, device=flat.device).set_(
+                flat.untyped_storage(), offset // dtype.itemsize, shape
+            )
+            for (dtype, shape), offset in zip(self.metas, self.offsets, strict=True)
+        )
 
 
 class Layouts:

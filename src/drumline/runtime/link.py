@@ -1,7 +1,7 @@
 """A connection to one other rank that carries whole packets and never blocks.
 
     rank 0                                                 rank 1
-    send(packet) ──► outbox, only if full ──► socket ──► read(): one call of deliver per packet
+    send(packet) ──► outbox, only if full ──► socket ──► read(): a handler per packet
 
 Between ranks of one host it is a Unix socket that keeps packets apart and carries file descriptors; between hosts it is
 TCP with the length before each packet. Both hand over, in order, exactly what was sent, and say when the peer is gone.
@@ -29,7 +29,8 @@ _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _LENGTH = struct.Struct("<I")
 
-Deliver = Callable[[int, bytes, list[int]], None]
+# Called with the peer, the packet and the file descriptors that came along; a table has one for each of 256 kinds.
+Handler = Callable[[int, bytes, list[int]], None]
 
 
 class Link(ABC):
@@ -55,8 +56,8 @@ class Link(ABC):
         """Try again to get rid of what waits; return whether all has left."""
 
     @abstractmethod
-    def read(self, deliver: Deliver) -> bool:
-        """Deliver some of what is there, if anything; return False at the end of the connection."""
+    def read(self, handlers: Sequence[Handler]) -> bool:
+        """Hand on some of what is there, if anything; return False at the end of the connection."""
 
     def end_sending(self) -> None:
         """Tell the peer that nothing more comes."""
@@ -79,11 +80,11 @@ class UnixLink(Link):
     >>> left, right = UnixLink(1, ends[0]), UnixLink(0, ends[1])
     >>> left.send(b"hello")
     True
-    >>> right.read(lambda peer, packet, fds: print(peer, packet, fds))
+    >>> right.read([print] * 256)
     0 b'hello' []
     True
     >>> left.close()
-    >>> right.read(print)
+    >>> right.read([print] * 256)
     False
     >>> right.close()
     """
@@ -96,17 +97,19 @@ class UnixLink(Link):
         self._pieces: list[bytes] = []
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """Hand a packet over, in pieces if it is long."""
         if len(packet) > _PIECE:
             pieces = [packet[at : at + _PIECE] for at in range(0, len(packet), _PIECE)]
             self._outbox.extend((bytes((FRAGMENT,)) + piece, ()) for piece in pieces[:-1])
             self._outbox.append((bytes((LAST_FRAGMENT,)) + pieces[-1], fds))
             return self.push()
-        if self._outbox or not self._try(packet, fds):
-            self._outbox.append((packet, fds))
-            return False
-        return True
+        if not self._outbox and self._try(packet, fds):
+            return True
+        self._outbox.append((packet, fds))
+        return False
 
     def push(self) -> bool:
+        """Send as much of the outbox as the kernel takes."""
         while self._outbox:
             packet, fds = self._outbox[0]
             if not self._try(packet, fds):
@@ -130,7 +133,8 @@ class UnixLink(Link):
             os.close(fd)
         return True
 
-    def read(self, deliver: Deliver) -> bool:
+    def read(self, handlers: Sequence[Handler]) -> bool:
+        """Hand on one packet."""
         try:
             packet, ancillary, _, _ = self._socket.recvmsg(_PIECE + 1, _FD_SPACE)
         except (BlockingIOError, ConnectionResetError):
@@ -138,17 +142,19 @@ class UnixLink(Link):
         if not packet:
             return False
         fds = _descriptors(ancillary) if ancillary else []
-        if packet[0] > LAST_FRAGMENT:
-            deliver(self.peer, packet, fds)
+        kind = packet[0]
+        if kind > LAST_FRAGMENT:
+            handlers[kind](self.peer, packet, fds)
             return True
         self._pieces.append(packet[1:])
-        if packet[0] == LAST_FRAGMENT:
-            whole = b"".join(self._pieces)
+        if kind == LAST_FRAGMENT:
+            packet = b"".join(self._pieces)
             self._pieces.clear()
-            deliver(self.peer, whole, fds)
+            handlers[packet[0]](self.peer, packet, fds)
         return True
 
     def close(self) -> None:
+        """Let go of the socket and of descriptors that did not leave."""
         while self._outbox:
             for fd in self._outbox.popleft()[1]:
                 os.close(fd)
@@ -163,9 +169,9 @@ class TcpLink(Link):
     >>> left, right = TcpLink(1, ends[0]), TcpLink(0, ends[1])
     >>> left.send(b"hello") and left.send(b"world")
     True
-    >>> right.read(lambda peer, packet, fds: print(peer, packet))
-    0 b'hello'
-    0 b'world'
+    >>> right.read([print] * 256)
+    0 b'hello' []
+    0 b'world' []
     True
     >>> left.close(); right.close()
     """
@@ -178,11 +184,13 @@ class TcpLink(Link):
         self._inbox = bytearray()
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """Hand a packet over, its length first."""
         assert not fds, "file descriptors do not travel between hosts"
         self._outbox.append(memoryview(_LENGTH.pack(len(packet)) + packet))
         return self.push()
 
     def push(self) -> bool:
+        """Send as much of the outbox as the kernel takes."""
         while self._outbox:
             data = self._outbox[0]
             try:
@@ -198,7 +206,8 @@ class TcpLink(Link):
                 self._outbox.popleft()
         return True
 
-    def read(self, deliver: Deliver) -> bool:
+    def read(self, handlers: Sequence[Handler]) -> bool:
+        """Hand on every packet that is complete."""
         try:
             data = self._socket.recv(1 << 16)
         except BlockingIOError:
@@ -214,7 +223,8 @@ class TcpLink(Link):
             stop = start + _LENGTH.size + _LENGTH.unpack_from(inbox, start)[0]
             if stop > end:
                 break
-            deliver(self.peer, bytes(inbox[start + _LENGTH.size : stop]), [])
+            packet = bytes(inbox[start + _LENGTH.size : stop])
+            handlers[packet[0]](self.peer, packet, [])
             start = stop
         del inbox[:start]
         return True

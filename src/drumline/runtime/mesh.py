@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import io
+import os
 import pickle
 import select
 import sys
@@ -21,20 +22,18 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed, WaitTimeout
 from drumline.runtime import limits
 from drumline.runtime.channel import Wait, too_late
-from drumline.runtime.link import Link
+from drumline.runtime.link import Handler, Link
 from drumline.runtime.rendezvous import connect
 
 WORD = 2
 ABORT = 3
 GOODBYE = 4
 FIRST_OWN_KIND = 8  # a channel's kinds start here
-
-Handler = Callable[[int, bytes, list[int]], None]
 
 
 def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
@@ -102,18 +101,30 @@ class Mesh:
 
     def pump(self) -> None:
         """Read everything that is there and call the handlers; never blocks."""
-        poll = self._poller.poll
-        events = poll(0)
-        while events:
+        while self.look():
+            pass
+
+    def look(self) -> bool:
+        """Read a packet from every rank that sent some, and return whether there was any; never blocks."""
+        events = self._poller.poll(0)
+        if events:
             self._serve(events)
-            events = poll(0)
+            return True
+        return False
 
     def wait(
-        self, ready: Callable[[], bool], what: Wait | str, deadline_ns: int, *, needs: Callable[[], Collection[int]]
+        self,
+        ready: Callable[[], bool],
+        what: Wait | str,
+        deadline_ns: int,
+        *,
+        needs: Callable[[], Collection[int]],
+        every_ms: int | None = None,
     ) -> None:
         """Return once `ready()`; raise RankFailed if a rank failed, WaitTimeout past the deadline (perf_counter_ns).
 
-        `needs` names the ranks without which it never will be: they must not have said goodbye.
+        `needs` names the ranks without which it never will be: they must not have said goodbye. What becomes
+        ready without a packet has to be asked for `every_ms`.
         """
         started = time.perf_counter_ns()
         while True:
@@ -127,7 +138,8 @@ class Mesh:
             if now - started < self._spin_ns:
                 continue
             self.before_sleep()
-            self._serve(self._poller.poll(_milliseconds(deadline_ns - now)))
+            left_ms = _milliseconds(deadline_ns - now)
+            self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
 
     def tell(self, topic: str, value: Any) -> None:
         """Send a word to everybody."""
@@ -188,7 +200,7 @@ class Mesh:
         self._by_fd.clear()
 
     def _linger(self, going_on: Callable[[], bool], deadline_ns: int) -> None:
-        self._handlers = [lambda source, packet, fds: None] * 256
+        self._handlers = [_ignore] * 256
         while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(_milliseconds(left)))
 
@@ -198,11 +210,8 @@ class Mesh:
             if event & select.POLLOUT and link.push():
                 self._backed_up.discard(link.peer)
                 self._watch(link, select.POLLIN)
-            if event & ~select.POLLOUT and not link.read(self._dispatch):
+            if event != select.POLLOUT and not link.read(self._handlers):
                 self._end(link)
-
-    def _dispatch(self, source: int, packet: bytes, fds: list[int]) -> None:
-        self._handlers[packet[0]](source, packet, fds)
 
     def _watch(self, link: Link, events: int) -> None:
         if link.fd in self._by_fd:
@@ -245,6 +254,11 @@ class Mesh:
 
     def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
         raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
+
+
+def _ignore(source: int, packet: bytes, fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _milliseconds(nanoseconds: int) -> int:

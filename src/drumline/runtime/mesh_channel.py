@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from abc import abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
@@ -54,8 +53,9 @@ class MeshChannel(Channel, Generic[Arrived]):
         self._step = 0
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
-        # Per source, what arrived and was not taken up; a key may come more than once, and then in order.
-        self._inbox: list[dict[bytes, deque[Arrived]]] = [{} for _ in range(mesh.num_ranks)]
+        # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
+        self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(mesh.num_ranks)]
+        self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(mesh.num_ranks)]
         self._num_open = [0] * mesh.num_ranks
         mesh.before_sleep = self._before_sleep
 
@@ -67,6 +67,10 @@ class MeshChannel(Channel, Generic[Arrived]):
     def _unsent(self) -> tuple[int, bytes] | None:
         """Return target and key of a message that has not left, if there is one."""
 
+    def _looks_every_ms(self) -> int | None:
+        """Return how often `_unsent` has to be asked while nothing arrives."""
+        return None
+
     def _key(self, receive: Action) -> bytes:
         code = self._codes.get(receive)
         if code is None:
@@ -75,26 +79,26 @@ class MeshChannel(Channel, Generic[Arrived]):
 
     def _arrive(self, source: int, key: bytes, message: Arrived) -> None:
         inbox = self._inbox[source]
-        same = inbox.get(key)
-        if same is None:
-            inbox[key] = deque((message,))
+        if key in inbox:
+            self._again[source].append((key, message))
         else:
-            same.append(message)
+            inbox[key] = message
 
     def _pick(self, source: int, key: bytes) -> Arrived | None:
         """Remove a message from those that arrived."""
-        inbox = self._inbox[source]
-        same = inbox.get(key)
-        if same is None:
+        message = self._inbox[source].pop(key, None)
+        if message is None:
             return None
-        message = same.popleft()
-        if not same:
-            del inbox[key]
+        if self._again[source]:
+            again, self._again[source] = self._again[source], deque()
+            for other, later in again:
+                self._arrive(source, other, later)
         if self._num_open[source]:
             self._num_open[source] -= 1
         return message
 
     def begin(self, step: int) -> None:
+        """Start a step; every message of earlier ones must have been taken up."""
         self._step = step
         self._step_code = step_code(step)
         for source, inbox in enumerate(self._inbox):
@@ -103,15 +107,18 @@ class MeshChannel(Channel, Generic[Arrived]):
                 assert not late, f"rank {self.rank} never took up {key_text(key)} of rank {source}"
 
     def post(self, receive: Action, source: int) -> None:
+        """Count a receive as open."""
         self._num_open[source] += 1
         if self._num_open[source] > self.peak_open_receives:
             self.peak_open_receives = self._num_open[source]
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Return once the message is there."""
         key, inbox = self._key(wait.receive), self._inbox[wait.source]
         self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=lambda: (wait.source,))
 
     def flush(self, deadline_ns: int) -> None:
+        """Return once nothing sent is left here."""
         self._mesh.pump()
         unsent = self._unsent()
         if unsent is None and self._mesh.all_sent:
@@ -124,21 +131,21 @@ class MeshChannel(Channel, Generic[Arrived]):
             what,
             deadline_ns,
             needs=lambda: () if (late := self._unsent()) is None else (late[0],),
+            every_ms=self._looks_every_ms(),
         )
 
     def tell(self, topic: str, value: Any) -> None:
+        """Tell every other rank a value."""
         self._mesh.tell(topic, value)
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return what every rank told, by rank."""
         return self._mesh.hear(topic, deadline_ns)
 
     def abort(self, error: BaseException, during: str) -> None:
+        """Tell every rank of a failure and its origin."""
         self._mesh.abort(error, during)
 
     def close(self) -> None:
+        """Say goodbye and let go of everything."""
         self._mesh.close()
-
-
-def now_ns() -> int:
-    """Return this rank's clock, which all stamps and deadlines are in."""
-    return time.perf_counter_ns()

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
 from drumline.runtime.tape import Gradients, Record, Tape
@@ -92,8 +93,9 @@ class LinearOwner(_WithFormula):
     def joined(self, records: Sequence[Record]) -> Record:
         """Return one record with all rows."""
         inputs = [self._unchanged(record, record.inputs) for record in records]
-        one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), None)
-        one.gradient = torch.cat([record.gradient.reshape(-1, record.gradient.shape[-1]) for record in records])
+        gradients = [cast(Tensor, record.gradients[0]) for record in records]
+        one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
+        one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
         return one
 
     def recording(self, tape: Tape) -> Callable[..., Any]:
@@ -104,14 +106,14 @@ class LinearOwner(_WithFormula):
 
         def forward(input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
             made = functional.linear(input, weight, bias)
-            records.append(Record(self, input.detach(), made.grad_fn, input._version))
+            records.append(Record(self, input.detach(), (_place(made),), input._version))
             return made
 
         return forward
 
     def gradients(self, record: Record) -> Gradients:
         """Return the product of gradient and input, and the gradient's sum."""
-        taken, gradient = self._unchanged(record, record.inputs), record.gradient
+        taken, gradient = self._unchanged(record, record.inputs), cast(Tensor, record.gradients[0])
         # Autograd sums a bias over what the product saw: rows, or for scattered memory the dimensions themselves.
         dims = tuple(range(gradient.dim() - 1)) if gradient.dim() > 2 and not taken.is_contiguous() else 0
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -136,7 +138,7 @@ class LayerNormOwner(_WithFormula):
         def forward(input: Tensor) -> Tensor:  # noqa: A002
             made, mean, deviation = torch.native_layer_norm(input, shape, weight, bias, eps)
             kept = (input.detach(), mean.detach(), deviation.detach())
-            records.append(Record(self, kept, made.grad_fn, input._version))
+            records.append(Record(self, kept, (_place(made),), input._version))
             return made
 
         return forward
@@ -147,7 +149,7 @@ class LayerNormOwner(_WithFormula):
         weight, bias = self.stand_ins
         mask = [False, self._wanted("weight"), self._wanted("bias")]
         _, to_weight, to_bias = torch.ops.aten.native_layer_norm_backward(
-            record.gradient,
+            record.gradients[0],
             self._unchanged(record, taken),
             cast(nn.LayerNorm, self.module).normalized_shape,
             mean,
@@ -173,7 +175,7 @@ class EmbeddingOwner(_WithFormula):
             made = functional.embedding(
                 input, weight, module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
             )
-            records.append(Record(self, input.detach(), made.grad_fn, input._version))
+            records.append(Record(self, input.detach(), (_place(made),), input._version))
             return made
 
         return forward
@@ -183,7 +185,7 @@ class EmbeddingOwner(_WithFormula):
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
         gradient = torch.ops.aten.embedding_dense_backward(
-            record.gradient,
+            record.gradients[0],
             self._unchanged(record, record.inputs),
             module.num_embeddings,
             padding,
@@ -206,51 +208,55 @@ class GeneralOwner(Owner):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             tensors, form = pack((args, kwargs))
-            record = Record(self, None, None)
 
             def run(leaves: Sequence[Tensor]) -> Any:
                 given, named = unpack(leaves, form)
                 return plain(*given, **named)
 
-            made = _OwnGraph.apply(record, run, spark, *tensors)  # type: ignore[no-untyped-call]
-            tape.records.append(record)
-            return unpack(made, record.form)
+            own: list[Any] = []  # what the graph apart ends in
+            made = _OwnGraph.apply(own, run, spark, *tensors)  # type: ignore[no-untyped-call]
+            ends, output_form = own
+            reached = [index for index, end in enumerate(ends) if end.requires_grad]
+            places = tuple(_place(made[index]) for index in reached)
+            tape.records.append(Record(self, [ends[index] for index in reached], places))
+            return unpack(made, output_form)
 
         return forward
 
     def gradients(self, record: Record) -> Gradients:
         """Return what autograd finds in the graph that was kept."""
-        outputs, gradients = record.gradient
-        found = torch.autograd.grad(outputs, self.parameters, gradients, allow_unused=True)
+        pairs = [pair for pair in zip(record.inputs, record.gradients, strict=True) if pair[1] is not None]
+        found = torch.autograd.grad(
+            [end for end, _ in pairs], self.parameters, [given for _, given in pairs], allow_unused=True
+        )
         return [(one, grad) for one, grad in zip(self.parameters, found, strict=True) if grad is not None]
 
 
 class _OwnGraph(torch.autograd.Function):
-    """Runs a module on a graph apart: backward goes through it for the inputs only, and keeps it for W."""
+    """Runs a module on a graph apart; its backward goes through that for the inputs only, and keeps it for W."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, own: list[Any], run: Callable[..., Any], spark: Tensor, *tensors: Tensor) -> Any:
         leaves = [one.detach().requires_grad_(one.requires_grad) for one in tensors]
         with torch.enable_grad():
-            outputs, form = pack(run(leaves))
-        ctx.record, ctx.leaves, ctx.outputs = record, leaves, outputs
-        record.form = form
-        made = tuple(one.detach() for one in outputs)
-        ctx.mark_non_differentiable(*(new for new, one in zip(made, outputs, strict=True) if not one.requires_grad))
+            ends, form = pack(run(leaves))
+        ctx.leaves, ctx.ends = leaves, ends
+        own += [ends, form]
+        made = tuple(end.detach() for end in ends)
+        ctx.mark_non_differentiable(*(one for one, end in zip(made, ends, strict=True) if not end.requires_grad))
         ctx.set_materialize_grads(False)
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        pairs = [(one, grad) for one, grad in zip(ctx.outputs, gradients, strict=True) if grad is not None]
-        outputs, given = [one for one, _ in pairs], [grad for _, grad in pairs]
-        ctx.record.gradient = (outputs, given) if pairs else None
-        asked = [one for one, wanted in zip(ctx.leaves, ctx.needs_input_grad[3:], strict=True) if wanted]
+        wanted = ctx.needs_input_grad[3:]
+        pairs = [pair for pair in zip(ctx.ends, gradients, strict=True) if pair[1] is not None]
+        asked = [leaf for leaf, want in zip(ctx.leaves, wanted, strict=True) if want]
         found: Iterator[Tensor | None] = iter(())
         if asked and pairs:
-            found = iter(torch.autograd.grad(outputs, asked, given, retain_graph=True, allow_unused=True))
-        back = [next(found, None) if wanted else None for wanted in ctx.needs_input_grad[3:]]
-        return None, None, None, *back
+            ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+            found = iter(torch.autograd.grad(ends, asked, given, retain_graph=True, allow_unused=True))
+        return None, None, None, *(next(found, None) if want else None for want in wanted)
 
 
 _FORMULAS: dict[type[nn.Module], type[_WithFormula]] = {
@@ -287,6 +293,15 @@ def _formula(module: nn.Module) -> type[_WithFormula] | None:
     if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return None
     return _FORMULAS[type(module)]
+
+
+def _place(made: Tensor) -> GradientEdge:
+    """Return where in the graph a tensor was made, whatever happens to it in place afterwards.
+
+    A change of a view in place goes around the view's own node, but never around that of the tensor it views.
+    """
+    base = made if made._base is None else made._base
+    return GradientEdge(cast(Node, base.grad_fn), base.output_nr)
 
 
 class Splitter:

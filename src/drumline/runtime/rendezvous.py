@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
 from drumline.runtime import limits
@@ -53,7 +54,7 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
     # How often this rank came here keeps one exchange from reading the values of an earlier one.
     turn = store.add(f"{topic}/turns/{rank}", 1)
     here = PrefixStore(f"{topic}/{turn}", store)
-    here.set(str(rank), pickle.dumps(value))
+    here.set(str(rank), pickle.dumps(value).hex())
     started = time.perf_counter()
     values = []
     for other in range(num_ranks):
@@ -62,7 +63,7 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
             here.wait([str(other)], timedelta(seconds=left))
         except DistStoreError:
             raise too_late(f"rank {rank} waits for rank {other} to tell its {topic}", timeout) from None
-        values.append(pickle.loads(here.get(str(other))))
+        values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 if TYPE_CHECKING:
     from drumline.runtime.owners import Owner
@@ -27,17 +27,21 @@ Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 class Record:
-    """One call of one owner: what it took, where its output stands in the graph, and later the gradient there."""
+    """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
 
-    __slots__ = ("form", "gradient", "inputs", "node", "owner", "version")
+    __slots__ = ("gradients", "inputs", "owner", "places", "version")
 
-    def __init__(self, owner: Owner, inputs: Any, node: Node | None, version: int = 0) -> None:
+    def __init__(self, owner: Owner, inputs: Any, places: Sequence[GradientEdge], version: int = 0) -> None:
         self.owner = owner
         self.inputs = inputs
-        self.node = node
+        self.places = places
         self.version = version
-        self.gradient: Any = None
-        self.form: Any = None
+        self.gradients: Sequence[Tensor | None] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient came back to any of the outputs."""
+        return any(gradient is not None for gradient in self.gradients)
 
 
 class Tape:
@@ -57,14 +61,14 @@ class Tape:
         parameters: Sequence[nn.Parameter],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
-        taped = [record for record in self.records if record.node is not None]
-        places = [GradientEdge(cast(Node, record.node), 0) for record in taped]
+        places = [place for record in self.records for place in record.places]
         asked = cast(Sequence[Tensor], [*leaves, *places, *parameters])  # edges and tensors may be mixed
         found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
-        first, last = len(leaves), len(leaves) + len(taped)
-        for record, gradient in zip(taped, found[first:last], strict=True):
-            record.gradient = gradient
-            record.node = None
+        last = first = len(leaves)
+        for record in self.records:
+            start, last = last, last + len(record.places)
+            record.gradients = found[start:last]
+            record.places = ()  # the graph is done with
         self.early += [(one, grad) for one, grad in zip(parameters, found[last:], strict=True) if grad is not None]
         return found[:first]
 
@@ -74,7 +78,7 @@ class Tape:
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
         for record in reversed(self.records):
-            if record.gradient is not None:
+            if record.reached:
                 for parameter, gradient in record.owner.gradients(record):
                     total[parameter] = gradient if parameter not in total else total[parameter] + gradient
         for parameter, gradient in self.early:
@@ -93,8 +97,9 @@ def merged(tapes: Sequence[Tape]) -> Gradients:
     whole = Tape()
     whole.early = [pair for tape in tapes for pair in tape.early]
     for calls in zip(*(tape.records for tape in tapes), strict=True):
-        calls = tuple(call for call in calls if call.gradient is not None)
-        whole.records += [calls[0].owner.joined(calls)] if len(calls) > 1 and calls[0].owner.joins else calls
+        reached = [call for call in calls if call.reached]
+        joins = len(reached) > 1 and reached[0].owner.joins
+        whole.records += [reached[0].owner.joined(reached)] if joins else reached
     for tape in tapes:
         tape.records, tape.early = [], []
     return whole.weight_gradients()

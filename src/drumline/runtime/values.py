@@ -2,7 +2,7 @@
 
     (x, {"mask": m, "scale": 2.0})   ──►   tensors (x, m) and the form ("tuple", 0, ("dict", ("mask", "scale"), 1, ...))
 
-One tensor alone, the common case, has the form None.
+One tensor alone, the common case, has the form None. A tensor that stands in two places is one tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def pack(value: Any) -> tuple[tuple[Tensor, ...], Any]:
     """
     if isinstance(value, Tensor):
         return (value,), None
-    tensors: list[Tensor] = []
+    tensors: dict[int, Tensor] = {}
     form = _form(value, tensors)
-    return tuple(tensors), form
+    return tuple(tensors.values()), form
 
 
 def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
@@ -38,10 +38,10 @@ def unpack(tensors: Sequence[Tensor], form: Any) -> Any:
     return tensors[0] if form is None else _value(tensors, form)
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Any:
+def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return len(tensors) - 1
+        tensors.setdefault(id(value), value)  # one that stands in two places stays one
+        return list(tensors).index(id(value))
     if type(value) in (tuple, list):
         return (type(value).__name__, *(_form(one, tensors) for one in value))
     if type(value) is dict:

@@ -1,0 +1,91 @@
+"""Small models and one comparison for the pipeline's tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ScheduleError
+from drumline.core.program import Program
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.reference import reference_step
+from drumline.runtime.cut import blocks_of, cut
+from drumline.runtime.randomness import Randomness
+from drumline.schedules import generate
+
+SYNCHRONOUS = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "interleaved-zb",
+    "dualpipe",
+    "dualpipe-v",
+    "chimera",
+    "hanayo",
+)
+TWO_WAYS = ("dualpipe", "chimera")
+WIDTH = 6
+
+
+def mlp(num_blocks: int = 8, *, dropout: float = 0.0, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(dropout))
+            for _ in range(num_blocks)
+        )
+    )
+
+
+def data(rows: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+
+def programs(name: str, num_ranks: int, counts: tuple[int, ...]) -> Iterator[Program]:
+    """Yield the schedule's programs for every count of microbatches that it admits on these ranks."""
+    for num_microbatches in counts:
+        try:
+            yield generate(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        except ScheduleError:
+            continue
+
+
+class Reference:
+    """The same model in one process, with the same random numbers."""
+
+    def __init__(self, model: nn.Sequential, program: Program, loss_fn: Callable[..., Tensor], **settings: Any) -> None:
+        self.model = copy.deepcopy(model)
+        self.cuts = cut(blocks_of(self.model), program.num_stages, settings.pop("balance", None))
+        self.program = program
+        self.loss_fn = loss_fn
+        self.settings = settings
+        self.randomness = Randomness(0, torch.device("cpu"))
+
+    def step(self, batch: Any, target: Any) -> Tensor:
+        loss = reference_step(self.cuts, self.program, batch, target, self.loss_fn, self.randomness, **self.settings)
+        self.randomness.step += 1
+        return loss
+
+    def compare(self, pipe: Pipeline, *, exact: bool) -> None:
+        """Assert that the pipeline's gradients are the reference's: to the last bit, or within 1e-6 of their norm."""
+        expected = dict(self.model.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            wanted = expected[name].grad
+            assert parameter.grad is not None, name
+            assert wanted is not None, name
+            if exact:
+                assert torch.equal(parameter.grad, wanted), f"{name} of {self.program!r}"
+            else:
+                assert (parameter.grad - wanted).norm() <= 1e-6 * wanted.norm(), f"{name} of {self.program!r}"
