@@ -198,7 +198,7 @@ def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(tmp_path:
             (tmp_path / "cleaned").touch()
 
     before, children = open_files(), threading.active_count()
-    with pytest.raises(RankFailed, match="^rank 1 was killed by SIGKILL") as caught:
+    with pytest.raises(RankFailed, match=r"^rank 1 was killed by SIGKILL") as caught:
         launch(fn, num_ranks=2)
     assert caught.value.rank == 1
     assert (tmp_path / "cleaned").exists()
@@ -212,7 +212,7 @@ def test_an_error_that_every_rank_raises_is_raised_itself() -> None:
     def fn() -> None:
         raise BatchError("a batch of 5", expected="a multiple of 2")
 
-    with pytest.raises(BatchError, match="^a batch of 5; expected a multiple of 2") as caught:
+    with pytest.raises(BatchError, match=r"^a batch of 5; expected a multiple of 2") as caught:
         launch(fn, num_ranks=2)
     assert caught.value.expected == "a multiple of 2"
     assert "in fn" in "\n".join(caught.value.__notes__)
@@ -264,7 +264,7 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
         write_pid(tmp_path)
         time.sleep(10_000)
 
-    with pytest.raises(WaitTimeout, match="^ranks 0, 1 did not finish within 8 s"):
+    with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 8 s"):
         launch(fn, timeout=8)
     shown = capsys.readouterr().err
     for rank in (0, 1):

@@ -158,9 +158,10 @@ class _Namespace:
 def _make_namespace(name: str, is_module: bool, is_importable: bool) -> dict[str, Any]:
     if is_importable:
         return vars(importlib.import_module(name))
-    if is_module:
-        return vars(sys.modules.setdefault(name, ModuleType(name)))
-    return {"__name__": name, "__builtins__": builtins}
+    # Without builtins of their own, globals get those of whoever calls, and C code calls without any.
+    module = sys.modules.setdefault(name, ModuleType(name)) if is_module else ModuleType(name)
+    vars(module).setdefault("__builtins__", builtins)
+    return vars(module)
 
 
 _FUNCTION_ATTRIBUTES = (

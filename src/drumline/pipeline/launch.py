@@ -6,13 +6,14 @@ cell or a script without an `if __name__ == "__main__"` guard: neither is import
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTimeout, counted
@@ -65,13 +66,12 @@ def launch(
                 task,
                 prefix=f"[rank {rank}] " if prefix else "",
             )
-        store = _host(listener, port, backend=backend, num_ranks=num_ranks)
-        failures = _wait(ranks, limit, timeout)
-        if failures:
-            raise _error(failures, num_ranks)
-        ranks.let_go()
+        with _store(listener, port, backend=backend, num_ranks=num_ranks):
+            failures = _wait(ranks, limit, timeout)
+            if failures:
+                raise _error(failures, num_ranks)
+            ranks.let_go()
         parts = [rank.parts for rank in ranks]
-        del store
     return [_loaded(rank, one) for rank, one in enumerate(parts)]
 
 
@@ -139,7 +139,8 @@ def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[
     }
 
 
-def _host(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> object:
+@contextlib.contextmanager
+def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> Iterator[None]:
     """Host the ranks' store on a socket that already listens, so that nobody else can take its port."""
     import torch
     from torch import distributed
@@ -152,8 +153,11 @@ def _host(listener: socket.socket, port: int, *, backend: str | None, num_ranks:
             fix='pass backend="gloo"',
         )
     listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    store: object = dist.TCPStore("127.0.0.1", port, **listening)
-    return store
+    store = dist.TCPStore("127.0.0.1", port, **listening)
+    try:
+        yield
+    finally:
+        del store  # closes it; an error's traceback would keep it
 
 
 def _wait(ranks: Ranks, limit: float | None, timeout: float | None) -> dict[int, Failure]:

@@ -25,7 +25,7 @@ from drumline.runtime import clip
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.channel import Channel
-from drumline.runtime.clock import Clock
+from drumline.runtime.cuda import CapturedStep, clock_for
 from drumline.runtime.cut import Model, blocks_of, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
@@ -60,6 +60,7 @@ class Pipeline:
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
+    - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Pipeline:
         merge_weight_gradients: bool = False,
         timeout: float = 300.0,
         ahead: int = 2,
+        capture: bool = False,
     ) -> None:
         transports.check(transport)
         blocks = blocks_of(model)
@@ -92,10 +94,11 @@ class Pipeline:
         self._over = ""  # why it cannot be used any more
         self._number = 0  # of the next step
         self._words = itertools.count()
-        self._targets: list[Any] = []
         self._open_tallies: list[Tally] = []
         self._last: Tally | None = None
         self._executors: list[Executor] = []
+        self._weights: list[float | Tensor] = []
+        self._parts: Sequence[Tensor] = ()
         self._channels, self._hub = self._connect(transport, num_ranks, ahead)
         with self._failing_together("the set-up"):
             self.program = program_for(
@@ -118,6 +121,7 @@ class Pipeline:
             self._executors = [self._executor(channel, merge_weight_gradients) for channel in self._channels]
             self._share_copies()
             self._evaluators = self._forward_executors(ahead)
+            self._captured = self._capturer() if capture else None
         self._guard = Guard([one for _, one in self.named_parameters()], self.settle)
 
     @property
@@ -151,7 +155,15 @@ class Pipeline:
 
     def _executor(self, channel: Channel, merge: bool) -> Executor:
         stages = self._assembly.stages_of(channel.rank, apart=self._hub is not None)
-        return Executor(self._assembly.program, channel.rank, stages, channel, Clock(), merge_weight_gradients=merge)
+        clock = clock_for(self.device)
+        return Executor(self._assembly.program, channel.rank, stages, channel, clock, merge_weight_gradients=merge)
+
+    def _capturer(self) -> CapturedStep:
+        if self.device.type != "cuda" or self.num_ranks > 1:
+            raise ModelError(
+                f"capture=True with {self.num_ranks} ranks on {self.device.type}", expected="one rank on a CUDA device"
+            )
+        return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
 
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
@@ -229,7 +241,6 @@ class Pipeline:
         """Cut batch and target where their stages are."""
         held = {index for executor in self._executors for index in executor.stages}
         num_microbatches = self.program.num_microbatches
-        self._targets = []
         if 0 in held:
             if batch is None:
                 raise BatchError(f"rank {self.rank} holds the first stage and got no batch", fix="pass it to step")
@@ -242,16 +253,25 @@ class Pipeline:
             raise BatchError(
                 f"the batch has {num_rows(batch)} rows and the target {num_rows(target)}", expected="as many in both"
             )
-        self._targets = cut_batch(moved(target, self.device), num_microbatches, what="the target")
+        step.targets = cut_batch(moved(target, self.device), num_microbatches, what="the target")
         weigh = self.loss_weight or num_rows
-        step.shares = shares([weigh(one) for one in self._targets])
+        step.shares = self._shares([weigh(one) for one in step.targets])
 
-    def _loss(self, output: Any, microbatch: int) -> Tensor | None:
-        """Return the loss of one microbatch's output, or None in an evaluation without target."""
-        if not self._targets:
-            return None
+    def _shares(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
+        """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""
+        if any(isinstance(weight, Tensor) for weight in weights):
+            return [torch.as_tensor(share).to(self.device) for share in shares(weights)]
+        if weights != self._weights:
+            parts = torch.tensor(shares(weights), dtype=torch.float64)
+            precise = any(one.dtype is torch.float64 for one in self.parameters())
+            self._parts = parts.to(self.device, torch.float64 if precise else torch.float32).unbind()
+            self._weights = weights
+        return self._parts
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss of one microbatch's output."""
         assert self.loss_fn is not None
-        loss = self.loss_fn(output, self._targets[microbatch])
+        loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"loss_fn returned {what}", expected="a tensor without dimensions: the microbatch's mean")
@@ -261,6 +281,11 @@ class Pipeline:
         """Run every rank of this process through its row."""
         randomness = self._assembly.randomness
         randomness.step = step.number
+        if step.train and self._captured is not None:
+            with randomness.kept_aside():
+                self._captured.run(step)
+            self._number += 1
+            return
         runs = [executor.run(step, record) for executor, record in zip(executors, records, strict=True)]
         with randomness.kept_aside():
             if self._hub is not None:
@@ -288,10 +313,7 @@ class Pipeline:
 
     def _told(self, step: Step, records: Sequence[Record]) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
-        parts = {
-            microbatch: loss * torch.as_tensor(step.shares[microbatch], dtype=loss.dtype, device=loss.device)
-            for microbatch, loss in step.losses.items()
-        }
+        parts = {microbatch: loss * step.shares[microbatch].to(loss.dtype) for microbatch, loss in step.losses.items()}
         told = Told(dtype=next((str(part.dtype).removeprefix("torch.") for part in parts.values()), "float32"))
         told.losses = {one: part if self._hub is not None else part.item() for one, part in parts.items()}
         if step.train and self.check_finite:
@@ -303,11 +325,12 @@ class Pipeline:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._channels[1:]]
         for one, executor, record in zip(each, self._executors, records, strict=False):
-            one.record = executor.clock.settle(record)
+            one.record = record if self._hub is not None else executor.clock.settle(record)
         topic = f"step/{step.number}"
         for channel, one in zip(self._channels, each, strict=True):
             channel.tell(topic, one)
-        tally = Tally(step.number, lambda: self._heard(topic), self.program)
+        clocks = [executor.clock for executor in self._executors] if self._hub is not None else []
+        tally = Tally(step.number, lambda: self._heard(topic), self.program, clocks)
         self._open_tallies.append(tally)
         return tally
 

@@ -5,15 +5,16 @@ A rank does not wait at the end of a step. The loss, the check for NaN and the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, NonFiniteError
+from drumline.core.errors import ModelError, NonFiniteError, RunError
 from drumline.core.program import Program
+from drumline.runtime.clock import Clock
 from drumline.runtime.record import Measured, Record
 
 
@@ -35,6 +36,7 @@ class Tally:
     number: int
     hear: Callable[[], list[Told]]
     program: Program
+    clocks: Sequence[Clock] = ()  # of ranks in this process, whose records are still marks
 
     @cached_property
     def told(self) -> list[Told]:
@@ -56,8 +58,12 @@ class Tally:
     @cached_property
     def timeline(self) -> Measured:
         """What the ranks measured."""
-        records = tuple(one.record for one in self.told if one.record is not None)
-        return Measured(self.program, records)
+        records = [one.record for one in self.told if one.record is not None and one.record.starts]
+        if len(records) != self.program.num_ranks:
+            raise RunError("a captured step is one launch and has no timeline", fix="use capture=False to measure")
+        for clock, record in zip(self.clocks, records, strict=False):
+            clock.settle(record)
+        return Measured(self.program, tuple(records))
 
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""

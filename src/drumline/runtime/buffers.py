@@ -24,6 +24,7 @@ class Buffers:
         ]
         self.changing: set[int] = set(range(len(self.places)))
         self._versions: list[tuple[int, int]] | None = None
+        self._asked = self._marks()
 
     def save(self) -> dict[int, Tensor]:
         """Return copies of the buffers that may change; the first time that is all of them."""
@@ -39,10 +40,10 @@ class Buffers:
             self.changing = {index for index, mark in enumerate(now) if mark != self._versions[index]}
             self._versions = None
 
-    @property
-    def change(self) -> bool:
-        """Whether forwards are known to change any."""
-        return bool(self.places) and bool(self.changing)
+    def changed_lately(self) -> bool:
+        """Whether any buffer has changed since this was last asked; the first time, since the beginning."""
+        before, self._asked = self._asked, self._marks()
+        return before != self._asked
 
     @contextmanager
     def as_they_were(self, saved: dict[int, Tensor]) -> Iterator[None]:

@@ -16,6 +16,9 @@ class Clock:
         """Return this moment in nanoseconds."""
         return time.perf_counter_ns()
 
+    def begin(self) -> None:
+        """Start a step."""
+
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; on a host that is now."""
         return time.perf_counter_ns()

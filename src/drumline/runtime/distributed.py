@@ -38,8 +38,8 @@ from drumline.runtime.mesh import FIRST_OWN_KIND, Mesh, give_up
 from drumline.runtime.mesh_channel import KEY_BYTES, MeshChannel
 
 _MESSAGE, _DONE, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 3)
-_HEADER = struct.Struct(f"<BxHI{KEY_BYTES}sq")  # kind, layout, number, key, made
-_NUMBER = struct.Struct("<BI")  # kind, number
+_HEADER = struct.Struct(f"<BxHQ{KEY_BYTES}sq")  # kind, layout, number, key, made
+_NUMBER = struct.Struct("<BQ")  # kind, number
 
 # So many receives of an edge are issued before their messages are asked for; more only when a wait depends on them.
 _MOST_AHEAD = 16
@@ -169,7 +169,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         if not layout.is_told:
             layout.is_told = layout.is_kept
             self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
-        self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number & 0xFFFFFFFF, key, made_ns))
+        self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Hand over a message; from gloo only after a wait has found it complete."""

@@ -34,7 +34,8 @@ class Step:
 
     number: int
     inputs: Sequence[Any] = ()
-    shares: Sequence[float | Tensor] = ()
+    targets: Sequence[Any] = ()
+    shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -143,6 +144,7 @@ class Executor:
         channel, clock, stages = self.channel, self.clock, self.stages.values()
         self._reset()
         channel.begin(step.number)
+        clock.begin()
         for stage in stages:
             stage.begin()
         record.begin_ns = clock.now()
@@ -195,7 +197,8 @@ class Executor:
                 self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
             )
         stage = self.stages[index]
-        made = stage.forward(microbatch, value, keep=step.train)
+        target = step.targets[microbatch] if step.targets and stage.loss is not None else None
+        made = stage.forward(microbatch, value, target, keep=step.train)
         if index < self.program.num_stages - 1:
             self._made[index, microbatch] = made
         elif step.train:
@@ -213,7 +216,7 @@ class Executor:
         assert microbatch is not None
         if index == self.program.num_stages - 1:
             loss = step.losses[microbatch]
-            return (torch.as_tensor(step.shares[microbatch], dtype=loss.dtype, device=loss.device),)
+            return (step.shares[microbatch].to(loss.dtype),)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))

@@ -75,7 +75,8 @@ class Layout:
         """Return one flat tensor of bytes on `device` that holds all: the message's own memory if it is one piece."""
         if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
             tensor = tensors[0].detach().resolve_conj().resolve_neg()
-            return tensor.view(-1).view(torch.uint8)
+            # One element may have any stride, which a view as bytes would not take.
+            return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         flat = torch.empty(self.room, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(flat), tensors, strict=True):
             view.copy_(tensor.detach())

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
 _DRAWING = (
@@ -48,6 +48,9 @@ class Randomness:
         self.data_rank = data_rank
         self.step = 0
         self._device = device
+        self._silent = False
+        self._before: tuple[Tensor, ...] | None = None
+        self._drawn: set[str] | None = None
 
     def seed_for(self, microbatch: int, block: str) -> int:
         """Return the seed of a block for a microbatch of this step.
@@ -61,10 +64,44 @@ class Randomness:
 
     def apply(self, microbatch: int, block: str) -> None:
         """Seed the generators for what `block` is about to draw."""
+        if self._silent:
+            return
         seed = self.seed_for(microbatch, block)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
+        if self._drawn is not None:
+            self._before = self._states()
+
+    def applied(self, block: str) -> None:
+        """After a block ran: note whether it drew anything, if somebody watches."""
+        if self._drawn is not None and any(
+            not torch.equal(one, other) for one, other in zip(self._before or (), self._states(), strict=False)
+        ):
+            self._drawn.add(block)
+
+    def _states(self) -> tuple[Tensor, ...]:
+        if self._device.type == "cpu":
+            return (torch.default_generator.get_state(),)
+        return torch.default_generator.get_state(), torch.get_device_module(self._device).get_rng_state()
+
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """Collect the names of the blocks that draw."""
+        self._drawn = set()
+        try:
+            yield self._drawn
+        finally:
+            self._drawn = None
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Seed nothing, for blocks that are known to draw nothing."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     @contextmanager
     def kept_aside(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ The roots are kept as places in the graph, not as tensors: an output that has be
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +27,7 @@ from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
-Loss = Callable[[Any, int], Tensor | None]
+Loss = Callable[[Any, Any], Tensor]
 
 
 class Pass:
@@ -62,13 +62,20 @@ class Segment:
             if draws:
                 randomness.apply(microbatch, name)
             value = module(value)
+            if draws:
+                randomness.applied(name)
         return value
+
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether a forward changes a buffer of these blocks, as far as is known from forwards so far."""
+        return self.buffers.changed_lately()
 
 
 class Stage:
     """The blocks of one stage, with what its microbatches have left behind.
 
-    `loss` is given to the last stage: it takes the output and the microbatch, and its value is what F returns.
+    `loss` is given to the last stage: it takes the output and the target, and its value is what F returns.
     """
 
     def __init__(
@@ -104,13 +111,18 @@ class Stage:
             for segment in self.segments:
                 segment.splitter.refresh()
 
-    def forward(self, microbatch: int, value: Any, *, keep: bool = True) -> Any:
-        """Run F and return the output, or on the last stage the loss; both cut off from the graph."""
+    def forward(self, microbatch: int, value: Any, target: Any = None, *, keep: bool = True) -> Any:
+        """Run F and return the output, or on the last stage the loss; both cut off from the graph.
+
+        With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
+        """
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
                     value = segment.run(value, microbatch, self.randomness)
-                return value if self.loss is None else (value, self.loss(value, microbatch))
+                if self.loss is None:
+                    return value
+                return value, None if target is None else self.loss(value, target)
         passes: list[Pass] = []
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
@@ -124,7 +136,8 @@ class Stage:
                     value = segment.run(unpack(leaves, form), microbatch, self.randomness)
                 segment.buffers.learn()
             else:
-                value = self._through(segment, this, microbatch, last=last)
+                loss = partial(_with_target, self.loss, target) if last and self.loss is not None else None
+                value = self._through(segment, this, microbatch, loss)
             passes.append(this)
         self.held[microbatch] = passes
         return value
@@ -170,7 +183,9 @@ class Stage:
         passes = self.held.pop(microbatch)
         return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
 
-    def _through(self, segment: Segment, this: Pass, microbatch: int, *, last: bool) -> Any:
+    def _through(
+        self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
+    ) -> Any:
         """Run a segment with its graph, and remember where in it the outputs stand."""
         taped = microbatch in self.split
         if taped:
@@ -182,9 +197,9 @@ class Stage:
         finally:
             if taped:
                 segment.splitter.stop()
-        if last and self.loss is not None:
+        if loss is not None:
             with torch.enable_grad():
-                value = self.loss(value, microbatch)
+                value = loss(value)
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
@@ -194,8 +209,12 @@ class Stage:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if segment.checkpointed and not this.roots:
             with segment.buffers.as_they_were(this.buffers):
-                self._through(segment, this, microbatch, last=False)
+                self._through(segment, this, microbatch)
             this.buffers = {}
+
+
+def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:
+    return loss(output, target)
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:

@@ -1,0 +1,163 @@
+"""What only CUDA has: times taken on the device, and steps captured as graphs. The one file that names torch.cuda."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.runtime.clock import Clock
+from drumline.runtime.executor import Executor, Step
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.record import Record
+from drumline.runtime.values import pack, unpack
+
+
+class EventClock(Clock):
+    """Marks moments on the device's stream; they become times when the device has passed them."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+        self._zero: tuple[torch.cuda.Event, int] | None = None
+
+    def begin(self) -> None:
+        """Start a step: events are used again, and the first fixes where the device's clock stands on the host's."""
+        self._used = 0
+        self._zero = None
+
+    def mark(self) -> int:
+        """Mark the moment that the device's work so far is done; returns the mark's number."""
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        event.record()
+        if self._zero is None:
+            self._zero = (event, time.perf_counter_ns())
+        self._used += 1
+        return self._used - 1
+
+    def settle(self, record: Record) -> Record:
+        """Turn marks into moments; waits for the device."""
+        if self._zero is None:
+            return record
+        torch.cuda.synchronize()
+        event, zero = self._zero
+
+        def moment(mark: int) -> int:
+            return zero + int(event.elapsed_time(self._events[mark]) * 1e6)
+
+        record.starts = array("q", map(moment, record.starts))
+        record.ends = array("q", map(moment, record.ends))
+        record.end_ns = max(record.end_ns, *record.ends) if record.ends else record.end_ns
+        self._zero = None
+        return record
+
+
+class CapturedStep:
+    """One rank's whole step as one CUDA graph, captured anew when shapes change.
+
+    Inputs and targets are copied to where the graph reads them; gradients are added where the graph writes them.
+    """
+
+    def __init__(self, executor: Executor, randomness: Randomness, parameters: Sequence[nn.Parameter]) -> None:
+        self.executor = executor
+        self.randomness = randomness
+        self.parameters = [one for one in parameters if one.requires_grad]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._signature: Any = None
+        self._static = Step(-1)
+        self._gradients: list[Tensor] = []
+
+    def run(self, step: Step) -> None:
+        """Run a step: by the graph if its shapes are those that were captured."""
+        signature = [_signature(value) for value in (*step.inputs, *step.targets, *step.shares)]
+        if signature != self._signature:
+            self._capture(step)
+            self._signature = signature
+        for static, value in zip(_tensors(self._static), _tensors(step), strict=True):
+            static.copy_(value, non_blocking=True)
+        self._attach()
+        assert self._graph is not None
+        self._graph.replay()
+        step.losses = dict(self._static.losses)
+
+    def _attach(self) -> None:
+        """Let every parameter's gradient be the one that the graph adds to."""
+        fresh = []
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                fresh.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _capture(self, step: Step) -> None:
+        before = [one.grad for one in self.parameters]
+        self._graph, self._gradients = None, [torch.zeros_like(one) for one in self.parameters]
+        self._static = Step(
+            -1,
+            inputs=[_copied(value) for value in step.inputs],
+            targets=[_copied(value) for value in step.targets],
+            shares=[share.clone() for share in step.shares],
+        )
+        self._settle_in()
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        with self.randomness.silenced(), torch.cuda.graph(graph):
+            self._through()
+        self._graph = graph
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _settle_in(self) -> None:
+        """Run twice on the side, as capture asks for; refuse what a graph could not repeat."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), self.randomness.watched() as drawn:
+            for _ in range(2):
+                for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+                    parameter.grad = gradient
+                self._through()
+        torch.cuda.current_stream().wait_stream(stream)
+        if drawn:
+            raise ModelError(
+                f"block {min(drawn)!r} draws random numbers, which a captured step would repeat",
+                expected="blocks without dropout",
+                fix="use capture=False",
+            )
+        if any(segment.changes_buffers for stage in self.executor.stages.values() for segment in stage.segments):
+            raise ModelError(
+                "a block changes its buffers, which capturing would do more than once a step", fix="use capture=False"
+            )
+
+    def _through(self) -> None:
+        for wait in self.executor.run(self._static, Record(self.executor.rank)):
+            raise AssertionError(f"a captured step cannot wait: {wait}")
+
+
+def _tensors(step: Step) -> list[Tensor]:
+    return [tensor for value in (*step.inputs, *step.targets, *step.shares) for tensor in pack(value)[0]]
+
+
+def _copied(value: Any) -> Any:
+    tensors, form = pack(value)
+    return unpack([tensor.clone() for tensor in tensors], form)
+
+
+def _signature(value: Any) -> Any:
+    tensors, form = pack(value)
+    return form, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock that tells a device's times."""
+    return EventClock() if device.type == "cuda" else Clock()
