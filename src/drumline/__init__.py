@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from drumline.core.torch_text import for_torch, titan_schedule
     from drumline.core.validate import validate
     from drumline.core.violation import Violation
+    from drumline.pipeline.launch import launch
+    from drumline.pipeline.pipeline import Pipeline
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -42,6 +44,7 @@ _HOME = {
     "I": "core.action",
     "Limit": "core.idle",
     "Op": "core.action",
+    "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Program": "core.program",
     "Timeline": "core.timeline",
@@ -52,6 +55,7 @@ _HOME = {
     "for_torch": "core.torch_text",
     "generate": "schedules",
     "grid": "report.grid",
+    "launch": "pipeline.launch",
     "lower": "core.lower",
     "makespans": "core.simulate",
     "overlap": "core.action",
@@ -71,6 +75,7 @@ __all__ = [
     "I",
     "Limit",
     "Op",
+    "Pipeline",
     "Placement",
     "Program",
     "Timeline",
@@ -81,6 +86,7 @@ __all__ = [
     "for_torch",
     "generate",
     "grid",
+    "launch",
     "lower",
     "makespans",
     "overlap",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 pytestmark = pytest.mark.torch
 
@@ -37,9 +37,9 @@ class Launch:
 
 
 @pytest.fixture(scope="module", params=["shared-memory", "gloo", "gloo over TCP"])
-def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
+def launch(request: pytest.FixtureRequest) -> Launch:
     """All ranks of one transport, after they have ended; the store is this process's, which no rank takes down."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     release, keep = os.pipe()
     ranks = [
         subprocess.Popen(
@@ -61,23 +61,52 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     finally:
         if keep >= 0:
             os.close(keep)
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    outcomes = []
+        for process in ranks:
+            process.kill()
+            process.wait()
+    outcomes: list[dict[str, str]] = []
     for rank in range(NUM_RANKS):
         assert texts[rank][0], texts[rank][1]
-        outcomes.append(json.loads(texts[rank][0].splitlines()[-1]))
-    yield Launch(outcomes, [texts[rank][1] for rank in range(NUM_RANKS)], [rank.returncode for rank in ranks])
-
-
-def told(launch: Launch, case: str) -> list[str]:
-    return [outcome[case] for outcome in launch.outcomes if case in outcome]
+        lines = [json.loads(line) for line in texts[rank][0].splitlines()]
+        outcomes.append({name: text for line in lines for name, text in line.items()})
+    return Launch(outcomes, [texts[rank][1] for rank in range(NUM_RANKS)], [process.returncode for process in ranks])
 
 
 @pytest.mark.parametrize("case", names("CASES"))
-def test_a_channel_does_what_it_should(launch: Launch, case: str) -> None:
-    # The killed rank's line came before its death: it tells of the memory, the two others of all cases.
-    outcomes = told(launch, case)
-    assert len(outcomes) == 2, [outcome for outcome in launch.outcomes]
-    assert outcomes == ["", ""], "\n".join(outcomes)
+def test_every_rank_is_content_with(launch: Launch, case: str) -> None:
+    for rank, outcome in enumerate(launch.outcomes):
+        assert outcome.get(case, "was not run") == "", f"rank {rank}: {outcome.get(case, outcome)}"
+
+
+def told(launch: Launch, case: str) -> list[str]:
+    return [outcome.get(case, "was not run") for outcome in launch.outcomes]
+
+
+def test_what_was_never_taken_is_noticed_at_the_next_step(launch: Launch) -> None:
+    notice = "rank 1 never took up 1RECV_F3 of step 0 of rank 0"
+    assert told(launch, "what_was_never_taken_is_noticed") == ["", notice, ""]
+
+
+def test_a_wait_that_is_too_long_says_for_what_and_where_every_thread_stands(launch: Launch) -> None:
+    first, second = told(launch, "a_wait_that_is_too_long_names_itself")[1].split("|")
+    assert first.startswith("rank 1 at 1F0 waits for 0F3 of rank 0, for ")
+    assert second.startswith("rank 1 waits for rank 0 to tell 'nothing', for ")
+    assert "in a_wait_that_is_too_long_names_itself" in launch.stderrs[1]
+    assert "most recent call first" in launch.stderrs[1]
+
+
+def test_an_abort_names_its_origin_to_those_who_wait_for_others(launch: Launch) -> None:
+    origin = "2|rank 2 failed at 2F7: ZeroDivisionError: no such number"
+    assert told(launch, "an_abort_names_its_origin") == [origin, origin, ""]
+
+
+def test_an_orderly_end_fails_only_those_who_wait_for_more(launch: Launch) -> None:
+    ends = [f"2|rank 2 closed its channel while rank {rank} still waits for it" for rank in (0, 1)]
+    assert told(launch, "an_orderly_end_fails_only_those_who_wait") == [*ends, ""]
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing_behind(launch: Launch) -> None:
+    death = "1|rank 1 died without a word: it was killed, or it crashed"
+    # Right before its death the rank had shared memory, but none with a name that would outlast it.
+    assert told(launch, "a_killed_rank_is_named") == [death, "maps []", death]
+    assert launch.codes == [0, -signal.SIGKILL, 0]

@@ -66,12 +66,13 @@ def launch(
                 task,
                 prefix=f"[rank {rank}] " if prefix else "",
             )
-        with _store(listener, port, backend=backend, num_ranks=num_ranks):
+        # The ranks end before their store does: without it they would complain.
+        with _store(listener, port, backend=backend, num_ranks=num_ranks), ranks:
             failures = _wait(ranks, limit, timeout)
             if failures:
                 raise _error(failures, num_ranks)
             ranks.let_go()
-        parts = [rank.parts for rank in ranks]
+            parts = [rank.parts for rank in ranks]
     return [_loaded(rank, one) for rank, one in enumerate(parts)]
 
 

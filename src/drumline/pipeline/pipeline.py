@@ -97,6 +97,7 @@ class Pipeline:
         self._open_tallies: list[Tally] = []
         self._last: Tally | None = None
         self._executors: list[Executor] = []
+        self._named: list[tuple[str, nn.Parameter]] | None = None
         self._weights: list[float | Tensor] = []
         self._parts: Sequence[Tensor] = ()
         self._channels, self._hub = self._connect(transport, num_ranks, ahead)
@@ -381,9 +382,10 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the names of the unsplit model."""
-        for executor in self._executors:
-            for stage in executor.stages.values():
-                yield from assembly.named_parameters(stage)
+        if self._named is None:
+            stages = [stage for executor in self._executors for stage in executor.stages.values()]
+            self._named = [pair for stage in stages for pair in assembly.named_parameters(stage)]
+        return iter(self._named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this process's parameters."""

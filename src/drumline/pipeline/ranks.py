@@ -226,7 +226,7 @@ class Ranks:
             self.turn(_SECONDS_AN_EXIT_ROUND)
 
     def _close(self) -> None:
-        streams = [key.data for key in self._selector.get_map().values() if isinstance(key.data, Stream)]
+        streams = [key.data for key in (self._selector.get_map() or {}).values() if isinstance(key.data, Stream)]
         for stream in streams:
             # A process that a rank left behind may hold the stream open: take what is there, wait for no more.
             with contextlib.suppress(OSError, ValueError):

@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from drumline.core.errors import UsageError, nearest
 from drumline.runtime.channel import Channel
@@ -34,7 +35,7 @@ def open_channel(transport: str, device: torch.device, *, timeout: float, num_sl
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device.type == "cpu" else None)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(scope, dist.distributed_c10d._get_default_store())
+    store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
     if transport == "auto":
         together = one_host(store, rank, num_ranks)
         staged = device.type == "cpu" or torch.accelerator.device_count() < num_ranks

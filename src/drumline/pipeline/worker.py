@@ -111,7 +111,7 @@ def _join_group(*, threads: int, backend: str) -> None:
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
     if backend != "gloo" and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))

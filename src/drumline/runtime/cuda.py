@@ -34,7 +34,7 @@ class EventClock(Clock):
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; returns the mark's number."""
         if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         event = self._events[self._used]
         event.record()
         if self._zero is None:
@@ -115,26 +115,28 @@ class CapturedStep:
         with self.randomness.silenced(), torch.cuda.graph(graph):
             self._through()
         self._graph = graph
-        for parameter, gradient in zip(self.parameters, before, strict=True):
-            parameter.grad = gradient
+        for parameter, earlier in zip(self.parameters, before, strict=True):
+            parameter.grad = earlier
 
     def _settle_in(self) -> None:
         """Run twice on the side, as capture asks for; refuse what a graph could not repeat."""
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), self.randomness.watched() as drawn:
+        with torch.cuda.stream(stream):
             for _ in range(2):
                 for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
                     parameter.grad = gradient
                 self._through()
         torch.cuda.current_stream().wait_stream(stream)
-        if drawn:
+        segments = [segment for stage in self.executor.stages.values() for segment in stage.segments]
+        loud = [name for segment in segments if not segment.quiet for name, _ in segment.blocks]
+        if loud:
             raise ModelError(
-                f"block {min(drawn)!r} draws random numbers, which a captured step would repeat",
+                f"one of the blocks {', '.join(loud)} draws random numbers, which a captured step would repeat",
                 expected="blocks without dropout",
                 fix="use capture=False",
             )
-        if any(segment.changes_buffers for stage in self.executor.stages.values() for segment in stage.segments):
+        if any(segment.changes_buffers for segment in segments):
             raise ModelError(
                 "a block changes its buffers, which capturing would do more than once a step", fix="use capture=False"
             )

@@ -3,15 +3,16 @@
     send                                              receiver
     pack into one flat tensor, isend it
     header over the mesh: number, layout, key ──────► irecv into a flat tensor of the layout's size
-                                                      block: wait for it (gloo); take: hand its parts over
-    let the flat tensor go            ◄────────────── done with number
+                                                      take: hand its parts over
+    let the flat tensor go            ◄────────────── done with number (gloo)
 
 Each directed edge has a process group of its own: the backends keep the order of an edge, and what goes forth never
 stands in the way of what comes back. Receives are issued in the order of the headers, which is that of the sends.
 
 Backends differ in one thing. gloo's transfers are waited for by the host, whose only way to learn of an end is to wait:
-the receiver does so in `block` and tells the sender. A device's transfers are ordered by streams: `take` makes the
-current stream wait, the host never does, and the sender asks its own transfer whether it has ended.
+a thread of the receiver does so, and the sender is told. A device's transfers are ordered by streams: `take` makes the
+current stream wait, the host never does, and the sender asks its own transfer whether it has ended. Small messages
+between CPUs travel inside their header's packet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from ctypes import memmove
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +37,16 @@ from drumline.core.errors import RunError
 from drumline.runtime import limits
 from drumline.runtime.channel import Delivery, Wait
 from drumline.runtime.layout import Layout, Layouts
-from drumline.runtime.mesh import FIRST_OWN_KIND, Mesh, give_up
+from drumline.runtime.mesh import FIRST_OWN_KIND, Mesh
 from drumline.runtime.mesh_channel import KEY_BYTES, MeshChannel
+from drumline.runtime.waiter import Waiter
 
-_MESSAGE, _DONE, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 3)
+_MESSAGE, _SMALL_MESSAGE, _DONE, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
 _HEADER = struct.Struct(f"<BxHQ{KEY_BYTES}sq")  # kind, layout, number, key, made
 _NUMBER = struct.Struct("<BQ")  # kind, number
+
+# What fits into one packet along with its header is faster there than by a transfer of its own.
+_SMALL_BYTES = 30 * 1024
 
 # So many receives of an edge are issued before their messages are asked for; more only when a wait depends on them.
 _MOST_AHEAD = 16
@@ -58,7 +65,7 @@ class _Sent(NamedTuple):
 class _Coming:
     """A message whose header has arrived; `flat` exists once its receive is issued."""
 
-    __slots__ = ("flat", "has_arrived", "layout", "made_ns", "number", "sent_ns", "work")
+    __slots__ = ("error", "flat", "has_arrived", "layout", "made_ns", "number", "sent_ns", "work")
 
     def __init__(self, number: int, layout: Layout, made_ns: int) -> None:
         self.number = number
@@ -68,6 +75,7 @@ class _Coming:
         self.flat: Tensor | None = None
         self.work: Work | None = None
         self.has_arrived = False
+        self.error: RuntimeError | None = None
 
 
 class _Edge:
@@ -87,7 +95,8 @@ class DistributedChannel(MeshChannel[_Coming]):
     """Carries messages by a torch.distributed backend; needs its default group, made of the same ranks.
 
     `edges` are the directed edges (source, target) that will be used, the same and in the same order on all ranks;
-    unless given, all. What arrives is put on `device`, through the host if the backend is gloo.
+    unless given, all. What arrives is put on `device`, through the host if the backend is gloo; of gloo's messages
+    those up to `small_bytes` travel in one packet.
     """
 
     def __init__(
@@ -100,6 +109,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         device: torch.device | str = "cpu",
         timeout: float = limits.TIMEOUT,
         edges: Iterable[tuple[int, int]] | None = None,
+        small_bytes: int = _SMALL_BYTES,
         host: str | None = None,
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
@@ -107,13 +117,19 @@ class DistributedChannel(MeshChannel[_Coming]):
                 f"torch.distributed has no group of {num_ranks} ranks with this as rank {rank}",
                 fix="call torch.distributed.init_process_group first",
             )
-        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, host=host))
-        self._device = torch.device(device)
         self._by_host = backend == "gloo"
+        # Spinning would take the processor from gloo's threads and ours.
+        spin = 0.0 if self._by_host else limits.SPIN
+        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host))
+        self._device = torch.device(device)
+        self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
         self._edges = {peer: _Edge(link.offset_ns) for peer, link in self._mesh.links.items()}
         self._has_failed = False
+        self._waiter = Waiter()
+        self._mesh.listen(self._waiter.fd, self._waiter.finished)
         self._mesh.on(_MESSAGE, self._on_message)
+        self._mesh.on(_SMALL_MESSAGE, self._on_message)
         self._mesh.on(_DONE, self._on_done)
         self._mesh.on(_LAYOUT, self._on_layout)
         if edges is None:
@@ -125,9 +141,9 @@ class DistributedChannel(MeshChannel[_Coming]):
             if rank in edge:
                 assert isinstance(group, ProcessGroup)
                 self._groups[edge] = group
-                self._try_out(edge)
+                self._try_out(edge, timeout)
 
-    def _try_out(self, edge: tuple[int, int]) -> None:
+    def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
         """Send one byte: backends connect at the first message, which must not happen amid others."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._at)
         source, target = edge
@@ -137,17 +153,13 @@ class DistributedChannel(MeshChannel[_Coming]):
             else:
                 work = dist.irecv(byte, source, group=self._groups[edge])
             assert work is not None
-            self._wait_for(work, self._mesh.timeout)
-            if not self._by_host:
+            if self._by_host:
+                work.wait(timedelta(seconds=timeout))
+            else:
+                work.wait()
                 torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
             raise self._mesh.explain(target if self.rank == source else source, error) from error
-
-    def _wait_for(self, work: Work, seconds: float) -> None:
-        if self._by_host:
-            work.wait(timedelta(seconds=max(seconds, 0.001)))
-        else:
-            work.wait()  # the current stream waits, the host does not
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Start a transfer; a form that was used must not be changed."""
@@ -156,8 +168,15 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._forget_ended(edge)
         layout = edge.layouts.find(tensors, form)
         flat = layout.packed(tensors, self._at)
+        if not layout.is_told:
+            layout.is_told = layout.is_kept
+            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
         number = edge.num_sent
         edge.num_sent += 1
+        if layout.room <= self._small_bytes:
+            header = _HEADER.pack(_SMALL_MESSAGE, layout.number, number, key, made_ns)
+            self._mesh.send(target, header + flat.numpy().tobytes())
+            return
         if layout.room:
             try:
                 work = dist.isend(flat, target, group=self._group(self.rank, target))
@@ -166,13 +185,10 @@ class DistributedChannel(MeshChannel[_Coming]):
             edge.under_way[number] = _Sent(key, flat, work)
         if len(edge.under_way) > self.peak_open_sends:
             self.peak_open_sends = len(edge.under_way)
-        if not layout.is_told:
-            layout.is_told = layout.is_kept
-            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
         self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
-        """Hand over a message; from gloo only after a wait has found it complete."""
+        """Hand over a message whose payload is there, or which the device's stream can wait for."""
         key, inbox = self._key(receive), self._inbox[source]
         while key not in inbox and self._mesh.look():
             pass
@@ -180,54 +196,57 @@ class DistributedChannel(MeshChannel[_Coming]):
         if coming is None:
             return None
         edge = self._edges[source]
+        self._issue_through(source, edge, coming)
         if not coming.has_arrived:
             if self._by_host:
-                return None
-            self._issue_through(source, edge, coming)
-            self._finish(source, coming, 0.0)
+                self._mesh.look()
+                if not coming.has_arrived:
+                    return None
+            elif coming.work is not None:
+                coming.work.wait()  # the current stream waits, the host does not
+                coming.sent_ns = _clock()
         self._pick(source, key)
-        edge.num_issued -= 1
-        self._issue(source, edge, _MOST_AHEAD)
+        if coming.work is not None:
+            edge.num_issued -= 1
+            self._issue(source, edge, _MOST_AHEAD)
         assert coming.flat is not None
         tensors = coming.layout.unpacked(coming.flat.to(self._device))
         return Delivery(tensors, coming.layout.form, coming.made_ns, coming.sent_ns, coming.layout.num_bytes)
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there, payload included if the host has to wait for that."""
-        started = _clock()
         super().block(wait, deadline_ns)
         coming = self._inbox[wait.source][self._key(wait.receive)]
         self._issue_through(wait.source, self._edges[wait.source], coming)
-        if self._by_host and not coming.has_arrived:
-            try:
-                self._finish(wait.source, coming, (deadline_ns - _clock()) / 1e9)
-            except RuntimeError as error:
-                if _clock() >= deadline_ns:
-                    raise give_up(wait, (_clock() - started) / 1e9) from error
-                raise self._mesh.explain(wait.source, error) from error
-
-    def _finish(self, source: int, coming: _Coming, seconds: float) -> None:
-        if coming.work is not None:
-            self._wait_for(coming.work, seconds)
-            if self._by_host:
-                self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
-        coming.has_arrived = True
-        coming.sent_ns = _clock()
+        if self._by_host:
+            ended = lambda: coming.has_arrived or coming.error is not None  # noqa: E731
+            self._mesh.wait(ended, wait, deadline_ns, needs=lambda: ())
+            if coming.error is not None:
+                raise self._mesh.explain(wait.source, coming.error) from coming.error
 
     def _issue(self, source: int, edge: _Edge, most: int) -> None:
         """Issue receives in the order of the headers, until `most` are open."""
         while edge.not_issued and edge.num_issued < most:
             coming = edge.not_issued.popleft()
-            edge.num_issued += 1
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
-            if coming.layout.room:
-                try:
-                    coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
-                except RuntimeError as error:
-                    raise self._mesh.explain(source, error) from error
-            elif self._by_host:
-                coming.has_arrived = True
-                coming.sent_ns = _clock()
+            if not coming.layout.room:
+                coming.has_arrived, coming.sent_ns = True, _clock()
+                continue
+            try:
+                coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
+            except RuntimeError as error:
+                coming.error = error
+                continue
+            edge.num_issued += 1
+            if self._by_host and coming.work is not None:
+                self._waiter.watch(source, coming.work, partial(self._ended, source, coming))
+
+    def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
+        if error is None:
+            coming.has_arrived, coming.sent_ns = True, _clock()
+            self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
+        else:
+            coming.error = error
 
     def _issue_through(self, source: int, edge: _Edge, coming: _Coming) -> None:
         while coming.flat is None:
@@ -266,6 +285,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     def close(self) -> None:
         """Say goodbye and let go of the groups; after a failure transfers that cannot end any more are cut off."""
         super().close()
+        self._waiter.close()
         for group in self._groups.values():
             # The user may have destroyed all groups before.
             with suppress(RuntimeError, ValueError, AssertionError):
@@ -276,12 +296,17 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._edges.clear()
 
     def _on_message(self, source: int, packet: bytes, fds: list[int]) -> None:
-        _, layout, number, key, made_ns = _HEADER.unpack(packet)
+        kind, layout, number, key, made_ns = _HEADER.unpack_from(packet)
         edge = self._edges[source]
         coming = _Coming(number, edge.peer_layouts[layout], made_ns + edge.offset_ns)
-        edge.not_issued.append(coming)
         self._arrive(source, key, coming)
-        self._issue(source, edge, _MOST_AHEAD)
+        if kind == _SMALL_MESSAGE:
+            coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
+            memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
+            coming.has_arrived, coming.sent_ns = True, _clock()
+        else:
+            edge.not_issued.append(coming)
+            self._issue(source, edge, _MOST_AHEAD)
 
     def _on_done(self, target: int, packet: bytes, fds: list[int]) -> None:
         sent = self._edges[target].under_way.pop(_NUMBER.unpack(packet)[1])

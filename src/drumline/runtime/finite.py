@@ -19,7 +19,8 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     device = tensors[0].device
     if device.type != "cpu":
         norms = torch._foreach_norm(list(tensors), float("inf"))
-        return torch.stack([norm.float() for norm in norms]).isfinite().all()
+        kinds = {norm.dtype for norm in norms}
+        return torch.stack(norms if len(kinds) == 1 else [norm.float() for norm in norms]).isfinite().all()
     # On a host a sum is the cheapest pass that no NaN or infinity survives; one that overflows is looked at closely.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)

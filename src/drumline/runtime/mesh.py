@@ -80,6 +80,7 @@ class Mesh:
         self._poller = select.poll()
         self.links = {link.peer: link for link in connect(rank, num_ranks, store=store, timeout=timeout, host=host)}
         self._by_fd = {link.fd: link for link in self.links.values()}
+        self._bells: dict[int, Callable[[], None]] = {}
         for fd in self._by_fd:
             self._poller.register(fd, select.POLLIN)
 
@@ -87,6 +88,11 @@ class Mesh:
         """Have `handler(source, packet, fds)` called for every packet of the kind."""
         assert kind >= FIRST_OWN_KIND, f"kind {kind} is the mesh's own"
         self._handlers[kind] = handler
+
+    def listen(self, fd: int, bell: Callable[[], None]) -> None:
+        """Have `bell` called when the descriptor is readable, along with the packets."""
+        self._bells[fd] = bell
+        self._poller.register(fd, select.POLLIN)
 
     def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
         """Send a packet; returns at once, and keeps what the kernel does not take yet."""
@@ -187,6 +193,8 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
+        for fd in self._bells:
+            self._poller.unregister(fd)
         for peer in self.links:
             self.send(peer, bytes((GOODBYE,)))
         deadline = time.perf_counter_ns() + int(limits.LINGER * 1e9)
@@ -206,6 +214,9 @@ class Mesh:
 
     def _serve(self, events: list[tuple[int, int]]) -> None:
         for fd, event in events:
+            if fd in self._bells:
+                self._bells[fd]()
+                continue
             link = self._by_fd[fd]
             if event & select.POLLOUT and link.push():
                 self._backed_up.discard(link.peer)

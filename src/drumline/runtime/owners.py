@@ -21,25 +21,35 @@ from drumline.runtime.tape import Gradients, Record, Tape
 from drumline.runtime.values import pack, unpack
 
 
+class Reel:
+    """Where owners record at the moment: the records of the tape that runs."""
+
+    __slots__ = ("records",)
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+
 class Owner(ABC):
     """A module that owns trainable parameters, and how its weight gradients are made."""
 
     joins = False  # whether the records of several microbatches can be made one
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, reel: Reel) -> None:
         self.module = module
-
-    def joined(self, records: Sequence[Record]) -> Record:
-        """Return one record in place of several."""
-        raise NotImplementedError
+        self.reel = reel
 
     @abstractmethod
-    def recording(self, tape: Tape) -> Callable[..., Any]:
-        """Return the forward that stands in for the module's own while `tape` records."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the module's own forward, and leave a record."""
 
     @abstractmethod
     def gradients(self, record: Record) -> Gradients:
         """Return the weight gradients of one call."""
+
+    def joined(self, records: Sequence[Record]) -> Record:
+        """Return one record in place of several."""
+        raise NotImplementedError
 
     def refresh(self) -> None:  # noqa: B027 - most have nothing to do
         """Follow the parameters if their memory was exchanged since the last step."""
@@ -48,23 +58,21 @@ class Owner(ABC):
 class _WithFormula(Owner):
     """An owner with a weight and perhaps a bias, whose stand-ins share the parameters' memory."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.stand_ins: list[Tensor | None] = []
+    def __init__(self, module: nn.Module, reel: Reel) -> None:
+        super().__init__(module, reel)
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.to_weight: nn.Parameter | None = None  # where the gradients go; None for what is frozen
+        self.to_bias: nn.Parameter | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Follow the parameters if their memory was exchanged since the last step."""
-        parameters = [self.module._parameters.get(name) for name in ("weight", "bias")]
-        fresh = [
-            stand is not None and one is not None and stand.data_ptr() == one.data_ptr() and stand.shape == one.shape
-            for stand, one in zip(self.stand_ins, parameters, strict=False)
-        ]
-        if len(fresh) != 2 or not all(same or one is None for same, one in zip(fresh, parameters, strict=True)):
-            # A weight that is frozen still needs a place in the graph, for its layer's output to have one.
-            self.stand_ins = [None if one is None else one.detach().requires_grad_() for one in parameters]
+        own = self.module._parameters
+        self.weight, self.to_weight = _stand_in(self.weight, own.get("weight"))
+        self.bias, self.to_bias = _stand_in(self.bias, own.get("bias"))
 
-    def _unchanged(self, record: Record, taken: Tensor) -> Tensor:
+    def _checked(self, record: Record, taken: Tensor) -> Tensor:
         if taken._version != record.version:
             raise RuntimeError(
                 f"the input of {type(self.module).__name__} was changed in place after it was used, "
@@ -72,17 +80,15 @@ class _WithFormula(Owner):
             )
         return taken
 
-    def _named(self, weight: Tensor | None, bias: Tensor | None) -> Gradients:
-        found: Gradients = []
-        for name, gradient in (("weight", weight), ("bias", bias)):
-            parameter = self.module._parameters.get(name)
-            if parameter is not None and parameter.requires_grad and gradient is not None:
-                found.append((parameter, gradient.to(parameter.dtype)))
-        return found
 
-    def _wanted(self, name: str) -> bool:
-        parameter = self.module._parameters.get(name)
-        return parameter is not None and parameter.requires_grad
+def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tensor | None, nn.Parameter | None]:
+    """Return a tensor with a parameter's memory, the one there is if it still has, and the parameter if it trains."""
+    if parameter is None:
+        return None, None
+    if now is None or now.data_ptr() != parameter.data_ptr() or now.shape != parameter.shape:
+        # One that is frozen wants a gradient all the same, for its layer's output to have a place in the graph.
+        now = parameter.detach().requires_grad_()
+    return now, parameter if parameter.requires_grad else None
 
 
 class LinearOwner(_WithFormula):
@@ -90,138 +96,122 @@ class LinearOwner(_WithFormula):
 
     joins = True
 
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
+        """Compute with the stand-ins."""
+        made = functional.linear(input, cast(Tensor, self.weight), self.bias)
+        self.reel.records.append(Record(self, input, (_place(made),), input._version))
+        return made
+
+    def gradients(self, record: Record) -> Gradients:
+        """Return the product of gradient and input, and the gradient's sum."""
+        taken, gradient = self._checked(record, record.inputs), cast(Tensor, record.gradients[0])
+        rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
+        found: Gradients = []
+        if self.to_weight is not None:
+            inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
+            if inputs.dtype is not rows.dtype:  # under autocast
+                inputs = inputs.to(rows.dtype)
+            found.append((self.to_weight, _as(self.to_weight, torch.mm(rows.t(), inputs))))
+        if self.to_bias is not None:
+            # Autograd sums over what the product saw: rows, or for scattered memory the dimensions themselves.
+            scattered = gradient.dim() > 2 and not taken.is_contiguous()
+            summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
+            found.append((self.to_bias, _as(self.to_bias, summed)))
+        return found
+
     def joined(self, records: Sequence[Record]) -> Record:
         """Return one record with all rows."""
-        inputs = [self._unchanged(record, record.inputs) for record in records]
+        inputs = [self._checked(record, record.inputs).detach() for record in records]
         gradients = [cast(Tensor, record.gradients[0]) for record in records]
         one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
         one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
         return one
 
-    def recording(self, tape: Tape) -> Callable[..., Any]:
-        """Return a forward that computes with the stand-ins and records."""
-        weight, bias = self.stand_ins
-        records = tape.records
-        assert weight is not None
-
-        def forward(input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
-            made = functional.linear(input, weight, bias)
-            records.append(Record(self, input.detach(), (_place(made),), input._version))
-            return made
-
-        return forward
-
-    def gradients(self, record: Record) -> Gradients:
-        """Return the product of gradient and input, and the gradient's sum."""
-        taken, gradient = self._unchanged(record, record.inputs), cast(Tensor, record.gradients[0])
-        # Autograd sums a bias over what the product saw: rows, or for scattered memory the dimensions themselves.
-        dims = tuple(range(gradient.dim() - 1)) if gradient.dim() > 2 and not taken.is_contiguous() else 0
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        bias = (gradient if dims else rows).sum(dims) if self._wanted("bias") else None
-        weight = None
-        if self._wanted("weight"):
-            inputs = taken.reshape(-1, taken.shape[-1])
-            weight = rows.t() @ (inputs if inputs.dtype == rows.dtype else inputs.to(rows.dtype))
-        return self._named(weight, bias)
-
 
 class LayerNormOwner(_WithFormula):
     """Normalises over the last dimensions; keeps mean and deviation for W."""
 
-    def recording(self, tape: Tape) -> Callable[..., Any]:
-        """Return a forward that keeps its mean and deviation."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Compute with the stand-ins."""
         module = cast(nn.LayerNorm, self.module)
-        weight, bias = self.stand_ins
-        records = tape.records
-        shape, eps = module.normalized_shape, module.eps
-
-        def forward(input: Tensor) -> Tensor:  # noqa: A002
-            made, mean, deviation = torch.native_layer_norm(input, shape, weight, bias, eps)
-            kept = (input.detach(), mean.detach(), deviation.detach())
-            records.append(Record(self, kept, (_place(made),), input._version))
-            return made
-
-        return forward
+        made, mean, deviation = torch.native_layer_norm(
+            input, module.normalized_shape, self.weight, self.bias, module.eps
+        )
+        self.reel.records.append(Record(self, (input, mean, deviation), (_place(made),), input._version))
+        return made
 
     def gradients(self, record: Record) -> Gradients:
         """Return what torch's own kernel makes of them."""
         taken, mean, deviation = record.inputs
-        weight, bias = self.stand_ins
-        mask = [False, self._wanted("weight"), self._wanted("bias")]
-        _, to_weight, to_bias = torch.ops.aten.native_layer_norm_backward(
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(
             record.gradients[0],
-            self._unchanged(record, taken),
+            self._checked(record, taken),
             cast(nn.LayerNorm, self.module).normalized_shape,
             mean,
             deviation,
-            None if weight is None else weight.detach(),
-            None if bias is None else bias.detach(),
-            mask,
+            self.weight,
+            self.bias,
+            [False, self.to_weight is not None, self.to_bias is not None],
         )
-        return self._named(to_weight, to_bias)
+        pairs = ((self.to_weight, weight), (self.to_bias, bias))
+        return [(parameter, _as(parameter, made)) for parameter, made in pairs if parameter is not None]
 
 
 class EmbeddingOwner(_WithFormula):
     """Looks rows of its weight up; the gradient of a row is the sum of the gradients where it was used."""
 
-    def recording(self, tape: Tape) -> Callable[..., Any]:
-        """Return a forward that looks up in the stand-in and records."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Look up in the stand-in."""
         module = cast(nn.Embedding, self.module)
-        weight, _ = self.stand_ins
-        records = tape.records
-        assert weight is not None
-
-        def forward(input: Tensor) -> Tensor:  # noqa: A002
-            made = functional.embedding(
-                input, weight, module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
-            )
-            records.append(Record(self, input.detach(), (_place(made),), input._version))
-            return made
-
-        return forward
+        made = functional.embedding(
+            input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
+        )
+        self.reel.records.append(Record(self, input, (_place(made),), input._version))
+        return made
 
     def gradients(self, record: Record) -> Gradients:
         """Return the sums per row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        gradient = torch.ops.aten.embedding_dense_backward(
+        made = torch.ops.aten.embedding_dense_backward(
             record.gradients[0],
-            self._unchanged(record, record.inputs),
+            self._checked(record, record.inputs),
             module.num_embeddings,
             padding,
             module.scale_grad_by_freq,
         )
-        return self._named(gradient, None)
+        return [] if self.to_weight is None else [(self.to_weight, _as(self.to_weight, made))]
+
+
+def _as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return a gradient in its parameter's type; under autocast it was computed in another."""
+    return gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype)
 
 
 class GeneralOwner(Owner):
     """Any other module: its forward runs on a graph of its own, through which I and W go one after the other."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, reel: Reel) -> None:
+        super().__init__(module, reel)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
+        self.plain = module.forward
+        self.spark = torch.zeros((), requires_grad=True)  # an input that wants a gradient, or there would be no graph
 
-    def recording(self, tape: Tape) -> Callable[..., Any]:
-        """Return a forward that runs the module's own on a graph apart."""
-        plain = self.module.forward
-        spark = torch.zeros((), requires_grad=True)  # without an input that wants a gradient there would be no graph
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on a graph apart."""
+        tensors, form = pack((args, kwargs))
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            tensors, form = pack((args, kwargs))
+        def run(leaves: Sequence[Tensor]) -> Any:
+            given, named = unpack(leaves, form)
+            return self.plain(*given, **named)
 
-            def run(leaves: Sequence[Tensor]) -> Any:
-                given, named = unpack(leaves, form)
-                return plain(*given, **named)
-
-            own: list[Any] = []  # what the graph apart ends in
-            made = _OwnGraph.apply(own, run, spark, *tensors)  # type: ignore[no-untyped-call]
-            ends, output_form = own
-            reached = [index for index, end in enumerate(ends) if end.requires_grad]
-            places = tuple(_place(made[index]) for index in reached)
-            tape.records.append(Record(self, [ends[index] for index in reached], places))
-            return unpack(made, output_form)
-
-        return forward
+        own: list[Any] = []  # what the graph apart ends in
+        made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
+        ends, output_form = own
+        reached = [index for index, end in enumerate(ends) if end.requires_grad]
+        places = tuple(_place(made[index]) for index in reached)
+        self.reel.records.append(Record(self, [ends[index] for index in reached], places))
+        return unpack(made, output_form)
 
     def gradients(self, record: Record) -> Gradients:
         """Return what autograd finds in the graph that was kept."""
@@ -268,21 +258,21 @@ _FORMULAS: dict[type[nn.Module], type[_WithFormula]] = {
 _WHOLE = (nn.MultiheadAttention,)
 
 
-def owners_in(module: nn.Module) -> Iterator[Owner]:
+def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
     """Yield the owners in a module's tree.
 
-    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
+    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Reel())]
     ['LinearOwner', 'GeneralOwner']
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return
     if formula := _formula(module):
-        yield formula(module)
+        yield formula(module, reel)
     elif isinstance(module, _WHOLE) or not any(True for child in module.children() for _ in child.parameters()):
-        yield GeneralOwner(module)
+        yield GeneralOwner(module, reel)
     else:
         for child in dict.fromkeys(module.children()):
-            yield from owners_in(child)
+            yield from owners_in(child, reel)
 
 
 def _formula(module: nn.Module) -> type[_WithFormula] | None:
@@ -305,12 +295,20 @@ def _place(made: Tensor) -> GradientEdge:
 
 
 class Splitter:
-    """All owners of a stage's blocks; while it records, their forwards are exchanged for recording ones."""
+    """All owners of some modules; while it records, their forwards stand in for the modules' own."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        owners = {id(owner.module): owner for module in modules for owner in owners_in(module)}
+        self.reel = Reel()
+        owners = {id(owner.module): owner for module in modules for owner in owners_in(module, self.reel)}
         self.owners = list(owners.values())
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._device = next((one.device.type for module in modules for one in module.parameters()), "cpu")
+        # A module's namespace, what stands in there, and what stood there before: for most modules nothing.
+        self._places = [(vars(owner.module), owner.forward, vars(owner.module).get("forward")) for owner in self.owners]
+        self._without_norms = [
+            place
+            for place, owner in zip(self._places, self.owners, strict=True)
+            if not isinstance(owner, LayerNormOwner)
+        ]
 
     def refresh(self) -> None:
         """Follow the parameters if their memory was exchanged since the last step."""
@@ -319,23 +317,16 @@ class Splitter:
 
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""
-        simple = not torch.is_autocast_enabled(_device_type(self.owners))
-        for owner in self.owners:
-            if simple or not isinstance(owner, LayerNormOwner):
-                module = owner.module
-                recording = owner.recording(tape)
-                self._replaced.append((module, vars(module).get("forward")))
-                module.forward = recording
+        self.reel.records = tape.records
+        # Autocast treats layer norms as a whole, so there they run as they are, and their gradients come early.
+        places = self._without_norms if torch.is_autocast_enabled(self._device) else self._places
+        for namespace, forward, _ in places:
+            namespace["forward"] = forward
 
     def stop(self) -> None:
-        """Give the owners their own forwards back."""
-        for module, own in self._replaced:
-            if own is None:
-                del vars(module)["forward"]
+        """Give the modules their own forwards back."""
+        for namespace, _, own in self._places:
+            if own is not None:
+                namespace["forward"] = own
             else:
-                module.forward = own
-        self._replaced.clear()
-
-
-def _device_type(owners: Sequence[Owner]) -> str:
-    return next((one.device.type for owner in owners for one in owner.module.parameters()), "cpu")
+                namespace.pop("forward", None)

@@ -1,8 +1,9 @@
 """Random numbers that depend on what is computed and not on where.
 
 Before a block runs, the generators are seeded from (seed, step, microbatch, data-parallel rank, block name). So a block
-draws the same numbers on whichever rank and in whatever order it runs, and again when it is recomputed. Blocks made
-only of layers that are known to draw nothing are left alone.
+draws the same numbers on whichever rank and in whatever order it runs, and again when it is recomputed. Blocks that
+draw nothing are left alone: those made of layers that are known not to, and those that have not been seen to, as long
+as the generators stand after a run where they stood before.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ class Randomness:
         self.seed = seed
         self.data_rank = data_rank
         self.step = 0
-        self._device = device
         self._silent = False
-        self._before: tuple[Tensor, ...] | None = None
-        self._drawn: set[str] | None = None
+        self._generators = [torch.default_generator]
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            module.init()
+            number = module.current_device() if device.index is None else device.index
+            self._generators.append(module.default_generators[number])
 
     def seed_for(self, microbatch: int, block: str) -> int:
         """Return the seed of a block for a microbatch of this step.
@@ -64,35 +68,19 @@ class Randomness:
 
     def apply(self, microbatch: int, block: str) -> None:
         """Seed the generators for what `block` is about to draw."""
-        if self._silent:
-            return
-        seed = self.seed_for(microbatch, block)
-        torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).manual_seed(seed)
-        if self._drawn is not None:
-            self._before = self._states()
+        if not self._silent:
+            seed = self.seed_for(microbatch, block)
+            for generator in self._generators:
+                generator.manual_seed(seed)
 
-    def applied(self, block: str) -> None:
-        """After a block ran: note whether it drew anything, if somebody watches."""
-        if self._drawn is not None and any(
-            not torch.equal(one, other) for one, other in zip(self._before or (), self._states(), strict=False)
-        ):
-            self._drawn.add(block)
+    def standing(self) -> tuple[Tensor, ...]:
+        """Return where the generators stand; the same again means that nothing was drawn in between."""
+        return () if self._silent else tuple(generator.get_state() for generator in self._generators)
 
-    def _states(self) -> tuple[Tensor, ...]:
-        if self._device.type == "cpu":
-            return (torch.default_generator.get_state(),)
-        return torch.default_generator.get_state(), torch.get_device_module(self._device).get_rng_state()
-
-    @contextmanager
-    def watched(self) -> Iterator[set[str]]:
-        """Collect the names of the blocks that draw."""
-        self._drawn = set()
-        try:
-            yield self._drawn
-        finally:
-            self._drawn = None
+    def moved_since(self, before: tuple[Tensor, ...]) -> bool:
+        """Whether anything was drawn since `before`."""
+        pairs = zip(before, self.standing(), strict=True)
+        return any(not torch.equal(one, other) for one, other in pairs)
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -106,12 +94,9 @@ class Randomness:
     @contextmanager
     def kept_aside(self) -> Iterator[None]:
         """Give the user's own random numbers back afterwards, as if nothing had been drawn."""
-        state = torch.default_generator.get_state()
-        device = torch.get_device_module(self._device) if self._device.type != "cpu" else None
-        device_state = None if device is None else device.get_rng_state()
+        states = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
-            torch.default_generator.set_state(state)
-            if device is not None:
-                device.set_rng_state(device_state)
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
 from drumline.runtime.owners import Splitter
@@ -48,22 +49,33 @@ class Segment:
     """Consecutive blocks that are run, kept and gone back through together."""
 
     def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
-        self.blocks = [(block.name, block.module, may_draw(block.module)) for block in blocks]
+        self.blocks = [(block.name, block.module) for block in blocks]
         self.checkpointed = checkpointed
         self.parameters = [
             one for one in dict.fromkeys(p for b in blocks for p in b.module.parameters()) if one.requires_grad
         ]
         self.buffers = Buffers([block.module for block in blocks])
         self.splitter = Splitter([block.module for block in blocks])
+        self._suspects = {block.name for block in blocks if may_draw(block.module)}
+        # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
+        self.quiet = not self._suspects or not self.buffers.places
 
-    def run(self, value: Any, microbatch: int, randomness: Randomness) -> Any:
-        """Run the blocks."""
-        for name, module, draws in self.blocks:
-            if draws:
+    def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
+        """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
+        if self.quiet:
+            before = randomness.standing() if self._suspects else ()
+            made = value
+            for _, module in self.blocks:
+                made = module(made)
+            if not before or not randomness.moved_since(before):
+                return made
+            self.quiet = False  # what was drawn was not seeded: all is run again
+            if tape is not None:
+                tape.records.clear()
+        for name, module in self.blocks:
+            if name in self._suspects:
                 randomness.apply(microbatch, name)
             value = module(value)
-            if draws:
-                randomness.applied(name)
         return value
 
     @property
@@ -148,7 +160,7 @@ class Stage:
             self._again(segment, this, microbatch)
             roots, given = _paired(this, gradients)
             if roots:
-                torch.autograd.backward(roots, given)
+                engine.backward(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
         return tuple(gradients)
 
@@ -193,7 +205,7 @@ class Stage:
             segment.splitter.start(this.tape)
         try:
             with torch.enable_grad():
-                value = segment.run(unpack(this.leaves, this.form), microbatch, self.randomness)
+                value = segment.run(unpack(this.leaves, this.form), microbatch, self.randomness, this.tape)
         finally:
             if taped:
                 segment.splitter.stop()

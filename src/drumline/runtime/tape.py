@@ -14,11 +14,13 @@ without any graph. No graph is ever walked in Python.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+
+from drumline.runtime.engine import gradients_at
 
 if TYPE_CHECKING:
     from drumline.runtime.owners import Owner
@@ -62,8 +64,7 @@ class Tape:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
         places = [place for record in self.records for place in record.places]
-        asked = cast(Sequence[Tensor], [*leaves, *places, *parameters])  # edges and tensors may be mixed
-        found = torch.autograd.grad(roots, asked, gradients, allow_unused=True)
+        found = gradients_at([*leaves, *places, *parameters], roots, gradients)
         last = first = len(leaves)
         for record in self.records:
             start, last = last, last + len(record.places)
@@ -77,11 +78,8 @@ class Tape:
         """Return the gradient of every parameter that the microbatch reached, and forget the records."""
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
-        for record in reversed(self.records):
-            if record.reached:
-                for parameter, gradient in record.owner.gradients(record):
-                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
-        for parameter, gradient in self.early:
+        made = [pair for record in reversed(self.records) if record.reached for pair in record.owner.gradients(record)]
+        for parameter, gradient in (*made, *self.early):
             total[parameter] = gradient if parameter not in total else total[parameter] + gradient
         self.records = []
         self.early = []
