@@ -23,8 +23,6 @@ from drumline.core.errors import CostsError
         ('{"forward": 1e308}', "forward is 1e"),
         ('{"activation_bytes": 1e300}', "activation_bytes is 1e"),
         ('{"held_until_weight_bytes": 5}', "without activation_bytes"),
-        ('{"activation_bytes": 10, "held_until_weight_bytes": 50}', "held_until_weight_bytes is 50"),
-        ('{"activation_bytes": [10, 4], "held_until_weight_bytes": 5}', "held_until_weight_bytes is 5"),
         ('{"forward": 1, "forward": 2}', "'forward' stands there twice"),
         ('{"edges": [{"from": 1, "to": 1}]}', "edges names 1->1"),
         ('{"bytes_per_second": 1e-300}', "bytes_per_second is 1e-300"),

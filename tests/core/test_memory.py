@@ -115,3 +115,9 @@ def test_weight_versions_are_not_stash() -> None:
     timeline = simulate(build("pipedream", 2, 6), Costs(activation_bytes=10, weight_bytes=100))
     assert [holding.peak_stash_bytes for holding in timeline.memory] == [20, 10]
     assert timeline.peak_bytes == (220, 110)
+
+
+def test_gradients_kept_for_w_may_outweigh_what_i_frees() -> None:
+    program = Program.parse("0F0,0I0,0W0")
+    (holding,) = holdings(program, Costs(activation_bytes=10, held_until_weight_bytes=14))
+    assert holding.bytes == [(10, 10), (14, 14), (14, 0)]

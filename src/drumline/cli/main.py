@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from drumline.cli.output import print_error
-from drumline.core.errors import DrumlineError, UsageError, nearest
+from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
 # One thin module a verb; only the one that runs is imported.
 VERBS = {
@@ -22,6 +22,7 @@ VERBS = {
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",
     "check": "prove that a program can run, or list every violation",
+    "verify": "run a model pipelined and in one process, and compare the two",
     "explore": "schedules under sliders, in the browser",
 }
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except DrumlineError as error:
         print_error(error, as_json="--json" in words)
-        return 2
+        return 3 if isinstance(error, RunError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -45,10 +45,10 @@ class Costs:
     `bytes_per_second` occupies the link, one transfer at a time; with `overlap=False` it occupies both ranks too.
     `edges` overrides latency and bandwidth of single directed links, by (source rank, target rank).
 
-    Memory: a pair holds `activation_bytes` from F on; of these `held_until_weight_bytes` (all, unless given) stay
-    from I to W. A stage under `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F
-    again. `weight_bytes` count once per weight version in use, `gradient_bytes` per accumulation under way,
-    `optimizer_bytes` once.
+    Memory: a pair holds `activation_bytes` from F on, and `held_until_weight_bytes` (the same, unless given) from I to
+    W: less where I frees what W does not need, more where the gradients that W needs outweigh that. A stage under
+    `recompute` holds `checkpoint_bytes` instead until its backward, which first runs F again. `weight_bytes` count once
+    per weight version in use, `gradient_bytes` per accumulation under way, `optimizer_bytes` once.
     """
 
     forward: PerStage = 1.0
@@ -93,22 +93,11 @@ class Costs:
         self._check_held()
 
     def _check_held(self) -> None:
-        """Refuse more bytes held until W than there are."""
-        held, whole = self.held_until_weight_bytes, self.activation_bytes
-        if held is None:
-            return
-        if whole is None:
+        """Refuse bytes held until W where it is not said what is held from F."""
+        if self.held_until_weight_bytes is not None and self.activation_bytes is None:
             raise CostsError(
-                "held_until_weight_bytes without activation_bytes", fix="give activation_bytes, of which it is a part"
+                "held_until_weight_bytes without activation_bytes", fix="give activation_bytes, what is held from F on"
             )
-        parts = held if isinstance(held, Sequence) else [held]
-        wholes = whole if isinstance(whole, Sequence) else [whole]
-        if len(parts) in (1, len(wholes)) or len(wholes) == 1:
-            for part, one in zip(_repeated(parts, len(wholes)), _repeated(wholes, len(parts)), strict=True):
-                if part > one:
-                    raise CostsError(
-                        f"held_until_weight_bytes is {part:g}", expected=f"a part of activation_bytes, {one:g}"
-                    )
 
     @property
     def knows_bytes(self) -> bool:

@@ -117,7 +117,8 @@ class _Sizes:
             again = full[stage] - kept
             change[Op.FORWARD, stage] = (kept, 0.0 if program.has_backward else -kept)
             change[Op.BACKWARD, stage] = (again, -full[stage])
-            change[Op.BACKWARD_INPUT, stage] = (again, until_weight[stage] - full[stage])
+            more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what it frees
+            change[Op.BACKWARD_INPUT, stage] = (again + more, until_weight[stage] - full[stage] - more)
             change[Op.BACKWARD_WEIGHT, stage] = (0.0, -until_weight[stage])
         parameters = (costs.per_stage(f"{what}_bytes", stages) for what in ("weight", "gradient", "optimizer"))
         static = [sum(one) for one in zip(*parameters, strict=True)]

@@ -32,6 +32,7 @@ from drumline.runtime.finite import all_finite
 from drumline.runtime.in_process import Hub, take_turns
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Measured, Record
+from drumline.runtime.stash import Scale
 from drumline.runtime.values import joined, moved
 
 _scopes = itertools.count()
@@ -60,6 +61,7 @@ class Pipeline:
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
+    - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
     - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
     """
 
@@ -83,6 +85,7 @@ class Pipeline:
         timeout: float = 300.0,
         ahead: int = 2,
         capture: bool = False,
+        weigh: bool = False,
     ) -> None:
         transports.check(transport)
         blocks = blocks_of(model)
@@ -119,7 +122,7 @@ class Pipeline:
             )
             described = self._assembly.described(check_finite=check_finite)
             assembly.agree(self._all_told("set-up", [described] * len(self._channels)))
-            self._executors = [self._executor(channel, merge_weight_gradients) for channel in self._channels]
+            self._executors = [self._executor(channel, merge_weight_gradients, weigh) for channel in self._channels]
             self._share_copies()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
@@ -154,10 +157,17 @@ class Pipeline:
                 )
         return [channel], None
 
-    def _executor(self, channel: Channel, merge: bool) -> Executor:
+    def _executor(self, channel: Channel, merge: bool, weigh: bool) -> Executor:
         stages = self._assembly.stages_of(channel.rank, apart=self._hub is not None)
-        clock = clock_for(self.device)
-        return Executor(self._assembly.program, channel.rank, stages, channel, clock, merge_weight_gradients=merge)
+        return Executor(
+            self._assembly.program,
+            channel.rank,
+            stages,
+            channel,
+            clock_for(self.device),
+            merge_weight_gradients=merge,
+            scale=Scale(stages.values()) if weigh else None,
+        )
 
     def _capturer(self) -> CapturedStep:
         if self.device.type != "cuda" or self.num_ranks > 1:
@@ -245,7 +255,8 @@ class Pipeline:
         if 0 in held:
             if batch is None:
                 raise BatchError(f"rank {self.rank} holds the first stage and got no batch", fix="pass it to step")
-            step.inputs = cut_batch(moved(batch, self.device), num_microbatches)
+            step.batch = moved(batch, self.device)
+            step.inputs = cut_batch(step.batch, num_microbatches)
         if self.program.num_stages - 1 not in held or (target is None and not step.train):
             return
         if target is None:
@@ -254,7 +265,8 @@ class Pipeline:
             raise BatchError(
                 f"the batch has {num_rows(batch)} rows and the target {num_rows(target)}", expected="as many in both"
             )
-        step.targets = cut_batch(moved(target, self.device), num_microbatches, what="the target")
+        step.target = moved(target, self.device)
+        step.targets = cut_batch(step.target, num_microbatches, what="the target")
         weigh = self.loss_weight or num_rows
         step.shares = self._shares([weigh(one) for one in step.targets])
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from drumline.runtime.record import Record
-from drumline.runtime.stage import Stage
 
 
 class Clock:
@@ -22,10 +20,6 @@ class Clock:
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; on a host that is now."""
         return time.perf_counter_ns()
-
-    def held(self, stages: Iterable[Stage]) -> int:
-        """Return how many (stage, microbatch) pairs are held."""
-        return sum(len(stage.held) for stage in stages)
 
     def settle(self, record: Record) -> Record:
         """Turn marks into moments, once the step is over."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.runtime.batch import cut
 from drumline.runtime.clock import Clock
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.randomness import Randomness
@@ -72,16 +73,20 @@ class CapturedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._signature: Any = None
         self._static = Step(-1)
+        self._shares: Sequence[Tensor] = ()
         self._gradients: list[Tensor] = []
 
     def run(self, step: Step) -> None:
         """Run a step: by the graph if its shapes are those that were captured."""
-        signature = [_signature(value) for value in (*step.inputs, *step.targets, *step.shares)]
+        signature = [_signature(value) for value in (step.batch, step.target)]
         if signature != self._signature:
             self._capture(step)
             self._signature = signature
         for static, value in zip(_tensors(self._static), _tensors(step), strict=True):
             static.copy_(value, non_blocking=True)
+        if step.shares is not self._shares:
+            torch._foreach_copy_(list(self._static.shares), list(step.shares))
+            self._shares = step.shares
         self._attach()
         assert self._graph is not None
         self._graph.replay()
@@ -102,10 +107,13 @@ class CapturedStep:
     def _capture(self, step: Step) -> None:
         before = [one.grad for one in self.parameters]
         self._graph, self._gradients = None, [torch.zeros_like(one) for one in self.parameters]
+        batch, target = _copied(step.batch), _copied(step.target)
         self._static = Step(
             -1,
-            inputs=[_copied(value) for value in step.inputs],
-            targets=[_copied(value) for value in step.targets],
+            batch,
+            target,
+            inputs=cut(batch, len(step.inputs)),
+            targets=cut(target, len(step.targets)),
             shares=[share.clone() for share in step.shares],
         )
         self._settle_in()
@@ -147,7 +155,7 @@ class CapturedStep:
 
 
 def _tensors(step: Step) -> list[Tensor]:
-    return [tensor for value in (*step.inputs, *step.targets, *step.shares) for tensor in pack(value)[0]]
+    return [tensor for value in (step.batch, step.target) for tensor in pack(value)[0]]
 
 
 def _copied(value: Any) -> Any:

@@ -169,7 +169,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         layout = edge.layouts.find(tensors, form)
         flat = layout.packed(tensors, self._at)
         if not layout.is_told:
-            layout.is_told = layout.is_kept
+            layout.is_told = True
             self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
         number = edge.num_sent
         edge.num_sent += 1

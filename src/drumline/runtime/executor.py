@@ -23,6 +23,7 @@ from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Stage
+from drumline.runtime.stash import Scale
 from drumline.runtime.values import pack, unpack
 
 Gradients = tuple[Tensor | None, ...]
@@ -33,6 +34,8 @@ class Step:
     """What one step works on, microbatch by microbatch, and what it leaves behind."""
 
     number: int
+    batch: Any = None  # what inputs and targets are cut from
+    target: Any = None
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
@@ -67,6 +70,7 @@ class Executor:
         clock: Clock,
         *,
         merge_weight_gradients: bool = False,
+        scale: Scale | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -75,6 +79,7 @@ class Executor:
         self.clock = clock
         self.placement = program.placement
         self.merge = merge_weight_gradients
+        self.scale = scale
         self.current: Action | None = None
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -147,6 +152,8 @@ class Executor:
         clock.begin()
         for stage in stages:
             stage.begin()
+        if self.scale is not None:
+            self.scale.ignore(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         for job in self.jobs:
@@ -165,10 +172,16 @@ class Executor:
             if job.timed:
                 timed += 1
                 start = clock.mark()
-                job.run(job, step)
+                if self.scale is None:
+                    job.run(job, step)
+                else:
+                    with self.scale.watching():
+                        job.run(job, step)
                 record.starts.append(start)
                 record.ends.append(clock.mark())
-                record.held.append(clock.held(stages))
+                record.held.append(sum([len(stage.held) for stage in stages]))
+                if self.scale is not None:
+                    record.stash.append(self.scale.weigh())
             else:
                 job.run(job, step)
         yield from self._sum_exchanged(step, record)

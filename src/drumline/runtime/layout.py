@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-ONE_OFF = 0xFFFF  # the number of layouts that are not worth keeping: more came than anybody wants to remember
+# More layouts than anybody wants to remember share this number: each is told anew, right before its message.
+ONE_OFF = 0xFFFF
 _MOST_KEPT = 1024
 
 Meta = tuple[torch.dtype, tuple[int, ...]]

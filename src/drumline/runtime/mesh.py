@@ -35,6 +35,8 @@ ABORT = 3
 GOODBYE = 4
 FIRST_OWN_KIND = 8  # a channel's kinds start here
 
+_IN, _OUT = select.POLLIN, select.POLLOUT
+
 
 def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
     """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
@@ -82,7 +84,7 @@ class Mesh:
         self._by_fd = {link.fd: link for link in self.links.values()}
         self._bells: dict[int, Callable[[], None]] = {}
         for fd in self._by_fd:
-            self._poller.register(fd, select.POLLIN)
+            self._poller.register(fd, _IN)
 
     def on(self, kind: int, handler: Handler) -> None:
         """Have `handler(source, packet, fds)` called for every packet of the kind."""
@@ -92,13 +94,13 @@ class Mesh:
     def listen(self, fd: int, bell: Callable[[], None]) -> None:
         """Have `bell` called when the descriptor is readable, along with the packets."""
         self._bells[fd] = bell
-        self._poller.register(fd, select.POLLIN)
+        self._poller.register(fd, _IN)
 
     def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
         """Send a packet; returns at once, and keeps what the kernel does not take yet."""
         if not self.links[target].send(packet, fds) and target not in self._backed_up:
             self._backed_up.add(target)
-            self._watch(self.links[target], select.POLLIN | select.POLLOUT)
+            self._watch(self.links[target], _IN | _OUT)
 
     @property
     def all_sent(self) -> bool:
@@ -214,14 +216,14 @@ class Mesh:
 
     def _serve(self, events: list[tuple[int, int]]) -> None:
         for fd, event in events:
-            if fd in self._bells:
+            link = self._by_fd.get(fd)
+            if link is None:
                 self._bells[fd]()
                 continue
-            link = self._by_fd[fd]
-            if event & select.POLLOUT and link.push():
+            if event & _OUT and link.push():
                 self._backed_up.discard(link.peer)
-                self._watch(link, select.POLLIN)
-            if event != select.POLLOUT and not link.read(self._handlers):
+                self._watch(link, _IN)
+            if event != _OUT and not link.read(self._handlers):
                 self._end(link)
 
     def _watch(self, link: Link, events: int) -> None:

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
+from typing import Any
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
@@ -46,6 +48,7 @@ class Record:
     starts: array[int] = field(default_factory=_numbers)  # of each timed action
     ends: array[int] = field(default_factory=_numbers)
     held: array[int] = field(default_factory=_numbers)  # pairs held once it has ended
+    stash: array[int] = field(default_factory=_numbers)  # bytes held once it has ended, where they were weighed
     waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
     messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
     exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
@@ -110,6 +113,13 @@ class Measured(Timeline):
         """Per rank, the (stage, microbatch) pairs that were really held once each action had ended."""
         return tuple(tuple(record.held) for record in self.records)
 
+    @property
+    def stash(self) -> tuple[tuple[int, ...], ...] | None:
+        """Per rank, the activation bytes that were really held once each action had ended; None if not weighed."""
+        if not all(record.stash for record in self.records):
+            return None
+        return tuple(tuple(record.stash) for record in self.records)
+
     @cached_property
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
@@ -149,12 +159,10 @@ class Measured(Timeline):
         )
 
     def measured_costs(self) -> Costs:
-        """Return the median seconds of each stage and op, ready for `simulate`.
+        """Return the median seconds of each stage and op, and bytes where they were weighed, ready for `simulate`.
 
         B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B.
         """
-        from statistics import median
-
         seconds: dict[tuple[int, Op], list[float]] = {}
         for track in self.tracks:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
@@ -172,4 +180,21 @@ class Measured(Timeline):
                 for alone, full, later in zip(split, whole, weight, strict=True)
             ],
             backward_weight=weight,
+            **self._measured_bytes(),
         )
+
+    def _measured_bytes(self) -> dict[str, Any]:
+        """Return what a microbatch holds from F, and from I to W, per stage."""
+        if self.stash is None:
+            return {}
+        changes: dict[tuple[int, Op], list[int]] = {}
+        for track, weights in zip(self.tracks, self.stash, strict=True):
+            for action, before, after in zip(track.actions, (0, *weights), weights, strict=False):
+                changes.setdefault((action.stage, action.op), []).append(after - before)
+        stages = range(self.program.num_stages)
+        full = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
+        freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [0]))) for stage in stages]
+        return {
+            "activation_bytes": full,
+            "held_until_weight_bytes": [held + less for held, less in zip(full, freed, strict=True)],
+        }

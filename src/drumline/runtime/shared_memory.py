@@ -125,8 +125,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if fd is not None:
             self._mesh.send(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
         if not layout.is_told:
-            # A one-off stays untold: its text goes right before each message of it.
-            layout.is_told = layout.is_kept
+            layout.is_told = True
             self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
         slot.fill(layout, tensors)
         packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, _clock())

@@ -58,9 +58,15 @@ class Slot:
 
     def copies(self, layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
         """Copy a message out, to tensors of its own on `device`; when this returns the slot may be filled again."""
-        if device.type == "cpu":
-            return tuple([window.clone() for window in self._windows(layout)])
-        return tuple([window.to(device) for window in self._windows(layout)])
+        windows = self._windows(layout)
+        if device.type != "cpu":
+            return tuple([window.to(device) for window in windows])
+        tensors = []
+        for window, offset, size in zip(windows, layout.offsets, layout.sizes, strict=True):
+            tensor = torch.empty_like(window)
+            memmove(tensor.data_ptr(), self._address + offset, size)
+            tensors.append(tensor)
+        return tuple(tensors)
 
     def _windows(self, layout: Layout) -> tuple[Tensor, ...]:
         views = self._views.get(layout)

@@ -1,0 +1,119 @@
+"""`drumline verify [SCHEDULE]`: run a model pipelined and in one process, and compare the two."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, terminal_width, wrapped
+from drumline.core.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from drumline.pipeline.verify import Verification
+
+_MOST_NAMED = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_schedule(parser, optional=True)
+    parser.set_defaults(schedule="1f1b")
+    parser.epilog = "Without more: 1f1b, on 2 ranks, with 8 microbatches."
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:NAME",
+        help="a function that returns (model, loss_fn, batch, target); a small MLP unless given",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "in-process", "shared-memory", "gloo"),
+        default="auto",
+        help="what carries messages between processes; in-process: the ranks take turns in one (default auto)",
+    )
+    parser.add_argument(
+        "--checkpoint", choices=("none", "full"), default="none", help="recompute activations (default none)"
+    )
+    parser.add_argument("--dropout", type=flags.number, default=0.0, metavar="P", help="of the MLP (default 0)")
+    parser.add_argument("--steps", type=flags.whole_number, default=2, metavar="N", help="training steps (default 2)")
+    parser.add_argument("--seed", type=flags.whole_number, default=0, metavar="S", help="of weights, data and dropout")
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both, and say whether they agree."""
+    from drumline.schedules import schedules
+
+    if args.schedule in schedules():  # a file says its counts itself
+        args.ranks = 2 if args.ranks is None else args.ranks
+        args.microbatches = 8 if args.microbatches is None else args.microbatches
+    program = flags.program_of(args)
+    verify = _verify()
+    progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
+    try:
+        with redirect_stdout(sys.stderr):  # where a model of the user's prints
+            found = verify(
+                program,
+                model=args.model,
+                transport=args.transport,
+                checkpoint=args.checkpoint,
+                dropout=args.dropout,
+                num_steps=args.steps,
+                seed=args.seed,
+            )
+    finally:
+        progress("")
+    if args.json:
+        print_json(found.summary())
+    else:
+        print(_text(found))
+    return 0 if found.passes else 1
+
+
+def _verify() -> Callable[..., Verification]:
+    try:
+        from drumline.pipeline.verify import verify
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise UsageError(
+            "verify runs a model, and PyTorch is not installed", fix='pip install "drumline[train]"'
+        ) from None
+    return verify
+
+
+def _text(found: Verification) -> str:
+    from drumline.report.table import table
+
+    width = terminal_width()
+    numbers = (
+        (found.num_ranks, "rank"),
+        (found.num_stages, "stage"),
+        (found.num_microbatches, "microbatch"),
+        (found.num_steps, "step"),
+    )
+    rows = [
+        ["loss", f"{found.loss_difference:.3g}", ""],
+        ["gradients", f"{found.gradient_difference:.3g}", found.worst_parameter],
+        ["weights", f"{found.weight_difference:.3g}", ""],
+    ]
+    head = f"{found.schedule}: {', '.join(counted(*one) for one in numbers)}, {found.transport}"
+    over = {name: one for name, one in found.gradient_differences.items() if one > found.tolerance}
+    worst = sorted(over, key=over.__getitem__, reverse=True)
+    if found.identical:
+        verdict = "The pipeline computes what one process computes: all bits agree."
+    elif found.passes:
+        verdict = f"The pipeline computes what one process computes, up to rounding ({found.tolerance:.3g} allowed)."
+    else:
+        allowed = f"{found.tolerance:.3g} is allowed" if found.tolerance else "all bits must agree"
+        verdict = f"The pipeline does not compute what one process computes: {allowed}."
+        if worst:
+            more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
+            verdict += f" Off: the gradients of {', '.join(worst[:_MOST_NAMED])}{more}."
+    turns = " between ranks that took turns" if found.transport == "in-process" else ""
+    tail = f"loss {found.loss:.6g}; bubble measured{turns}: {found.bubble:.1%} of the last step"
+    shown = table(["", "largest difference", "of parameter"], rows, width=width)
+    return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])

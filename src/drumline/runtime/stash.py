@@ -1,0 +1,89 @@
+"""How many bytes a rank really holds for backwards to come: every storage once, without parameters and inputs.
+
+Autograd lets us see each tensor that it keeps and when it lets go of it. Beside those, stages keep what W needs and the
+inputs of segments that are recomputed. What was received from another rank, or came with the batch, is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import pack
+
+
+class _Kept:
+    """A tensor in autograd's keeping; when it is let go of, the scale knows."""
+
+    __slots__ = ("scale", "tensor")
+
+    def __init__(self, scale: Scale, tensor: Tensor) -> None:
+        self.scale = scale
+        self.tensor = tensor
+        scale.add(tensor, +1)
+
+    def __del__(self) -> None:
+        self.scale.add(self.tensor, -1)
+
+
+class Scale:
+    """Weighs what the stages of one rank hold."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._stages = list(stages)
+        self._kept: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._own: set[int] = set()
+        self._given: set[int] = set()
+        self._inputs: dict[tuple[int, int], set[int]] = {}
+
+    def add(self, tensor: Tensor, change: int) -> None:
+        """Note that autograd keeps a tensor, or has let go of it."""
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        self._sizes[place] = storage.nbytes()
+        self._kept[place] = self._kept.get(place, 0) + change
+
+    def ignore(self, *values: Any) -> None:
+        """Leave out what came with the batch."""
+        self._given = self._places(tensor for value in values for tensor in pack(value)[0])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See what autograd keeps of the forwards that run inside."""
+        modules = [block.module for stage in self._stages for block in stage.blocks]
+        states = (one for module in modules for one in (*module.parameters(), *module.buffers()))
+        self._own = {one.untyped_storage().data_ptr() for one in states}
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
+            yield
+
+    def weigh(self) -> int:
+        """Return the bytes that are held now."""
+        held = {place for place, count in self._kept.items() if count > 0}
+        alive: dict[tuple[int, int], set[int]] = {}
+        for stage in self._stages:
+            for microbatch, passes in stage.held.items():
+                # Once I is done the first segment's leaves are gone, but W may still need what was received.
+                first = self._places(passes[0].leaves)
+                alive[stage.index, microbatch] = first or self._inputs.get((stage.index, microbatch), set())
+                for this in passes:
+                    held |= self._places(this.leaves)
+                    if this.tape is not None:
+                        for record in this.tape.records:
+                            held |= self._places(pack((record.inputs, list(record.gradients)))[0])
+                        held |= self._places(gradient for _, gradient in this.tape.early)
+        self._inputs = alive
+        return sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
+
+    def _places(self, tensors: Iterable[Tensor]) -> set[int]:
+        found = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+            found.add(storage.data_ptr())
+        return found

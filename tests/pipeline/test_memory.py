@@ -1,0 +1,89 @@
+"""What is held, in pairs and in bytes, and that nothing is held for longer."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from models import SYNCHRONOUS, data, mlp, programs
+from torch import Tensor
+from torch.nn import functional
+
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.record import Measured
+
+pytestmark = pytest.mark.torch
+ROWS = 16  # of every microbatch the same, so that one profile fits all
+
+
+def weighed(program: Program, checkpoint: str = "none", seed: int = 0) -> Measured:
+    pipe = Pipeline(
+        mlp(),
+        loss_fn=functional.mse_loss,
+        schedule=program,
+        num_ranks=program.num_ranks,
+        checkpoint=checkpoint,
+        weigh=True,
+    )
+    batch, target = data(ROWS * program.num_microbatches, seed=seed)
+    pipe.step(batch, target=target)
+    return pipe.timeline()
+
+
+@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name not in ("dualpipe", "dualpipe-v")])
+def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) -> None:
+    for program in programs(name, 2, (6,)):
+        (other,) = programs(name, 2, (4,))  # the profile comes from another order of another number of microbatches
+        profile = weighed(other, seed=1).measured_costs()
+        measured = weighed(program)
+        simulated = simulate(program, profile)
+        assert measured.stash is not None
+        for rank, holding in enumerate(simulated.memory):
+            assert holding.bytes is not None
+            expected = [int(after) for _, after in holding.bytes]
+            assert list(measured.stash[rank]) == expected
+            assert max(expected) > 0
+
+
+def test_checkpointing_holds_less() -> None:
+    (program,) = programs("1f1b", 2, (6,))
+    plain, full = weighed(program), weighed(program, "full")
+    assert plain.stash is not None
+    assert full.stash is not None
+    assert max(full.stash[0]) == 0  # only inputs are kept, which are counted apart
+    assert max(plain.stash[0]) > 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_nothing_is_left_behind_step_after_step(name: str) -> None:
+    (program,) = programs(name, 2, (4,))
+    pipe = Pipeline(mlp(dropout=0.1), loss_fn=functional.mse_loss, schedule=program, num_ranks=2, checkpoint=["1"])
+    optimizer = pipe.optimizer(torch.optim.Adam, lr=1e-3)
+    batch, target = data(8)
+
+    def tensors_after(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            pipe.step(batch, target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+        return len(alive), sum(storages.values())
+
+    assert tensors_after(10) == tensors_after(90)
+
+
+def test_an_output_that_was_sent_is_not_held_for_its_backward() -> None:
+    (program,) = programs("gpipe", 2, (4,))
+    pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, schedule=program, num_ranks=2)
+    stage = pipe._executors[0].stages[0]
+    made = stage.forward(0, torch.randn(3, 6))
+    storage = made.untyped_storage()
+    place = storage.data_ptr()
+    assert all(leaf.untyped_storage().data_ptr() != place for leaf in stage.held[0][0].leaves)
+    held = [root.node for root in stage.held[0][0].roots]
+    assert held, "a root is a place in the graph"
