@@ -268,7 +268,145 @@ def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, "demo")[0] == 0
 
 
+VERIFY = ("verify", "--microbatches", "4", "--transport", "in-process")
+
+
+@pytest.mark.torch
+def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, *VERIFY, "zb-v", "--dropout", "0.1", "--checkpoint", "full")
+    assert code == 0
+    assert found.pop("loss") > 0
+    assert 0 < found.pop("bubble") < 1
+    assert found == {
+        "schedule": "zb-v",
+        "ranks": 2,
+        "stages": 4,
+        "microbatches": 4,
+        "steps": 2,
+        "transport": "in-process",
+        "loss_difference": 0.0,
+        "gradient_difference": 0.0,
+        "weight_difference": 0.0,
+        "worst_parameter": "",
+        "parameters": 32,
+        "tolerance": 0.0,
+        "identical": True,
+        "passes": True,
+    }
+    code, out, err = run(capsys, *VERIFY, "dualpipe", "--steps", "1")
+    assert (code, err) == (0, "")
+    assert out.startswith("dualpipe: 2 ranks, 2 stages, 4 microbatches, 1 step, in-process\n")
+    assert "up to rounding (1e-06 allowed)" in out
+    path = tmp_path / "mine.csv"
+    build("gpipe", 3, 5).save(path)
+    found = run_json(capsys, "verify", str(path), "--transport", "in-process")[1]
+    assert (found["ranks"], found["microbatches"], found["passes"]) == (3, 5, True)
+
+
+@pytest.mark.torch
+def test_verify_says_no_and_names_the_parameter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drumline.pipeline.pipeline import Pipeline
+
+    right = Pipeline.step
+
+    def wrong(pipe: Pipeline, batch: Any = None, *, target: Any = None) -> Any:
+        result = right(pipe, batch, target=target)
+        gradient = dict(pipe.named_parameters())["6.0.weight"].grad
+        assert gradient is not None
+        gradient.neg_()
+        return result
+
+    monkeypatch.setattr(Pipeline, "step", wrong)
+    code, found = run_json(capsys, *VERIFY)
+    assert (code, found["passes"], found["worst_parameter"]) == (1, False, "6.0.weight")
+    assert found["gradient_difference"] == pytest.approx(2)
+    code, out, _ = run(capsys, *VERIFY)
+    assert code == 1
+    assert "does not compute what one process computes" in out
+    assert "Off: the gradients of 6.0.weight." in out
+
+
+OWN_MODEL = """
+import os, torch
+from torch import nn
+
+print("the file was loaded")
+
+class Picky(nn.Module):
+    def forward(self, x):
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("no room here")
+        return x
+
+def make(*more):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), *more), nn.functional.mse_loss, torch.ones(8, 4), torch.ones(8, 4)
+
+def fails():
+    return make(Picky())
+"""
+
+
+@pytest.mark.torch
+def test_verify_keeps_what_a_model_file_prints_off_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own_model.py"
+    path.write_text(OWN_MODEL)
+    code, out, err = run(capsys, *VERIFY, "--model", f"{path}:make", "--json")
+    assert (code, json.loads(out)["parameters"]) == (0, 4)
+    assert err == "the file was loaded\n" * 2
+
+
+@pytest.mark.torch
+def test_a_rank_that_fails_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own_model.py"
+    path.write_text(OWN_MODEL)
+    code, out, err = run(capsys, "verify", "--microbatches", "4", "--model", f"{path}:fails")
+    assert (code, out) == (3, "")
+    assert err.splitlines()[-1] == "drumline: rank 1 failed with RuntimeError: no room here"
+
+
+def test_verify_without_torch_says_what_to_install() -> None:
+    code = """if True:
+        import sys
+        sys.modules["torch"] = None  # makes importing it fail
+        from drumline.cli.main import main
+        raise SystemExit(main(["verify", "1f1b"]))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        'drumline: verify runs a model, and PyTorch is not installed\n  pip install "drumline[train]"\n'
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "absent.py:make"),
+        ("--model", "no-colon.py"),
+        ("--dropout", "1"),
+        ("--dropout", "-0.1"),
+        ("--steps", "0"),
+        ("forward-only",),
+        ("pipedream",),
+    ],
+    ids=" ".join,
+)
+def test_what_verify_cannot_run_is_exit_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_json(capsys, *VERIFY, *words)
+    assert (code, found.keys()) == (2, {"error", "expected", "fix"})
+    assert run(capsys, *VERIFY, *words)[2].startswith("drumline: ")
+
+
 BAD = [
+    ("verify", "1f1v"),
+    ("verify", "--ranks", "0"),
+    ("verify", "--transport", "pigeon"),
+    ("verify", "--checkpoint", "some"),
+    ("verify", "--steps", "two"),
+    ("verify", "no-such.csv"),
     ("simulate", "1f1v", *COUNTS),
     ("simulate", "1f1b", "--ranks", "0", "--microbatches", "8"),
     ("simulate", "1f1b", "--ranks", "-3", "--microbatches", "8"),

@@ -29,7 +29,8 @@ class Scale(nn.Module):
         self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.inner(x)
+        made: Tensor = x + self.gain * self.inner(x)
+        return made
 
 
 class RootMeanSquare(nn.Module):
@@ -58,7 +59,8 @@ class Twice(nn.Module):
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(self.layer(x)).sigmoid()) + x
+        made: Tensor = self.layer(self.layer(self.layer(x)).sigmoid()) + x
+        return made
 
 
 class InPlace(nn.Module):
@@ -77,8 +79,8 @@ class Attention(nn.Module):
         self.inner = nn.MultiheadAttention(6, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        made, _ = self.inner(x, x, x)
-        return x + made
+        made: Tensor = x + self.inner(x, x, x)[0]
+        return made
 
 
 class Recurrent(nn.Module):
@@ -207,7 +209,7 @@ def test_split_equals_whole_to_the_last_bit(name: str, index: int, checkpoint: b
 def test_embeddings_split_to_the_last_bit() -> None:
     torch.manual_seed(0)
     for settings in ({}, {"padding_idx": 1}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}):
-        block = nn.Embedding(7, 6, **settings)  # type: ignore[arg-type]
+        block = nn.Embedding(7, 6, **settings)
         twin = copy.deepcopy(block)
         inputs = [torch.randint(0, 7, (3, 5)) for _ in range(2)]
         gradient = torch.randn(3, 5, 6)

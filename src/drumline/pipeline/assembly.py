@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ from drumline.runtime.stage import Loss, Stage
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
 
-def device_of(blocks: Sequence[Block]) -> torch.device:
+def device_of(model: Any) -> torch.device:
     """Return the device that the model is on: that of its first parameter or buffer, else the host."""
-    tensors = (one for block in blocks for one in (*block.module.parameters(), *block.module.buffers()))
+    listed = model.values() if isinstance(model, Mapping) else model if isinstance(model, Iterable) else [model]
+    modules = (one for one in listed if isinstance(one, nn.Module))
+    tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
     return next((one.device for one in tensors), torch.device("cpu"))
 
 

@@ -18,7 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.guard import Guard
-from drumline.pipeline.programs import forwards_of, program_for
+from drumline.pipeline.programs import attempt, edges_of, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Tally, Told
 from drumline.runtime import clip
@@ -88,8 +88,7 @@ class Pipeline:
         weigh: bool = False,
     ) -> None:
         transports.check(transport)
-        blocks = blocks_of(model)
-        self.device = torch.device(device) if device is not None else assembly.device_of(blocks)
+        self.device = torch.device(device) if device is not None else assembly.device_of(model)
         self.timeout = timeout
         self.check_finite = check_finite
         self.loss_fn = loss_fn
@@ -103,14 +102,20 @@ class Pipeline:
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._weights: list[float | Tensor] = []
         self._parts: Sequence[Tensor] = ()
-        self._channels, self._hub = self._connect(transport, num_ranks, ahead)
+        program, problem = attempt(
+            program_for,
+            schedule,
+            num_ranks=transports.num_ranks(transport, num_ranks),
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+        )
+        self._channels, self._hub = self._connect(transport, num_ranks, ahead, program)
         with self._failing_together("the set-up"):
-            self.program = program_for(
-                schedule,
-                num_ranks=self.num_ranks,
-                num_microbatches=num_microbatches,
-                stages_per_rank=stages_per_rank,
-            )
+            # A rank that was given something wrong connects all the same, so that the others learn of it.
+            if program is None:
+                raise problem
+            self.program = program
+            blocks = blocks_of(model)
             cuts = cut(blocks, self.program.num_stages, balance)
             self._assembly = Assembly(
                 lower(self.program, ahead=ahead),
@@ -140,14 +145,20 @@ class Pipeline:
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
-    def _connect(self, transport: str, num_ranks: int | None, ahead: int) -> tuple[list[Channel], Hub | None]:
+    def _connect(
+        self, transport: str, num_ranks: int | None, ahead: int, program: Program | None
+    ) -> tuple[list[Channel], Hub | None]:
         """Return the channels of the ranks that live in this process."""
-        if transport == "in-process" or (transport == "auto" and not transports.started_by_launcher()):
+        if transports.alone(transport):
             hub = Hub(num_ranks or 1)
             return list(hub.channels()), hub
-        scope = f"drumline/{next(_scopes)}"
         channel = transports.open_channel(
-            transport, self.device, timeout=self.timeout, num_slots=max(4, ahead), scope=scope
+            transport,
+            self.device,
+            timeout=self.timeout,
+            num_slots=max(4, ahead),
+            scope=f"drumline/{next(_scopes)}",
+            edges=None if program is None else edges_of(program),
         )
         self._channels = [channel]
         with self._failing_together("the set-up"):

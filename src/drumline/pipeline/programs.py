@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise, permutations
 from pathlib import Path
+from typing import Any
 
 from drumline.core.action import Op
-from drumline.core.errors import ProgramError, counted
+from drumline.core.errors import DrumlineError, ProgramError, counted
 from drumline.core.program import Program
 from drumline.schedules import generate
 
@@ -70,3 +73,27 @@ def forwards_of(program: Program) -> Program:
     """
     rows = ((part for action in row for part in action.work if part.op is Op.FORWARD) for row in program.rows)
     return Program.of(rows, f"{program.name} forwards")
+
+
+def edges_of(program: Program) -> list[tuple[int, int]]:
+    r"""Return every directed pair of ranks between which the program moves anything, gradient exchanges included.
+
+    >>> edges_of(Program.parse("0F0,0B0\n1F0,1B0"))
+    [(0, 1), (1, 0)]
+    """
+    placement = program.placement
+    found = set()
+    for microbatch in range(program.num_microbatches):
+        path = [placement.rank_of(stage, microbatch) for stage in range(program.num_stages)]
+        found |= {pair for one, other in pairwise(path) if one != other for pair in ((one, other), (other, one))}
+    for stage in range(program.num_stages):
+        found |= set(permutations(placement.ranks_of(stage), 2))
+    return sorted(found)
+
+
+def attempt(make: Callable[..., Program], *args: Any, **settings: Any) -> tuple[Program | None, DrumlineError]:
+    """Return what `make` makes, or the reason why it does not, for a rank that has to tell others before it fails."""
+    try:
+        return make(*args, **settings), DrumlineError("")
+    except DrumlineError as error:
+        return None, error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from drumline.core.errors import UsageError, nearest
 from drumline.runtime.channel import Channel
+from drumline.runtime.distributed import DistributedChannel
+from drumline.runtime.rendezvous import one_host
+from drumline.runtime.shared_memory import SharedMemoryChannel
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 
@@ -27,21 +31,41 @@ def check(transport: str) -> None:
         raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
 
 
-def open_channel(transport: str, device: torch.device, *, timeout: float, num_slots: int, scope: str) -> Channel:
-    """Return this rank's end of a new channel between all ranks of the process group."""
-    from drumline.runtime.rendezvous import one_host
-    from drumline.runtime.shared_memory import SharedMemoryChannel
+def alone(transport: str) -> bool:
+    """Whether all ranks live in this process."""
+    return transport == "in-process" or (transport == "auto" and not started_by_launcher())
 
+
+def num_ranks(transport: str, asked: int | None) -> int:
+    """Return how many ranks there are; starts the process group if there is to be one."""
+    if alone(transport):
+        return asked or 1
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else None)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        if "RANK" not in os.environ:
+            raise UsageError(
+                f"transport {transport!r} in a process that is no rank",
+                fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
+            )
+        dist.init_process_group()
+    return dist.get_world_size()
+
+
+def open_channel(
+    transport: str,
+    device: torch.device,
+    *,
+    timeout: float,
+    num_slots: int,
+    scope: str,
+    edges: Sequence[tuple[int, int]] | None,
+) -> Channel:
+    """Return this rank's end of a new channel between all ranks of the process group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
     if transport == "auto":
-        together = one_host(store, rank, num_ranks)
-        staged = device.type == "cpu" or torch.accelerator.device_count() < num_ranks
+        together = one_host(store, rank, size, timeout=timeout)
+        staged = device.type == "cpu" or torch.accelerator.device_count() < size
         transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
     if transport == "shared-memory":
-        return SharedMemoryChannel(rank, num_ranks, store=store, device=device, timeout=timeout, num_slots=num_slots)
-    from drumline.runtime.distributed import DistributedChannel
-
-    return DistributedChannel(rank, num_ranks, store=store, backend=transport, device=device, timeout=timeout)
+        return SharedMemoryChannel(rank, size, store=store, device=device, timeout=timeout, num_slots=num_slots)
+    return DistributedChannel(rank, size, store=store, backend=transport, device=device, timeout=timeout, edges=edges)

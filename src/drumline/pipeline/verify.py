@@ -1,9 +1,10 @@
 """Does the pipeline compute what one process computes? `verify` runs both, and compares all that comes out.
 
-Both make the same model from the same seed, run the same steps with an optimizer between, and draw the same random
-numbers. A schedule with one copy of each stage adds its gradients in an order that one process can follow, so all bits
-must agree. With two copies (dualpipe, chimera) the copies' sums are added at the end: there the two may differ by
-rounding.
+Both make the same model from the same seed and draw the same random numbers. The pipeline trains for some steps; one
+process repeats each of them from the weights that the pipeline had then, so that rounding does not build up and what is
+wrong shows in the step that does it. A schedule with one copy of each stage adds its gradients in an order that one
+process can follow, so all bits must agree. With two copies (dualpipe, chimera) the copies' sums are added at the end:
+there the two may differ by rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,16 @@ _WIDTH = 32
 _LEARNING_RATE = 0.01
 _ROUNDING = 1e-6  # of float32, for sums in another order
 
-Named = list[tuple[str, Tensor | None]]
+Named = Sequence[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What came of a comparison. A difference is ||pipeline - one process|| / ||one process||, over all steps the largest.
+    """What came of a comparison.
 
-    `gradient_differences` has every parameter's, `tolerance` is what is allowed: 0 where all bits must agree. `bubble`
-    is that of the last step, as measured; between ranks that take turns in one process it says little.
+    A difference is ||pipeline - one process|| / ||one process||, the largest of all steps; `gradient_differences` has
+    every parameter's. `tolerance` is what is allowed: 0 where all bits must agree. `loss` and `bubble` are the last
+    step's, the bubble as measured; between ranks that take turns in one process it says little.
     """
 
     schedule: str
@@ -127,6 +129,7 @@ class _Case:
     num_steps: int
     seed: int
     timeout: float
+    start: str = ""  # the fingerprint of what one process made
 
     def material(self) -> Material:
         """Make the model and its data, the same in every process."""
@@ -137,25 +140,22 @@ class _Case:
             return _small_mlp(self.program, self.dropout)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step left behind in one process: the weights are those after the optimizer."""
+
+    loss: Tensor
+    gradients: Named
+    weights: Named
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one process saw of a run: losses and gradients of every step, the weights at the end."""
+    """What one process saw of the pipeline."""
 
-    start: str
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[Named] = field(default_factory=list)
-    weights: Named = field(default_factory=list)
-    transport: str = ""
-    bubble: float = 0.0
-
-    def note(self, loss: Tensor, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Keep what a step left behind."""
-        self.losses.append(loss.detach().cpu())
-        self.gradients.append([(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named])
-
-    def note_end(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Keep the weights."""
-        self.weights = [(name, one.detach().cpu().clone()) for name, one in named]
+    steps: list[_Step]
+    transport: str
+    bubble: float
 
 
 def verify(
@@ -204,11 +204,16 @@ def verify(
     )
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
     with _one_thread():
-        expected = _in_one_process(case)
+        one_process = _OneProcess(case)
+        case = replace(case, start=one_process.start)
+        expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
         if transport == "in-process":
             found = [_in_turns(case)]
-    if transport != "in-process":
-        found = launch(_pipelined, case, num_ranks=program.num_ranks, threads=1)
+        else:
+            found = launch(_pipelined, case, num_ranks=program.num_ranks, threads=1)
+        for before in range(num_steps - 1):
+            one_process.load([pair for seen in found for pair in seen.steps[before].weights])
+            expected.append(one_process.step())
     return _compared(case, found, expected)
 
 
@@ -245,21 +250,39 @@ def _fingerprint(material: Material) -> str:
     return digest.hexdigest()
 
 
-def _in_one_process(case: _Case) -> _Seen:
-    """Run all steps without a pipeline."""
-    material = case.material()
-    seen = _Seen(_fingerprint(material))
-    blocks = blocks_of(material.model)
-    device = device_of(blocks)
-    stages = cut(blocks, case.program.num_stages)
-    named = [(f"{block.name}.{name}", one) for block in blocks for name, one in block.module.named_parameters()]
-    optimizer = torch.optim.SGD([{"params": [one for _, one in named if one.requires_grad]}], lr=_LEARNING_RATE)
-    batch, target = moved(material.batch, device), moved(material.target, device)
-    randomness = Randomness(case.seed, device)
-    for step in range(case.num_steps):
-        randomness.step = step
+class _OneProcess:
+    """The model without a pipeline."""
+
+    def __init__(self, case: _Case) -> None:
+        material = case.material()
+        self.start = _fingerprint(material)
+        blocks = blocks_of(material.model)
+        device = device_of(blocks)
+        self._program = case.program
+        self._stages = cut(blocks, case.program.num_stages)
+        self._named = [
+            (f"{block.name}.{name}", one) for block in blocks for name, one in block.module.named_parameters()
+        ]
+        trainable = [one for _, one in self._named if one.requires_grad]
+        self._optimizer = torch.optim.SGD([{"params": trainable}], lr=_LEARNING_RATE)
+        self._batch, self._target = moved(material.batch, device), moved(material.target, device)
+        self._loss_fn = material.loss_fn
+        self._randomness = Randomness(case.seed, device)
+
+    def load(self, weights: Named) -> None:
+        """Go on from other weights."""
+        found = dict(weights)
+        with torch.no_grad():
+            for name, one in self._named:
+                if (value := found.get(name)) is not None:
+                    one.copy_(value)
+
+    def step(self) -> _Step:
+        """Run one step and update the weights."""
         try:
-            loss = reference_step(stages, case.program, batch, target, material.loss_fn, randomness)
+            loss = reference_step(
+                self._stages, self._program, self._batch, self._target, self._loss_fn, self._randomness
+            )
         except DrumlineError:
             raise
         except Exception as error:
@@ -267,11 +290,16 @@ def _in_one_process(case: _Case) -> _Seen:
                 f"the model fails in one process already, with {type(error).__name__}: {error}",
                 expected="blocks that each take what the one before returns, and a loss_fn(output, target)",
             ) from error
-        seen.note(loss, named)
-        optimizer.step()
-        optimizer.zero_grad()
-    seen.note_end(named)
-    return seen
+        self._randomness.step += 1
+        return _stepped(loss, self._named, self._optimizer)
+
+
+def _stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> _Step:
+    """Update the weights, and return what the step left behind."""
+    gradients: Named = [(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named]
+    optimizer.step()
+    optimizer.zero_grad()
+    return _Step(loss.detach().cpu(), gradients, [(name, one.detach().cpu().clone()) for name, one in named])
 
 
 def _in_turns(case: _Case) -> _Seen:
@@ -287,7 +315,12 @@ def _in_turns(case: _Case) -> _Seen:
 def _pipelined(case: _Case) -> _Seen:
     """Run all steps on the ranks of this process: all of them, or the one that was launched."""
     material = case.material()
-    seen = _Seen(_fingerprint(material))
+    if _fingerprint(material) != case.start:
+        raise ModelError(
+            "the model or its data came out differently when made again",
+            expected="the same weights, batch and target in every process",
+            fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
+        )
     with Pipeline(
         material.model,
         loss_fn=material.loss_fn,
@@ -300,16 +333,12 @@ def _pipelined(case: _Case) -> _Seen:
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE)
         named = list(pipe.named_parameters())
+        steps = []
         for _ in range(case.num_steps):
-            result = pipe.step(material.batch, target=material.target)
-            assert result.loss is not None
-            seen.note(result.loss, named)
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.note_end(named)
-        seen.bubble = pipe.timeline().bubble
-        seen.transport = _transport_of(pipe, case.transport)
-    return seen
+            loss = pipe.step(material.batch, target=material.target).loss
+            assert loss is not None
+            steps.append(_stepped(loss, named, optimizer))
+        return _Seen(steps, _transport_of(pipe, case.transport), pipe.timeline().bubble)
 
 
 def _transport_of(pipe: Pipeline, asked: str) -> str:
@@ -321,22 +350,16 @@ def _transport_of(pipe: Pipeline, asked: str) -> str:
     return "shared-memory" if isinstance(pipe._channels[0], SharedMemoryChannel) else "gloo"
 
 
-def _compared(case: _Case, found: Sequence[_Seen], expected: _Seen) -> Verification:
+def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[_Step]) -> Verification:
     """Hold what all ranks saw against one process."""
-    if any(one.start != expected.start for one in found):
-        raise ModelError(
-            "the model or its data came out differently when made again",
-            expected="the same weights, batch and target in every process",
-            fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
-        )
+    losses, weights = [0.0], [0.0]
     gradients: dict[str, float] = {}
-    for step, wanted in enumerate(expected.gradients):
-        for name, value in _differences([seen.gradients[step] for seen in found], wanted).items():
+    for at, wanted in enumerate(expected):
+        ours = [seen.steps[at] for seen in found]
+        losses += [difference(one.loss, wanted.loss) for one in ours]
+        weights += _differences([one.weights for one in ours], wanted.weights).values()
+        for name, value in _differences([one.gradients for one in ours], wanted.gradients).items():
             gradients[name] = max(value, gradients.get(name, 0.0))
-    weights = _differences([seen.weights for seen in found], expected.weights)
-    losses = [
-        difference(ours, wanted) for seen in found for ours, wanted in zip(seen.losses, expected.losses, strict=True)
-    ]
     program = case.program
     return Verification(
         schedule=program.name,
@@ -345,18 +368,18 @@ def _compared(case: _Case, found: Sequence[_Seen], expected: _Seen) -> Verificat
         num_microbatches=program.num_microbatches,
         num_steps=case.num_steps,
         transport=found[0].transport,
-        loss=expected.losses[-1].item(),
+        loss=expected[-1].loss.item(),
         loss_difference=max(losses),
         gradient_differences=gradients,
-        weight_difference=max(weights.values(), default=0.0),
-        tolerance=_allowed([one for _, one in expected.weights]) if program.placement.mirrored else 0.0,
+        weight_difference=max(weights),
+        tolerance=_allowed(expected[0].weights) if program.placement.mirrored else 0.0,
         bubble=found[0].bubble,
     )
 
 
-def _allowed(weights: Sequence[Tensor | None]) -> float:
+def _allowed(weights: Named) -> float:
     """Return what rounding may do to sums in another order, by the coarsest numbers that occur."""
-    kinds = {one.dtype for one in weights if one is not None and one.is_floating_point()}
+    kinds = {one.dtype for _, one in weights if one is not None and one.is_floating_point()}
     return max([_ROUNDING, *(8 * torch.finfo(kind).eps for kind in kinds)])
 
 

@@ -1,0 +1,301 @@
+"""`verify` says yes where the pipeline is right, and no, with the parameter's name, where it is not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drumline.core.errors import BatchError, DrumlineError, ModelError, ProgramError, RunError, UsageError
+from drumline.pipeline.model_file import Material
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.result import StepResult
+from drumline.pipeline.verify import Verification, difference, verify
+from drumline.schedules import generate
+from models import data, mlp
+
+pytestmark = pytest.mark.torch
+
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from beside import WIDTH
+
+@dataclass
+class Settings:
+    width: int = WIDTH
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+def make():
+    width = Settings().width
+    middle = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(50, width), *middle, nn.Linear(width, 50))
+    return model, loss, torch.randint(50, (9, 4)), torch.randint(50, (9, 4))
+
+def pair():
+    return make()[:2]
+
+def not_a_model():
+    return "model", loss, torch.ones(8, 2), torch.ones(8, 2)
+
+def no_loss():
+    return make()[0], "mse", torch.ones(8, 2), torch.ones(8, 2)
+
+def raises():
+    raise KeyError("weights")
+
+def does_not_fit():
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(4, 2)), nn.functional.mse_loss, torch.ones(8, 2), torch.ones(8, 2)
+
+def few_rows():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.functional.mse_loss, torch.ones(3, 2), torch.ones(3, 2)
+
+number = 5
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
+    path = tmp_path / "own_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def in_process(schedule: Any = "1f1b", **settings: Any) -> Verification:
+    return verify(schedule, transport="in-process", **settings)
+
+
+def made() -> Material:
+    return Material(mlp(4), functional.mse_loss, *data(8))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-zb"])
+def test_all_bits_agree_where_the_order_of_sums_is_kept(name: str) -> None:
+    found = in_process(name, num_microbatches=4, dropout=0.2, num_steps=3)
+    assert found.passes
+    assert found.identical
+    assert (found.loss_difference, found.gradient_difference, found.weight_difference) == (0, 0, 0)
+    assert (found.worst_parameter, found.tolerance) == ("", 0)
+    assert len(found.gradient_differences) == 8 * 4
+    assert 0 < found.bubble < 1
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
+def test_two_copies_of_a_stage_agree_up_to_rounding_however_many_steps_there_are(name: str) -> None:
+    found = in_process(name, num_microbatches=16, dropout=0.1, num_steps=6)
+    assert found.passes
+    assert not found.identical
+    assert 0 < found.gradient_difference <= found.tolerance == 1e-6
+    assert found.worst_parameter in found.gradient_differences
+
+
+def test_recomputed_blocks_give_the_same() -> None:
+    assert in_process("zb-h1", num_microbatches=3, dropout=0.3, checkpoint="full").identical
+
+
+def test_the_default_model_has_a_block_for_every_stage() -> None:
+    found = in_process("interleaved-1f1b", num_ranks=3, num_microbatches=3, stages_per_rank=4)
+    assert (found.num_stages, found.passes) == (12, True)
+
+
+def test_a_program_and_a_file_bring_their_own_counts(tmp_path: Path) -> None:
+    program = generate("gpipe", num_ranks=3, num_microbatches=2)
+    path = tmp_path / "own.csv"
+    program.save(path)
+    for one in (program, path, str(path)):
+        found = in_process(one)
+        assert (found.num_ranks, found.num_microbatches, found.passes) == (3, 2, True)
+
+
+def test_ranks_of_their_own_load_a_model_file_and_agree(
+    model_file: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_file.parent)  # a relative path means the same on every rank
+    found = verify("zb-h1", num_microbatches=4, model="own_model.py:make")
+    assert found.identical
+    assert found.transport == "shared-memory"
+    assert next(iter(found.gradient_differences)) == "0.weight"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_function_will_do_as_a_model_and_nothing_of_the_callers_is_changed() -> None:
+    torch.manual_seed(5)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    assert in_process(model=made).identical
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def break_step(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
+    """Have `spoil(pipe, result)` return what a step returns."""
+    right = Pipeline.step
+
+    def step(self: Pipeline, batch: Any = None, *, target: Any = None) -> StepResult:
+        result = right(self, batch, target=target)
+        return spoil(self, result) or result
+
+    monkeypatch.setattr(Pipeline, "step", step)
+
+
+def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(pipe: Pipeline, _: StepResult) -> None:
+        gradient = dict(pipe.named_parameters())["5.1.bias"].grad
+        assert gradient is not None
+        gradient.mul_(1.001)
+
+    break_step(monkeypatch, spoil)
+    for name in ("1f1b", "dualpipe"):
+        found = in_process(name, num_microbatches=4)
+        assert not found.passes
+        assert not found.identical
+        assert found.worst_parameter == "5.1.bias"
+        assert found.gradient_difference == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_one_bit_is_a_no_where_bits_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(pipe: Pipeline, result: StepResult) -> None:
+        gradient = dict(pipe.named_parameters())["2.0.weight"].grad
+        assert gradient is not None
+        if result.step == 1:
+            gradient[0, 0] = torch.nextafter(gradient[0, 0], torch.tensor(math.inf))
+
+    break_step(monkeypatch, spoil)
+    found = in_process(num_microbatches=4)
+    assert 0 < found.gradient_difference < 1e-6
+    assert not found.passes
+    assert [name for name, off in found.gradient_differences.items() if off] == ["2.0.weight"]
+    assert in_process(num_microbatches=4, num_steps=1).passes
+
+
+def test_a_gradient_that_is_missing_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(pipe: Pipeline, _: StepResult) -> None:
+        dict(pipe.named_parameters())["7.0.weight"].grad = None
+
+    break_step(monkeypatch, spoil)
+    found = in_process(num_microbatches=4)
+    assert (found.passes, found.worst_parameter, found.gradient_difference) == (False, "7.0.weight", 1)
+
+
+def test_a_parameter_that_no_rank_has_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Pipeline.named_parameters
+    monkeypatch.setattr(
+        Pipeline, "named_parameters", lambda self: (pair for pair in right(self) if pair[0] != "3.1.bias")
+    )
+    assert in_process(num_microbatches=4).worst_parameter == "3.1.bias"
+
+
+def test_a_wrong_loss_and_a_wrong_update_are_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        break_step(patch, lambda _, result: StepResult(result.step, lambda: result.loss * 1.01))
+        found = in_process(num_microbatches=4)
+        assert (found.passes, found.gradient_difference) == (False, 0)
+        assert found.loss_difference == pytest.approx(0.01, rel=1e-3)
+    right = Pipeline.optimizer
+    monkeypatch.setattr(Pipeline, "optimizer", lambda self, kind, **settings: right(self, kind, lr=0.02))
+    found = in_process(num_microbatches=4)
+    assert (found.passes, found.gradient_difference) == (False, 0)
+    assert found.weight_difference > 0
+
+
+def test_a_pipeline_that_fails_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(pipe: Pipeline, _: StepResult) -> None:
+        raise RuntimeError("a stage broke")
+
+    break_step(monkeypatch, spoil)
+    with pytest.raises(RunError, match="the pipeline failed with RuntimeError: a stage broke"):
+        in_process(num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "text"),
+    [
+        ("own_model.py", ModelError, "expected FILE.py:NAME"),
+        ("absent.py:make", ModelError, "absent.py: no such file"),
+        (".:make", ModelError, "not a file"),
+        ("own_model.py:mak", ModelError, "mak is not there; .* did you mean make?"),
+        ("own_model.py:number", ModelError, "number is not a function"),
+        ("own_model.py:pair", ModelError, r"own_model.py:pair returned 2 values; expected \(model, loss_fn"),
+        ("own_model.py:loss", ModelError, "loss failed with TypeError.* needs no arguments"),
+        ("own_model.py:not_a_model", ModelError, "the model is a str"),
+        ("own_model.py:no_loss", ModelError, "a str as loss_fn"),
+        ("own_model.py:raises", ModelError, "raises failed with KeyError: 'weights'"),
+        ("own_model.py:does_not_fit", ModelError, "fails in one process already, with RuntimeError: mat1"),
+        ("own_model.py:few_rows", BatchError, "3 rows for 4 microbatches"),
+        ("broken.py:make", ModelError, "broken.py failed with SyntaxError"),
+        ("notes.txt:make", ModelError, "not a Python file"),
+    ],
+)
+def test_a_model_that_is_no_model_is_refused_with_the_reason(
+    model: str, error: type[DrumlineError], text: str, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_file.parent)
+    Path("broken.py").write_text("def make(:\n")
+    Path("notes.txt").write_text("a note\n")
+    with pytest.raises(error, match=text):
+        in_process(model=model, num_microbatches=4)
+
+
+def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
+    scales = iter([1.0, 2.0])
+
+    def drifting() -> Material:
+        batch, target = data(8)
+        return Material(mlp(4), functional.mse_loss, batch * next(scales), target)
+
+    with pytest.raises(ModelError, match="differently when made again"):
+        in_process(model=drifting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"num_steps": 0}, UsageError, "number of steps is 0"),
+        ({"dropout": 1.0}, UsageError, "dropout is 1"),
+        ({"dropout": 0.5, "model": made}, UsageError, "dropout was given along with a model"),
+        ({"schedule": "pipedream"}, ProgramError, "updates the weights"),
+        ({"num_ranks": 8, "model": made}, ModelError, "4 blocks for 8 stages"),
+        ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    settings: dict[str, Any], error: type[DrumlineError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        in_process(**settings)
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean gloo"):
+        verify(transport="glo")
+
+
+def test_a_difference_is_relative_and_zero_only_for_equal_bits() -> None:
+    ones = torch.ones(4)
+    assert difference(ones, ones.clone()) == 0
+    assert difference(ones * 1.5, ones) == pytest.approx(0.5)
+    assert difference(ones, torch.zeros(4)) == pytest.approx(2)  # of nothing: the norm itself
+    assert difference(None, None) == 0
+    assert difference(ones, None) == 1
+    assert difference(ones * math.nan, ones) == math.inf
+
+
+def test_coarser_numbers_are_allowed_coarser_rounding() -> None:
+    def halved() -> Material:
+        batch, target = (one.bfloat16() for one in data(8))
+        return Material(
+            nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).bfloat16(), functional.mse_loss, batch, target
+        )
+
+    found = in_process("dualpipe", num_microbatches=4, model=halved)
+    assert found.tolerance == 8 * torch.finfo(torch.bfloat16).eps
+    assert found.passes
+    assert in_process("zb-h1", num_microbatches=4, model=halved).identical
