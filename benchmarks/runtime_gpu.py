@@ -2,10 +2,9 @@
 
     python benchmarks/runtime_gpu.py [--steps 30] [--json FILE]
 
-The same four transformers as everywhere else in the project's comparisons, in bf16. Every round runs one step of each
-contender in turn (plain accumulation, our schedules, torch's own), so that all see the same machine; medians of ratios to
-the plain step of the same round, with their quartiles. Captured steps are compared with a captured plain step only.
-Gradients are checked first, in bf16 and fp32.
+Four transformers in bf16. Every round runs one step of each contender in turn (plain accumulation, our schedules,
+torch's own), so that all see the same machine; medians of ratios to the plain step of the same round, with their
+quartiles. Captured steps are compared with a captured plain step only. Gradients are checked first, in bf16 and fp32.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def plain_step(net: nn.Module, x: Tensor, y: Tensor, microbatches: int) -> None:
     for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-        (loss_fn(net(a), b) / microbatches).backward()
+        torch.autograd.backward(loss_fn(net(a), b) / microbatches)
 
 
 def clear(net: nn.Module) -> None:
@@ -154,7 +153,7 @@ def captured_plain(net: nn.Sequential, x: Tensor, y: Tensor, microbatches: int) 
         for one, gradient in zip(net.parameters(), gradients, strict=True):
             one.grad = gradient
 
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):

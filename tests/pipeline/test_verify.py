@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drumline.core.errors import BatchError, DrumlineError, ModelError, ProgramError, RunError, UsageError
+from drumline.core.errors import (
+    BatchError,
+    DrumlineError,
+    ModelError,
+    ProgramError,
+    RunError,
+    ScheduleError,
+    UsageError,
+)
 from drumline.pipeline.model_file import Material
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.result import StepResult
@@ -258,6 +266,8 @@ def test_a_model_that_comes_out_differently_each_time_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
+        ({"num_ranks": 0}, ScheduleError, "ranks is 0"),
+        ({"num_microbatches": 0}, ScheduleError, "microbatches is 0"),
         ({"num_steps": 0}, UsageError, "number of steps is 0"),
         ({"dropout": 1.0}, UsageError, "dropout is 1"),
         ({"dropout": 0.5, "model": made}, UsageError, "dropout was given along with a model"),

@@ -33,9 +33,15 @@ from drumline.runtime.in_process import Hub, take_turns
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
-from drumline.runtime.values import joined, moved
+from drumline.runtime.values import joined, moved, pack
 
 _scopes = itertools.count()
+_NOTHING: Any = object()  # the target of a microbatch that weighs nothing
+
+
+def _plain(weight: float | Tensor) -> float | Tensor:
+    """Return a weight as a number, unless reading it would mean waiting for a device."""
+    return float(weight) if isinstance(weight, Tensor) and weight.device.type == "cpu" else weight
 
 
 class Pipeline:
@@ -279,7 +285,12 @@ class Pipeline:
         step.target = moved(target, self.device)
         step.targets = cut_batch(step.target, num_microbatches, what="the target")
         weigh = self.loss_weight or num_rows
-        step.shares = self._shares([weigh(one) for one in step.targets])
+        weights = [_plain(weigh(one)) for one in step.targets]
+        step.shares = self._shares(weights)
+        step.targets = [
+            one if isinstance(weight, Tensor) or weight else _NOTHING
+            for one, weight in zip(step.targets, weights, strict=True)
+        ]
 
     def _shares(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
         """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""
@@ -295,6 +306,9 @@ class Pipeline:
     def _loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of one microbatch's output."""
         assert self.loss_fn is not None
+        if target is _NOTHING:
+            # A mean over nothing is NaN, and its gradient too: a microbatch without weight adds zeros instead.
+            return sum((one.float().sum() for one in pack(output)[0] if one.requires_grad), torch.zeros(())) * 0.0
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

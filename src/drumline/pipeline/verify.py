@@ -195,12 +195,12 @@ def verify(
         raise UsageError("dropout was given along with a model", fix="put it into the model itself")
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = Program.load(schedule)
-    named = isinstance(schedule, str)
+    if num_ranks is None:
+        num_ranks = schedule.num_ranks if isinstance(schedule, Program) else 2
+    if num_microbatches is None and isinstance(schedule, str):
+        num_microbatches = 8
     program = program_for(
-        schedule,
-        num_ranks=num_ranks or (schedule.num_ranks if isinstance(schedule, Program) else 2),
-        num_microbatches=num_microbatches or (8 if named else None),
-        stages_per_rank=stages_per_rank,
+        schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
     with _one_thread():

@@ -2,6 +2,9 @@
 
 Before a forward that will be recomputed, the buffers that forwards are known to change are copied. The recomputation
 runs on those copies, so it sees what the first run saw, and afterwards the current ones are put back untouched.
+
+Which buffers change is seen by comparing their values over the first forward in each mode (training or not), and their
+versions ever after. Normalisations are always taken to change theirs: they do so behind the versions' back.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 Place = tuple[nn.Module, str]
@@ -22,28 +26,37 @@ class Buffers:
         self.places: list[Place] = [
             (part, name) for part in seen for name, buffer in part._buffers.items() if buffer is not None
         ]
-        self.changing: set[int] = set(range(len(self.places)))
-        self._versions: list[tuple[int, int]] | None = None
+        self._statistics = {
+            index for index, (part, _) in enumerate(self.places) if isinstance(part, nn.modules.batchnorm._NormBase)
+        }
+        self._changing: dict[tuple[bool, ...], set[int]] = {}  # by mode
+        self._before: tuple[dict[int, Tensor], list[tuple[int, int]]] | None = None
         self._asked = self._marks()
 
     def save(self) -> dict[int, Tensor]:
-        """Return copies of the buffers that may change; the first time that is all of them."""
+        """Return copies of the buffers that may change; in a mode's first forward that is all of them."""
         if not self.places:
             return {}
-        self._versions = self._marks()
-        return {index: self._at(index).detach().clone() for index in self.changing}
+        changing = self._changing.get(self._mode(), set(range(len(self.places))))
+        saved = {index: self._at(index).detach().clone() for index in changing}
+        self._before = saved, self._marks()
+        return saved
 
     def learn(self) -> None:
         """After the forward that followed `save`: remember which buffers it changed."""
-        if self._versions is not None:
-            now = self._marks()
-            self.changing = {index for index, mark in enumerate(now) if mark != self._versions[index]}
-            self._versions = None
+        if self._before is None:
+            return
+        (saved, marks), self._before = self._before, None
+        now = self._marks()
+        by_value = {index for index, copy in saved.items() if not torch.equal(copy, self._at(index))}
+        by_version = {index for index, mark in enumerate(now) if mark != marks[index]}
+        self._changing.setdefault(self._mode(), set()).update(by_value, by_version, self._statistics)
 
     def changed_lately(self) -> bool:
-        """Whether any buffer has changed since this was last asked; the first time, since the beginning."""
+        """Whether any buffer has changed since this was last asked, or may at any time; the first time, since ever."""
         before, self._asked = self._asked, self._marks()
-        return before != self._asked
+        updating = any(self.places[index][0].training for index in self._statistics)
+        return updating or before != self._asked
 
     @contextmanager
     def as_they_were(self, saved: dict[int, Tensor]) -> Iterator[None]:
@@ -64,6 +77,9 @@ class Buffers:
         buffer = module._buffers[name]
         assert buffer is not None
         return buffer
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple(module.training for module, _ in self.places)
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(self._at(index)), self._at(index)._version) for index in range(len(self.places))]

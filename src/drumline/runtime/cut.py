@@ -28,7 +28,7 @@ def blocks_of(model: Model) -> list[Block]:
     ['0', '1']
     """
     if isinstance(model, nn.Sequential | nn.ModuleList):
-        named = list(model.named_children())
+        named = [(name, block) for name, block in model._modules.items() if block is not None]
     elif isinstance(model, Mapping):
         named = list(model.items())
     elif isinstance(model, Sequence) and not isinstance(model, str):

@@ -1,0 +1,395 @@
+"""What a user meets: losses, shapes, evaluation, checkpoints of buffers, errors and timelines, in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import drumline as dl
+from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
+from drumline.pipeline.pipeline import Pipeline
+from models import Reference, data, mlp, programs
+
+pytestmark = pytest.mark.torch
+
+
+def pipeline(model: Any = None, **settings: Any) -> Pipeline:
+    given: dict[str, Any] = {
+        "loss_fn": functional.mse_loss,
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "num_ranks": 2,
+        **settings,
+    }
+    return Pipeline(mlp() if model is None else model, **given)
+
+
+def test_an_uneven_batch_counts_every_row_the_same() -> None:
+    model = mlp()
+    whole = copy.deepcopy(model)
+    batch, target = data(7)
+    result = pipeline(model, num_microbatches=3).step(batch, target=target)
+    loss = functional.mse_loss(whole(batch), target)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(result.loss, loss.detach())
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_token_weighted_losses_average_over_tokens_of_the_whole_batch() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target, ignore_index=-1)
+
+    def tokens(target: Tensor) -> Tensor:
+        return (target != -1).sum()
+
+    torch.manual_seed(0)
+    batch, target = torch.randn(8, 6), torch.tensor([0, 1, -1, -1, -1, 5, 2, -1])
+    for weigh in (tokens, lambda target: int(tokens(target))):
+        model = mlp()
+        whole = copy.deepcopy(model)
+        result = pipeline(model, loss_fn=loss_fn, loss_weight=weigh).step(batch, target=target)
+        loss = loss_fn(whole(batch), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(result.loss, loss.detach())
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_evaluation_is_the_model_in_eval_mode_and_leaves_no_trace() -> None:
+    model = mlp(dropout=0.5)
+    batch, target = data(7)
+    pipe = pipeline(model, schedule="zb-v")
+    result = pipe.eval_step(batch, target=target)
+    assert model.training
+    model.eval()
+    expected = model(batch).detach()
+    torch.testing.assert_close(result.output, expected)
+    torch.testing.assert_close(result.loss, functional.mse_loss(expected, target))
+    assert pipe.eval_step(batch).loss is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(stage.held for executor in pipe._executors for stage in executor.stages.values())
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "chimera", "interleaved-1f1b"])
+def test_evaluation_goes_any_schedules_way(name: str) -> None:
+    model = mlp()
+    batch, _ = data(9)
+    torch.testing.assert_close(pipeline(model, schedule=name).eval_step(batch).output, model(batch).detach())
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full", ["1"]])
+def test_running_statistics_change_once_per_microbatch(checkpoint: Any) -> None:
+    def normed() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    model, whole = normed(), normed()
+    for step in range(3):
+        batch, target = data(12, seed=step)
+        for part in batch.tensor_split(4):
+            whole(part)
+        if step == 0:
+            pipe = pipeline(model, checkpoint=checkpoint)
+        pipe.step(batch, target=target)
+    for one, other in zip(model.buffers(), whole.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_shapes_may_change_from_step_to_step() -> None:
+    model = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 11))
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    (program,) = programs("zb-h1", 2, (3,))
+    reference = Reference(model, program, loss_fn)
+    pipe = pipeline(model, schedule=program, num_microbatches=None, loss_fn=loss_fn)
+    for rows, tokens in ((6, 4), (3, 9), (8, 1), (6, 4)):
+        batch = torch.randint(0, 11, (rows, tokens))
+        pipe.step(batch, target=batch)
+        reference.step(batch, batch)
+    reference.compare(pipe, exact=True)
+
+
+class Pair(nn.Module):
+    """Hands on a pair with a mask, a word and nothing."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.first = first
+
+    def forward(self, value: Any) -> Any:
+        if self.first:
+            value = {"x": value, "mask": value > 0, "word": "plain", "nothing": None, "twice": (value, value)}
+        made = self.layer(value["x"]) * value["mask"] + value["twice"][0]
+        return {**value, "x": made}
+
+
+class Single(nn.Module):
+    def forward(self, value: Any) -> Any:
+        assert value["word"] == "plain"
+        assert value["nothing"] is None
+        return value["x"]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_values_of_any_form_travel_between_stages(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Pair(first=True), Pair(), Pair(), nn.Sequential(Pair(), Single()))
+    (program,) = programs(name, 2, (4,))
+    reference = Reference(model, program, functional.mse_loss)
+    pipe = pipeline(model, schedule=program)
+    batch, target = data(8)
+    pipe.step(batch, target=target)
+    reference.step(batch, target)
+    reference.compare(pipe, exact=name != "dualpipe")
+
+
+def test_a_step_leaves_the_users_random_numbers_alone() -> None:
+    pipe = pipeline(mlp(dropout=0.5))
+    batch, target = data(8)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    pipe.step(batch, target=target)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_dropout_differs_between_steps_microbatches_and_seeds() -> None:
+    batch = torch.ones(4, 6)
+
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(0)
+        pipe = pipeline(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), seed=seed)
+        return [float(pipe.step(batch, target=torch.zeros(4, 6)).loss or 0.0) for _ in range(3)]
+
+    assert len(set(losses(0))) == 3
+    assert losses(0) == losses(0)
+    assert losses(0) != losses(1)
+
+
+def test_a_block_that_starts_to_draw_late_is_seeded_all_the_same() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.layer(x)
+            return functional.dropout(made, 0.5) if x.sum() > 0 else made
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Late(), Late(), Late(), Late())
+    for name in ("1f1b", "zb-h1"):
+        (program,) = programs(name, 2, (4,))
+        reference = Reference(model, program, functional.mse_loss)
+        pipe = pipeline(copy.deepcopy(model), schedule=program)
+        for sign in (-1.0, 1.0, -1.0, 1.0):
+            batch, target = data(8)
+            result = pipe.step(batch.abs() * sign, target=target)
+            loss = reference.step(batch.abs() * sign, target)
+            assert result.loss is not None
+            assert torch.equal(result.loss, loss)
+        reference.compare(pipe, exact=True)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_nan_stops_every_optimizer_before_it_changes_anything(own: bool) -> None:
+    model = mlp()
+    pipe = pipeline(model)
+    kind = torch.optim.Adam
+    optimizer = pipe.optimizer(kind, lr=0.1) if own else kind(pipe.parameters(), lr=0.1)
+    batch, target = data(8)
+    before = [one.detach().clone() for one in model.parameters()]
+    pipe.step(batch * float("inf"), target=target)
+    with pytest.raises(NonFiniteError, match="rank 0"):
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    optimizer.zero_grad()
+    pipe.step(batch, target=target)
+    optimizer.step()
+    assert optimizer.state
+
+
+def test_a_nan_in_gradients_alone_is_found_and_the_check_can_be_turned_off() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 0).sqrt() + x  # finite, with a slope that is not
+
+    batch, target = data(8)
+    for check in (True, False):
+        pipe = pipeline(nn.Sequential(nn.Linear(6, 6), Root()), check_finite=check)
+        result = pipe.step(batch, target=target)
+        assert result.loss is not None
+        assert math.isfinite(result.loss)
+        if check:
+            with pytest.raises(NonFiniteError):
+                pipe.clip_grad_norm_(1.0)
+        else:
+            assert not math.isfinite(pipe.clip_grad_norm_(1.0))
+
+
+def test_large_gradients_are_not_mistaken_for_infinite_ones() -> None:
+    batch, target = data(8)
+    pipe = pipeline(loss_fn=lambda output, target: functional.mse_loss(output, target) * 1e37)
+    pipe.step(batch, target=target)
+    pipe.settle()
+
+
+def test_parameters_that_no_loss_reaches_are_named() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.used(x)
+            return made
+
+    batch, target = data(8)
+    for name in ("1f1b", "zb-h1"):
+        pipe = pipeline(nn.Sequential(nn.Linear(6, 6), Unused()), schedule=name)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+        pipe.step(batch, target=target)
+        with pytest.raises(ModelError, match=r"no loss reaches 1\.unused\.bias, 1\.unused\.weight"):
+            optimizer.step()
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    for name in ("1f1b", "zb-h1", "zb-v"):
+        model = mlp()
+        for parameter in model[1].parameters():
+            parameter.requires_grad_(False)
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        batch, target = data(8)
+        pipe = pipeline(model, schedule=name)
+        pipe.step(batch, target=target)
+        pipe.settle()
+        assert all(p.grad is None for block in (model[0], model[1]) for p in block.parameters())
+        assert all(p.grad is not None for p in model[2].parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch", "error", "says"),
+    [
+        ({}, (3, 3), BatchError, "3 rows for 4 microbatches"),
+        ({}, (8, 7), BatchError, "the batch has 8 rows and the target 7"),
+        ({}, (0, 0), BatchError, "0 rows"),
+        ({"loss_fn": lambda output, target: output}, (8, 8), ModelError, "loss_fn returned a tensor of the shape"),
+        ({"loss_fn": lambda output, target: 1.0}, (8, 8), ModelError, "loss_fn returned float"),
+        ({"loss_weight": lambda target: 0}, (8, 8), BatchError, "not all of them 0"),
+    ],
+)
+def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: Any, error: Any, says: str) -> None:
+    pipe = pipeline(**settings)
+    x, y = data(8)
+    with pytest.raises(error, match=says):
+        pipe.step(x[: batch[0]], target=y[: batch[1]])
+    if not settings:
+        pipe.step(x, target=y)
+        pipe.settle()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"schedule": "1f1v"}, dl.DrumlineError, "did you mean 1f1b"),
+        ({"schedule": "pipedream"}, ProgramError, "updates the weights while it runs"),
+        ({"schedule": "pipedream-2bw"}, ProgramError, "updates the weights while it runs"),
+        ({"schedule": "forward-only"}, ProgramError, "no backwards"),
+        ({"num_microbatches": None}, ProgramError, "num_microbatches is missing"),
+        ({"num_ranks": 9}, ModelError, "8 blocks for 9 stages"),
+        ({"balance": [1, 2]}, ModelError, r"balance is \[1, 2\]"),
+        ({"balance": [8, 0]}, ModelError, r"balance is \[8, 0\]"),
+        ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
+        ({"checkpoint": ["77"]}, ModelError, "'77', which is not there"),
+        ({"checkpoint": {5: "full"}}, ModelError, "checkpoint names stage 5"),
+        ({"transport": "carrier pigeon"}, UsageError, "carrier pigeon"),
+        ({"transport": "gloo"}, UsageError, "no rank"),
+        ({"model": "resnet"}, ModelError, "the model is a str"),
+        ({"model": []}, ModelError, "no blocks"),
+        ({"model": [nn.Linear(2, 2), 3]}, ModelError, "block '1' is a int"),
+        ({"capture": True}, ModelError, "capture=True"),
+    ],
+)
+def test_a_bad_pipeline_is_refused(settings: Any, error: Any, says: str) -> None:
+    with pytest.raises(error, match=says):
+        pipeline(**settings)
+
+
+def test_a_parameter_in_two_blocks_is_refused() -> None:
+    layer = nn.Linear(6, 6)
+    with pytest.raises(ModelError, match="share the parameter"):
+        pipeline(nn.Sequential(layer, nn.ReLU(), layer))
+
+
+def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
+    program = dl.Program.parse("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0")
+    path = tmp_path / "mine.csv"
+    path.write_text(program.format())
+    batch, target = data(4)
+    found = []
+    for schedule in (program, path, str(path)):
+        model = mlp()
+        pipe = pipeline(model, schedule=schedule, num_microbatches=None)
+        pipe.step(batch, target=target)
+        assert [str(one) for one in pipe.timeline().tracks[1].actions] == ["1F0", "1F1", "1B1", "1B0"]
+        found.append([one.grad for one in model.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))  # type: ignore[arg-type]
+    with pytest.raises(ProgramError, match="is for 2 ranks"):
+        pipeline(schedule=program, num_ranks=3, num_microbatches=None)
+    with pytest.raises(ProgramError, match="has 2 microbatches"):
+        pipeline(schedule=program, num_microbatches=4)
+
+
+def test_the_measured_timeline_reads_like_any_other() -> None:
+    pipe = pipeline(schedule="zb-h1", num_ranks=3, num_microbatches=5)
+    with pytest.raises(RunError, match="no step has run"):
+        pipe.timeline()
+    batch, target = data(10)
+    pipe.step(batch, target=target)
+    timeline = pipe.timeline()
+    assert timeline.program is pipe.program
+    assert 0 < timeline.bubble < 1
+    assert sum(timeline.busy) + sum(timeline.idle) == pytest.approx(3 * timeline.makespan)
+    sent = [(transfer.source, transfer.target) for transfer in timeline.transfers]
+    assert sorted(set(sent)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert len(sent) == 20
+    assert all(transfer.made <= transfer.end <= transfer.consumed for transfer in timeline.transfers)
+    assert all(transfer.num_bytes == 2 * 6 * 4 for transfer in timeline.transfers)
+    assert all(wait.end >= wait.start for wait in timeline.waits)
+    assert all(idle.cause for idle in timeline.causes)
+    assert "3 ranks" in dl.grid(timeline) or dl.grid(timeline)
+    assert dl.simulate(pipe.program, timeline.measured_costs()).makespan > 0
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    with pipeline() as pipe:
+        pass
+    with pytest.raises(RunError, match="it was closed"):
+        pipe.step(*data(8)[:1])
+
+
+def test_the_optimizer_hook_forgets_pipelines_that_are_gone() -> None:
+    model = mlp()
+    pipe = pipeline(model)
+    batch, target = data(8)
+    pipe.step(batch * float("nan"), target=target)
+    del pipe
+    import gc
+
+    gc.collect()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
