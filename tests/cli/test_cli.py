@@ -439,7 +439,6 @@ BAD = [
     ("simulate", "1f1b", *COUNTS, "--forward", "1e308"),
     ("simulate", "1f1b", *COUNTS, "--comm", "1e308"),
     ("simulate", "1f1b", *COUNTS, "--activation-bytes", "1e308"),
-    ("simulate", "1f1b", *COUNTS, "--activation-bytes", "10", "--held-until-weight-bytes", "50"),
     ("show", "chimera", *COUNTS, "--format", "torch"),
     ("show", "1f1b", *COUNTS, "--out", "/no/such/folder/x.txt"),
     ("simulat", "1f1b"),

@@ -17,6 +17,10 @@ class Clock:
     def begin(self) -> None:
         """Start a step."""
 
+    def start(self, directly: bool) -> int:
+        """Mark the start of an action; `directly` says that it follows another without anything between."""
+        return self.mark()
+
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; on a host that is now."""
         return time.perf_counter_ns()

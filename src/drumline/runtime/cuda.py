@@ -31,13 +31,18 @@ class EventClock(Clock):
         """Start a step: events are used again, and the first fixes where the device's clock stands on the host's."""
         self._used = 0
         self._zero = None
+        self._stream = torch.cuda.current_stream()
+
+    def start(self, directly: bool) -> int:
+        """Mark the start of an action, by the end of the one before where it follows directly."""
+        return self._used - 1 if directly and self._used else self.mark()
 
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; returns the mark's number."""
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         event = self._events[self._used]
-        event.record()
+        event.record(self._stream)
         if self._zero is None:
             self._zero = (event, time.perf_counter_ns())
         self._used += 1
@@ -150,8 +155,12 @@ class CapturedStep:
             )
 
     def _through(self) -> None:
-        for wait in self.executor.run(self._static, Record(self.executor.rank)):
-            raise AssertionError(f"a captured step cannot wait: {wait}")
+        clock, self.executor.clock = self.executor.clock, Clock()  # a graph would replay marks as well
+        try:
+            for wait in self.executor.run(self._static, Record(self.executor.rank)):
+                raise AssertionError(f"a captured step cannot wait: {wait}")
+        finally:
+            self.executor.clock = clock
 
 
 def _tensors(step: Step) -> list[Tensor]:

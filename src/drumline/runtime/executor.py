@@ -156,6 +156,7 @@ class Executor:
             self.scale.ignore(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
+        directly = False
         for job in self.jobs:
             self.current = job.action
             for receive, source in job.needs:
@@ -171,7 +172,7 @@ class Executor:
                 record.took(receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
             if job.timed:
                 timed += 1
-                start = clock.mark()
+                start = clock.start(directly and not job.needs)
                 if self.scale is None:
                     job.run(job, step)
                 else:
@@ -179,11 +180,13 @@ class Executor:
                         job.run(job, step)
                 record.starts.append(start)
                 record.ends.append(clock.mark())
+                directly = True
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
             else:
                 job.run(job, step)
+                directly = False
         yield from self._sum_exchanged(step, record)
         record.end_ns = clock.now()
         self.current = None

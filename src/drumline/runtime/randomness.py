@@ -49,6 +49,7 @@ class Randomness:
         self.data_rank = data_rank
         self.step = 0
         self._silent = False
+        self._standing: list[Tensor] = []
         self._generators = [torch.default_generator]
         if device.type != "cpu":
             module = torch.get_device_module(device)
@@ -69,18 +70,22 @@ class Randomness:
     def apply(self, microbatch: int, block: str) -> None:
         """Seed the generators for what `block` is about to draw."""
         if not self._silent:
+            self._standing = []
             seed = self.seed_for(microbatch, block)
             for generator in self._generators:
                 generator.manual_seed(seed)
 
-    def standing(self) -> tuple[Tensor, ...]:
-        """Return where the generators stand; the same again means that nothing was drawn in between."""
-        return () if self._silent else tuple(generator.get_state() for generator in self._generators)
+    def watch(self) -> None:
+        """Remember where the generators stand, unless that is known from when they were last looked at."""
+        if not self._silent and not self._standing:
+            self._standing = [generator.get_state() for generator in self._generators]
 
-    def moved_since(self, before: tuple[Tensor, ...]) -> bool:
-        """Whether anything was drawn since `before`."""
-        pairs = zip(before, self.standing(), strict=True)
-        return any(not torch.equal(one, other) for one, other in pairs)
+    def drew(self) -> bool:
+        """Whether anything was drawn since they were last looked at."""
+        if self._silent:
+            return False
+        before, self._standing = self._standing, [generator.get_state() for generator in self._generators]
+        return any(not torch.equal(one, other) for one, other in zip(before, self._standing, strict=True))
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -94,6 +99,7 @@ class Randomness:
     @contextmanager
     def kept_aside(self) -> Iterator[None]:
         """Give the user's own random numbers back afterwards, as if nothing had been drawn."""
+        self._standing = []
         states = [generator.get_state() for generator in self._generators]
         try:
             yield

@@ -63,11 +63,12 @@ class Segment:
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
         if self.quiet:
-            before = randomness.standing() if self._suspects else ()
+            if self._suspects:
+                randomness.watch()
             made = value
             for _, module in self.blocks:
                 made = module(made)
-            if not before or not randomness.moved_since(before):
+            if not self._suspects or not randomness.drew():
                 return made
             self.quiet = False  # what was drawn was not seeded: all is run again
             if tape is not None:
