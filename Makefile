@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PURE := $(addprefix src/drumline/,core schedules report) tests/core tests/schedules tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick lint bench docs clean
+.PHONY: help setup demo test quick style lint bench docs clean
 
 help:
 	@echo "make demo    show and compare schedules; ends with a page to open"
@@ -31,22 +32,28 @@ demo: $(VENV)/base.stamp
 	@mkdir -p out
 	$(BIN)/drumline demo --out out/demo.html
 
-lint: $(VENV)/base.stamp
+style: $(VENV)/base.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/mypy
 
-quick: lint
+# Types of the half that needs torch can only be checked where torch is.
+quick: style
+	$(BIN)/mypy --follow-imports=silent $(PURE)
 	$(BIN)/pytest -m "not torch and not slow and not browser" --numprocesses 2
 
-test: $(VENV)/full.stamp lint docs
+lint: $(VENV)/full.stamp style
+	$(BIN)/mypy
+
+test: lint docs
 	$(BIN)/pytest --numprocesses 2
 
 bench: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
+	$(BIN)/python benchmarks/messages.py --json out/messages.json
+	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build
