@@ -18,12 +18,11 @@ def trim(row: Iterable[Action], num_microbatches: int) -> Iterator[Action]:
     [0F0, 1B0]
     """
     for action in row:
-        if not action.parts:
-            if (action.microbatch or 0) < num_microbatches:
+        if action.parts:
+            first, second = action.parts
+            if first.microbatch < num_microbatches and second.microbatch < num_microbatches:
                 yield action
-            continue
-        kept = [part for part in action.parts if part.microbatch < num_microbatches]
-        if len(kept) == len(action.parts):
+            else:
+                yield from trim(action.parts, num_microbatches)
+        elif (action.microbatch or 0) < num_microbatches:
             yield action
-        else:
-            yield from kept
