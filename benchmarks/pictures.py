@@ -1,4 +1,4 @@
-"""How fast pictures are: the page in Chromium, and the explore page's answers.
+"""How fast pictures are in Chromium: the page from disk, and the explore page under its sliders.
 
     python benchmarks/pictures.py [--json FILE] [--rounds N]
 
@@ -11,22 +11,42 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import drumline as dl
-from drumline.report import explore
 from drumline.report.html import page
 from drumline.report.table import table
+from drumline.schedules import schedules
 from measure import machine
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 PAGES = [("1f1b", 16, 1600), ("1f1b", 16, 6400)]
-ANSWERS = [("1f1b", 20, 500), ("zb-h1", 16, 416), ("zb-v", 16, 208), ("interleaved-1f1b", 16, 312), ("hanayo", 16, 312)]
-ANSWERS += [("v-half", 16, 208), ("dualpipe", 16, 800)]
+RANKS, MAX_ACTIONS = 16, 20_000
+
+# Times count to the frame after the one in which the page drew: by then it is on the screen.
+MOVE = """([name, value]) => new Promise((done) => {
+  const root = document.documentElement, before = { ...root.dataset };
+  const input = document.querySelector(`input[name=${name}]`);
+  const shown = (what) => new Promise((seen) => {
+    const watch = new MutationObserver(() => {
+      if (root.dataset[what] === before[what]) return;
+      watch.disconnect();
+      requestAnimationFrame(() => setTimeout(() => seen(performance.now() - start)));
+    });
+    watch.observe(root, { attributes: true });
+  });
+  Promise.all([shown("answered"), shown("explained")]).then(done);
+  input.value = value;
+  const start = performance.now();
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+})"""
 
 
 def measure_pages(rounds: int) -> list[dict[str, Any]]:
@@ -67,24 +87,66 @@ def measure_pages(rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_answers(rounds: int) -> list[dict[str, Any]]:
-    """Return how long the core takes for one answer: with new counts, and with new costs only."""
+    """Return how long the explore page takes from a slider's event to the picture, and to its explanations."""
+    from playwright.sync_api import sync_playwright
+
     found = []
-    for name, ranks, microbatches in ANSWERS:
-        settings = explore.Settings(name, ranks, microbatches)
-        counts: list[float] = []
-        costs: list[float] = []
-        actions = 0
-        for turn in range(rounds):
-            explore._generated.cache_clear()
-            for times, one in ((counts, settings), (costs, replace(settings, forward=1.1 + turn / 10))):
-                start = time.perf_counter()
-                answer = explore.answer(one)
-                json.dumps(answer, separators=(",", ":"))
-                times.append((time.perf_counter() - start) * 1e3)
-            actions = answer["summary"]["actions"]
-        medians = {"new_counts_ms": statistics.median(counts), "new_costs_ms": statistics.median(costs)}
-        found.append({"schedule": name, "actions": actions, **medians})
+    with serving() as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        for name in schedules():
+            microbatches, actions = largest(name)
+            opened = browser.new_page(viewport={"width": 1280, "height": 900})
+            opened.goto(f"{address}?schedule={name}&ranks={RANKS}&microbatches={microbatches}")
+            opened.wait_for_selector("html[data-explained]")
+            moves: dict[str, list[tuple[str, float]]] = {
+                "counts": [("microbatches", microbatches - 1 - turn) for turn in range(rounds)],
+                "costs": [("forward", 1 + 0.05 * (1 + turn)) for turn in range(rounds)],
+            }
+            one: dict[str, Any] = {"schedule": name, "ranks": RANKS, "microbatches": microbatches, "actions": actions}
+            for kind, values in moves.items():
+                times = [moved(opened, *value) for value in values]
+                one[f"{kind}_picture_ms"] = statistics.median(picture for picture, _ in times)
+                one[f"{kind}_explained_ms"] = statistics.median(explained for _, explained in times)
+            found.append(one)
+            opened.close()
+        browser.close()
     return found
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """Run `drumline explore` in a process of its own, as a user does, and give its address."""
+    command = [sys.executable, "-m", "drumline.cli.main", "explore", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().split()[0]
+        finally:
+            server.terminate()
+
+
+def largest(name: str) -> tuple[int, int]:
+    """Return the most microbatches that keep a schedule within MAX_ACTIONS, and how many actions that makes."""
+    low, high = RANKS, MAX_ACTIONS
+    while high - low > 1:
+        middle = (low + high) // 2
+        if RANKS * middle <= MAX_ACTIONS and count(name, middle) <= MAX_ACTIONS:
+            low = middle
+        else:
+            high = middle
+    return low, count(name, low)
+
+
+def count(name: str, microbatches: int) -> int:
+    """Return how many actions a program has."""
+    return dl.generate(name, num_ranks=RANKS, num_microbatches=microbatches).num_actions
+
+
+def moved(page: Any, name: str, value: float) -> tuple[float, float]:
+    """Move a slider and return the milliseconds until the picture, and until the explanations, are on the screen."""
+    page.wait_for_timeout(300)  # a change by itself: during a drag explanations wait for its end
+    picture, explained = page.evaluate(MOVE, [name, value])
+    return picture, explained
 
 
 def main() -> None:
@@ -93,23 +155,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     print(f"{machine()}; medians of {args.rounds} rounds\n")
-    answers = measure_answers(args.rounds)
-    rows = [
-        [one["schedule"], str(one["actions"]), f"{one['new_counts_ms']:.0f}", f"{one['new_costs_ms']:.0f}"]
-        for one in answers
-    ]
-    print("explore, milliseconds for one answer as JSON")
-    print(table(["schedule", "actions", "counts moved", "costs moved"], rows))
+    answers: list[dict[str, Any]] = []
     pages: list[dict[str, Any]] = []
     if shutil.which("chromium"):
+        answers = measure_answers(args.rounds)
+        print("explore in headless Chromium, milliseconds from a slider's event to what is on the screen")
+        header = ["schedule", "actions", "counts: picture", "explained", "costs: picture", "explained"]
+        keys = [f"{kind}_{what}_ms" for kind in ("counts", "costs") for what in ("picture", "explained")]
+        print(
+            table(
+                header,
+                [[one["schedule"], str(one["actions"]), *(f"{one[key]:.0f}" for key in keys)] for one in answers],
+            )
+        )
         pages = measure_pages(args.rounds)
         print("\nthe page in headless Chromium, software rendering, milliseconds")
         header = ["boxes", "first draw", "open to painted", "made in Python", "MB"]
-        keys = ("first_draw_ms", "painted_ms", "made_ms")
+        keys = ["first_draw_ms", "painted_ms", "made_ms"]
         lines = [[str(one["boxes"]), *(f"{one[key]:.0f}" for key in keys), f"{one['megabytes']:.1f}"] for one in pages]
         print(table(header, lines))
     else:
-        print("\nno Chromium: the page was not measured")
+        print("no Chromium: nothing was measured")
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "answers": answers, "pages": pages}, indent=2) + "\n")
         print(f"\nwrote {args.json}")

@@ -14,6 +14,7 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.simulate import simulate
 from drumline.report.explore_server import ExploreServer
+from drumline.report.scene import document
 from drumline.schedules import generate
 
 
@@ -104,6 +105,99 @@ def test_counts_that_a_schedule_refuses_are_explained_in_place(page: Any) -> Non
     assert page.locator("#trouble").is_hidden()
 
 
+LARGE = "?schedule=1f1b&ranks=16&microbatches=100"
+
+
+class Held:
+    """Requests to one path, held back until they are let go."""
+
+    def __init__(self, page: Any, path: str) -> None:
+        self.page = page
+        self.routes: list[Any] = []
+        page.route(f"**/{path}?*", lambda route: self.routes.append(route))
+
+    def wait(self, count: int) -> None:
+        """Wait until that many requests have come."""
+        for _ in range(400):
+            if len(self.routes) >= count:
+                return
+            self.page.wait_for_timeout(25)
+        raise AssertionError(f"{len(self.routes)} requests came within ten seconds, not {count}")
+
+
+def said(page: Any, rank: int, time: float) -> str:
+    page.evaluate("document.querySelector('.plot').scrollIntoView({ block: 'center' })")
+    place = page.evaluate(f"drumline.place({rank}, {time})")
+    page.mouse.move(0, 0)
+    page.mouse.move(place["x"], place["y"])
+    return str(page.locator("#tip").inner_text()) if page.locator("#tip").is_visible() else ""
+
+
+def explained(page: Any) -> None:
+    """Wait until the page explains the newest picture."""
+    for _ in range(400):
+        data = page.evaluate("({ ...document.documentElement.dataset })")
+        if data.get("explained") == data["answered"]:
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError("the page did not explain itself within ten seconds")
+
+
+def test_a_large_picture_comes_before_its_explanations_and_says_so(page: Any, server: ExploreServer) -> None:
+    held = Held(page, "explanations")
+    page.goto(f"{server.address}{LARGE}")
+    page.wait_for_selector("html[data-answered]")
+    held.wait(1)
+    timeline = simulate(generate("1f1b", num_ranks=16, num_microbatches=100))
+    assert float(figure(page, "makespan")) == timeline.makespan
+    assert page.evaluate("drumline.stats().drawn") == 3200
+    assert "What it waited for is being worked out." in said(page, 8, 8.5)
+    page.keyboard.press("c")
+    assert page.evaluate("drumline.stats().critical") == 0
+    held.routes[0].continue_()
+    explained(page)
+    assert "Waited 8: the pipeline fills; 8F0 waits for 7F0 of rank 7." in page.locator("#tip").inner_text()
+    assert "The pipeline fills" in said(page, 8, 4)
+    assert page.evaluate("drumline.stats().critical") == len(timeline.critical_path)
+
+
+def test_explanations_of_an_older_picture_are_dropped(page: Any, server: ExploreServer) -> None:
+    held = Held(page, "explanations")
+    page.goto(f"{server.address}{LARGE}")
+    page.wait_for_selector("html[data-answered]")
+    held.wait(1)
+    slide(page, "forward", 2)
+    held.wait(2)
+    held.routes[0].fulfill(json={"why": {"rows": [], "critical": {}, "queues": []}})
+    page.wait_for_timeout(100)
+    assert "is being worked out" in said(page, 8, 17)
+    held.routes[1].continue_()
+    explained(page)
+    assert "Waited 16: the pipeline fills" in said(page, 8, 17)
+
+
+def test_of_what_changes_during_an_answer_the_newest_is_asked(page: Any) -> None:
+    held = Held(page, "answer")
+    for value in (9, 10, 11, 12):
+        page.locator("input[name=microbatches]").fill(str(value))
+    held.wait(1)
+    held.routes[0].continue_()
+    held.wait(2)
+    held.routes[1].continue_()
+    explained(page)
+    assert [route.request.url.partition("microbatches=")[2].partition("&")[0] for route in held.routes] == ["9", "12"]
+    assert float(figure(page, "makespan")) == simulate(generate("zb-h1", num_ranks=4, num_microbatches=12)).makespan
+
+
+def test_both_halves_of_an_answer_are_what_a_page_from_disk_holds(server: ExploreServer) -> None:
+    first, second = (json.loads(ask(server, f"/{path}{LARGE}")[1]) for path in ("answer", "explanations"))
+    timeline = simulate(generate("1f1b", num_ranks=16, num_microbatches=100))
+    whole = json.loads(json.dumps(document([timeline], title="1f1b")))
+    assert first["document"]["timelines"][0]["why"] is None
+    first["document"]["timelines"][0]["why"] = second["why"]
+    assert first["document"] == whole
+
+
 def give(page: Any, text: str) -> None:
     files: Any = [{"name": "own.csv", "mimeType": "text/csv", "buffer": text.encode()}]
     after(page, lambda: page.set_input_files("#file", files=files))
@@ -169,7 +263,14 @@ def test_only_this_machine_is_answered(server: ExploreServer) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/answer?ranks=many", "/answer?nonsense=1", "/export?kind=exe", "/export?kind=torch&schedule=chimera"],
+    [
+        "/answer?ranks=many",
+        "/answer?nonsense=1",
+        "/explanations?ranks=many",
+        "/explanations?schedule=chimera&ranks=3",
+        "/export?kind=exe",
+        "/export?kind=torch&schedule=chimera",
+    ],
 )
 def test_bad_questions_get_clear_answers(server: ExploreServer, path: str) -> None:
     status, body = ask(server, path)

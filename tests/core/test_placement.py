@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.core.columns import Columns
 from drumline.core.placement import Placement, consistent, infer
 from drumline.core.program import Program
 from drumline.core.validate import validate
@@ -30,10 +31,10 @@ def test_every_schedule_has_its_placement(name: str) -> None:
 
 @given(programs())
 def test_work_that_agrees_needs_no_votes(program: Program) -> None:
-    agreed = consistent(program.rows)
+    agreed = consistent(program.columns)
     assert agreed is not None
     one_for_all = [[*row, *row] for row in program.rows]
-    assert consistent(one_for_all) == agreed
+    assert consistent(Columns.of(one_for_all)) == agreed
 
 
 @given(programs(max_ranks=4, max_microbatches=4), st.data())
@@ -48,7 +49,7 @@ def test_work_agrees_exactly_if_the_validator_finds_none_misplaced(program: Prog
     if not all(rows):
         return
     misplaced = [one for one in validate(Program.of(rows)) if "is on the wrong rank" in one.reason]
-    assert (consistent(rows) is None) == bool(misplaced)
+    assert (consistent(Columns.of(rows)) is None) == bool(misplaced)
 
 
 def test_interleaving_gives_rank_0_the_blocks_0_and_P() -> None:

@@ -13,7 +13,7 @@ from drumline.core.errors import CostsError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import makespans, simulate
-from drumline.core.timeline import Timeline
+from drumline.core.timeline import Inputs, Timeline
 from drumline.core.violation import InvalidProgram
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
@@ -237,12 +237,11 @@ def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Progr
     timeline = simulate(program, data.draw(costs_for(program)))
     plain = Timeline.__dict__
     assert timeline.queue_depths == plain["queue_depths"].func(timeline)
-    ends = [
-        [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in row]
-        for row in timeline.latest_inputs
-    ]
-    expected = [
-        [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in row]
-        for row in plain["latest_inputs"].func(timeline)
-    ]
-    assert ends == expected
+    for computed, expected in zip(timeline.latest_inputs, plain["latest_inputs"].func(timeline), strict=True):
+        assert ends(timeline, computed) == ends(timeline, expected)
+    assert timeline.columns.code.tolist() == plain["columns"].func(timeline).code.tolist()
+
+
+def ends(timeline: Timeline, inputs: Inputs) -> list[float | None]:
+    places = [inputs.place(index) for index in range(len(inputs.ranks))]
+    return [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in places]

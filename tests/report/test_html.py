@@ -15,7 +15,9 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate import Simulation, simulate
+from drumline.report.explanations import explanations
 from drumline.report.html import json_for_script, page, viewer_script
+from drumline.report.packed import unpacked
 from drumline.report.scene import OPS, document, scene
 from drumline.schedules import generate, schedules
 
@@ -54,11 +56,20 @@ def data_of(text: str) -> dict[str, Any]:
     return found
 
 
+def parts_of(columns: dict[str, str]) -> list[tuple[int, int, int]]:
+    stage, op, microbatch = (map(int, unpacked(columns[name])) for name in ("stage", "op", "microbatch"))
+    return list(zip(stage, op, microbatch, strict=True))
+
+
+def starts(drawn: dict[str, Any], rank: int) -> list[float]:
+    return [ticks / drawn["ticks_per_second"] for ticks in unpacked(drawn["rows"][rank]["start"])]
+
+
 def spelled(drawn: dict[str, Any], rank: int) -> list[str]:
     row, ops = drawn["rows"][rank], list(OPS)
     texts = []
-    seconds = {index: (stage, op, microbatch) for index, stage, op, microbatch, _ in row["second"]}
-    for index, part in enumerate(zip(row["stage"], row["op"], row["microbatch"], strict=True)):
+    seconds = dict(zip(unpacked(row["second"]["index"]), parts_of(row["second"]), strict=True))
+    for index, part in enumerate(parts_of(row)):
         parts = [part, *([seconds[index]] if index in seconds else [])]
         words = [f"{stage}{ops[op].value}{'' if m < 0 else m}" for stage, op, m in parts]
         texts.append(f"({';'.join(words)})OVERLAP_F_B" if len(words) > 1 else words[0])
@@ -71,55 +82,67 @@ def test_the_columns_spell_the_program(name: str) -> None:
     shown = scene(drawn)
     for rank, track in enumerate(drawn.tracks):
         assert spelled(shown, rank) == [str(action) for action in track.actions]
-        assert shown["rows"][rank]["start"] == pytest.approx(list(track.starts))
+        assert starts(shown, rank) == pytest.approx(list(track.starts))
     assert shown["boxes"] == sum(len(track.actions) for track in drawn.tracks)
 
 
 def test_idle_intervals_carry_their_cause_in_words() -> None:
-    idle = scene(timeline())["rows"][0]["idle"]
+    idle = scene(timeline())["why"]["rows"][0]["idle"]
     assert (idle["start"][0], idle["seconds"][0], idle["words"][0]) == (4, 6, "0B0 waits for 1B0 of rank 1")
 
 
 def test_times_count_from_the_start_of_the_timeline() -> None:
     late = simulate(Program.parse("1F0,1B0\n0F0,0B0"))
-    assert min(row["start"][0] for row in scene(late)["rows"]) == 0
+    assert min(starts(scene(late), rank)[0] for rank in range(2)) == 0
 
 
 def test_awkward_times_keep_nine_digits() -> None:
     drawn = timeline(costs=Costs(forward=np.pi, backward_input=np.e))
-    row = scene(drawn)["rows"][2]
-    np.testing.assert_allclose(row["start"], drawn.tracks[2].starts, rtol=0, atol=1e-8 * drawn.makespan)
+    np.testing.assert_allclose(starts(scene(drawn), 2), drawn.tracks[2].starts, rtol=0, atol=1e-8 * drawn.makespan)
 
 
 def test_memory_steps_reach_the_peak_and_return() -> None:
     drawn = timeline()
-    for rank, row in enumerate(scene(drawn)["rows"]):
-        assert max(row["memory"]["value"]) == drawn.peak_activations[rank]
-        assert row["memory"]["value"][-1] == 0
-        assert row["memory"]["time"] == sorted(set(row["memory"]["time"]))
+    for rank, row in enumerate(scene(drawn)["why"]["rows"]):
+        time, value = unpacked(row["memory"]["time"]), unpacked(row["memory"]["value"])
+        assert max(value) == drawn.peak_activations[rank]
+        assert value[-1] == 0
+        assert time == sorted(set(time))
 
 
 def test_queues_tell_only_of_edges_where_something_waited() -> None:
-    queues = scene(timeline())["queues"]
+    queues = scene(timeline())["why"]["queues"]
     assert [(queue["source"], queue["target"]) for queue in queues] == [(0, 1), (1, 2), (2, 3)]
-    assert queues[0]["time"] == [0, 4, 10]
-    assert queues[0]["value"] == [0, 1, 0]
+    assert unpacked(queues[0]["time"]) == [0, 4, 10]
+    assert unpacked(queues[0]["value"]) == [0, 1, 0]
 
 
 @pytest.mark.parametrize("name", schedules())
 def test_the_critical_path_points_at_its_boxes(name: str) -> None:
     drawn = timeline(name)
-    path = scene(drawn)["critical"]
-    found = [(rank, drawn.tracks[rank].actions[index]) for rank, index in zip(path["rank"], path["index"], strict=True)]
+    path = scene(drawn)["why"]["critical"]
+    places = zip(map(int, unpacked(path["rank"])), map(int, unpacked(path["index"])), strict=True)
+    found = [(rank, drawn.tracks[rank].actions[index]) for rank, index in places]
     assert found == [(span.rank, span.action) for span in drawn.critical_path]
 
 
 def test_needs_point_at_the_input() -> None:
     drawn = timeline()
-    row = scene(drawn)["rows"][1]
-    rank, index = row["need_rank"][0], row["need_index"][0]
+    first, second, *_ = scene(drawn)["why"]["rows"]
+    rank, index = int(unpacked(second["need_rank"])[0]), int(unpacked(second["need_index"])[0])
     assert str(drawn.tracks[rank].actions[index]) == "0F0"
-    assert scene(drawn)["rows"][0]["need_rank"][0] == -1
+    assert unpacked(first["need_rank"])[0] == -1
+
+
+def test_ticks_are_as_coarse_as_the_times_allow() -> None:
+    ticks = [scene(timeline(costs=Costs(forward=forward)))["ticks_per_second"] for forward in (2, 1.5, 0.25)]
+    assert ticks == [1, 10, 100]
+
+
+def test_a_picture_can_go_without_its_explanations() -> None:
+    drawn = timeline()
+    assert scene(drawn, explained=False) == {**scene(drawn), "why": None}
+    assert scene(drawn)["why"] == explanations(drawn)
 
 
 def test_a_page_holds_every_timeline_and_the_comparison() -> None:

@@ -130,7 +130,7 @@ class Assembly:
         _, first = np.unique(self.taken_by, return_index=True)
         self.need[0][self.taken_by[first]], self.crossing[0][self.taken_by[first]] = need[first], crossing[first]
         if len(first) < len(need):
-            again = np.setdiff1d(crossing, first)
+            again = np.delete(crossing, first)
             self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
 
     def latency(self) -> None:

@@ -86,7 +86,7 @@ class _Rank:
         exchange = self.timeline.exchange_before(self.rank, index)
         if exchange is not None:
             return exchange.start, self.rank, exchange.action
-        place = self.timeline.latest_inputs[self.rank][index]
+        place = self.timeline.latest_inputs[self.rank].place(index)
         if place is None:
             return otherwise, None, None
         track = self.timeline.tracks[place[0]]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 
 import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Op
-from drumline.core.graph import CODE, PLACE, TIMED, Ints, NotCompilable, Work
+from drumline.core.graph import CODE, PLACE, Ints, NotCompilable, Work
 from drumline.core.program import Program
-
-_STAGE, _MICROBATCH = itemgetter(0), itemgetter(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,48 +27,23 @@ class Cells:
 
     @staticmethod
     def of(program: Program) -> Cells:
-        """Take a program's rows apart."""
-        actions = list(chain.from_iterable(program.rows))
-        count = len(actions)
-        stage = np.fromiter(map(_STAGE, actions), np.int64, count)
-        code = np.frombuffer(bytes([CODE[action.op] for action in actions]), np.uint8).astype(np.int64)
-        try:
-            microbatch = np.fromiter(map(_MICROBATCH, actions), np.int64, count)
-        except TypeError:  # parameter state has no microbatch
-            numbers = [-1 if action.microbatch is None else action.microbatch for action in actions]
-            microbatch = np.fromiter(numbers, np.int64, count)
-        rank = np.repeat(np.arange(program.num_ranks), [len(row) for row in program.rows])
-        timed = TIMED[code]
-        number = np.cumsum(timed) - 1
-        columns = [stage, code, microbatch, number, rank]
-        other = np.flatnonzero(~timed)
-        fused = np.flatnonzero(code == CODE[Op.OVERLAP])
-        if len(other) or len(fused):
-            plain = np.flatnonzero(timed & (code != CODE[Op.OVERLAP]))
-            columns = [column[plain] for column in columns]
-        if len(fused):
-            halves = [part for at in fused.tolist() for part in actions[at].parts]
-            each = len(halves) // len(fused)
-            more = (
-                np.fromiter(map(_STAGE, halves), np.int64, len(halves)),
-                np.fromiter([CODE[half.op] for half in halves], np.int64, len(halves)),
-                np.fromiter(
-                    [-1 if half.microbatch is None else half.microbatch for half in halves], np.int64, len(halves)
-                ),
-                np.repeat(number[fused], each),
-                np.repeat(rank[fused], each),
-            )
-            columns = [np.append(a, b) for a, b in zip(columns, more, strict=True)]
-        first = np.searchsorted(rank[timed], np.arange(program.num_ranks))
-        follows = np.where(number[other] >= first[rank[other]], number[other], -1)
+        """Sort a program's columns by what takes time and what does not; halves of pairs come last, two by two."""
+        columns = program.columns
+        timed = columns.timed
+        begins = timed & columns.heads
+        number = np.cumsum(begins) - 1
+        order = np.argsort(columns.paired, kind="stable")
+        work, other = order[timed[order]], np.flatnonzero(~timed)
+        first = np.searchsorted(columns.rank[begins], np.arange(columns.num_ranks))
+        follows = np.where(number[other] >= first[columns.rank[other]], number[other], -1)
         return Cells(
-            program.num_ranks,
-            rank[timed],
-            Work(*columns),
-            stage[other],
-            code[other],
-            microbatch[other],
-            rank[other],
+            columns.num_ranks,
+            columns.rank[begins],
+            Work(columns.stage[work], columns.code[work], columns.microbatch[work], number[work], columns.rank[work]),
+            columns.stage[other],
+            columns.code[other],
+            columns.microbatch[other],
+            columns.rank[other],
             follows,
         )
 

@@ -10,13 +10,16 @@ two copies of a stage take the same steps.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.columns import Flags
+from drumline.core.graph import CODE, OPS, Ints
 from drumline.core.index import Index, Place
 from drumline.core.violation import Violation
 
@@ -29,30 +32,46 @@ class Ledger:
     exchanges: list[int] = field(default_factory=list)
     updates: list[tuple[int, int]] = field(default_factory=list)
 
+    @staticmethod
+    def of(code: Ints, microbatch: Ints, position: Ints) -> Ledger:
+        """Enter what stands in a row, in its order; of what is made twice the first counts."""
+        made, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
+        return Ledger(
+            dict(zip(microbatch[made][::-1].tolist(), position[made][::-1].tolist(), strict=True)),
+            position[_EXCHANGES[code]].tolist(),
+            list(zip(microbatch[updates].tolist(), position[updates].tolist(), strict=True)),
+        )
+
     @property
     def steps(self) -> list[int]:
         """The position of every step's last backward; what no UPDATE takes is a last step of its own."""
         ends = [microbatch for microbatch, _ in self.updates]
-        last: dict[int, int] = {}
-        for microbatch, position in self.made.items():
-            step = bisect_left(ends, microbatch)
-            last[step] = max(last.get(step, -1), position)
-        return [last[step] for step in sorted(last)]
+        last = np.full(len(ends) + 1, -1)
+        np.maximum.at(last, np.searchsorted(ends, list(self.made)), list(self.made.values()))
+        positions: list[int] = last[last >= 0].tolist()
+        return positions
+
+
+def _flags(ops: Iterable[Op]) -> Flags:
+    return np.isin(np.arange(len(OPS)), [CODE[op] for op in ops])
+
+
+_MAKES, _EXCHANGES, _UPDATES = _flags(rules.RELEASES), _flags({Op.REDUCE_GRAD}), _flags({Op.UPDATE})
 
 
 def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
     """Return the ledger of every (rank, stage)."""
-    found: dict[tuple[int, int], Ledger] = defaultdict(Ledger)
-    for rank, row in enumerate(index.program.rows):
-        for at, action in enumerate(row):
-            if action.op is Op.REDUCE_GRAD:
-                found[rank, action.stage].exchanges.append(at)
-            elif action.op is Op.UPDATE and action.microbatch is not None:
-                found[rank, action.stage].updates.append((action.microbatch, at))
-            for part in action.parts or (action,):
-                if part.op in rules.RELEASES and part.microbatch is not None:
-                    found[rank, part.stage].made.setdefault(part.microbatch, at)
-    return dict(found)
+    columns = index.program.columns
+    entered = np.flatnonzero((_MAKES | _EXCHANGES | _UPDATES)[columns.code])
+    entered = entered[np.lexsort((columns.stage[entered], columns.rank[entered]))]
+    rank, stage = columns.rank[entered], columns.stage[entered]
+    begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
+    books = zip(rank[begins].tolist(), stage[begins].tolist(), np.split(entered, begins[1:]), strict=True)
+    position = columns.position
+    return {
+        (on_rank, of_stage): Ledger.of(columns.code[book], columns.microbatch[book], position[book])
+        for on_rank, of_stage, book in (books if len(entered) else ())
+    }
 
 
 def check(index: Index) -> Iterator[Violation]:
@@ -164,11 +183,11 @@ def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Itera
             yield Violation(
                 pair[0][0], None, None, f"the copies of stage {stage} take different steps: {', '.join(taken)}"
             )
+    exchanges: dict[int, list[int]] = defaultdict(list)
+    for (rank, _), ledger in books.items():
+        exchanges[rank] += ledger.exchanges
     for rank in range(num_ranks // 2):
-        here, there = (
-            [(at, action) for at, action in enumerate(rows[one]) if action.op is Op.REDUCE_GRAD]
-            for one in (rank, num_ranks - 1 - rank)
-        )
+        here, there = ([(at, rows[one][at]) for at in sorted(exchanges[one])] for one in (rank, num_ranks - 1 - rank))
         # What one of the two does not exchange at all is missing, and no matter of order.
         common = {action for _, action in here} & {action for _, action in there}
         pairs = zip(*([entry for entry in one if entry[1] in common] for one in (here, there)), strict=False)

@@ -59,8 +59,8 @@ class Index:
 
     @cached_property
     def ops(self) -> set[Op]:
-        """The ops that appear."""
-        return {action.op for row in self.program.rows for action in row}
+        """The ops that appear, those of pairs' halves included."""
+        return self.program.columns.ops
 
     @cached_property
     def transfers(self) -> dict[Action, list[Place]]:

@@ -6,13 +6,16 @@ B. All of it follows from the rows alone, whatever the times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
+from drumline.core.graph import CODE, OPS
 from drumline.core.program import Program
 from drumline.core.versions import versions
 
@@ -52,47 +55,41 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     """
     # Pairs and versions follow from the rows alone, so they are counted once per program.
     if "holdings" not in program.compiled:
-        program.compiled["holdings"] = tuple(_counted(program, row) for row in program.rows)
+        program.compiled["holdings"] = tuple(_counted(program))
     counted = cast(tuple[Holding, ...], program.compiled["holdings"])
     if not costs.knows_bytes:
         return counted
-    sizes = _Sizes.of(program, costs)
+    sizes, extra = _Sizes.of(program, costs), versions(program, costs)
     found = []
-    for row, plain in zip(program.rows, counted, strict=True):
-        extra = versions(row, costs, program)
+    for rank, (row, plain) in enumerate(zip(program.rows, counted, strict=True)):
         timed = [action for action in row if action.op in TIMED_OPS]
         static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
         stash = sizes.stash(timed)
-        beside = [(0.0, 0.0)] * len(stash) if extra is None else extra.bytes
+        beside = [(0.0, 0.0)] * len(stash) if extra is None else extra[rank].bytes
         total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(stash, beside, strict=True)]
         peak_stash = max((during for during, _ in stash), default=0.0)
         found.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
     return tuple(found)
 
 
-def _counted(program: Program, row: Sequence[Action]) -> Holding:
-    extra = versions(row, Costs(), program)
-    return Holding(_pairs(program, row), None, 0.0, 1 if extra is None else extra.peak, None)
+def _counted(program: Program) -> Iterator[Holding]:
+    extra = versions(program, Costs())
+    for rank, pairs in enumerate(_pairs(program)):
+        yield Holding(pairs, None, 0.0, 1 if extra is None else extra[rank].peak, None)
 
 
-def _pairs(program: Program, row: Sequence[Action]) -> list[tuple[int, int]]:
-    """Return the pairs held while each timed action runs, and once it has ended."""
-    change = dict.fromkeys(TIMED_OPS, (0, 0))
-    change[Op.FORWARD] = (1, 0 if program.has_backward else -1)
-    change |= dict.fromkeys(rules.RELEASES, (0, -1))
-    pairs: list[tuple[int, int]] = []
-    held = 0
-    for action in row:
-        if action.parts:
-            changes = [change[part.op] for part in action.parts]
-            more, less = sum(one for one, _ in changes), sum(one for _, one in changes)
-        elif action.op in change:
-            more, less = change[action.op]
-        else:
-            continue
-        pairs.append((held + more, held + more + less))
-        held += more + less
-    return pairs
+def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
+    """Yield, rank by rank, the pairs held while each timed action runs, and once it has ended."""
+    columns = program.timed_columns
+    begun, ended = np.zeros(len(OPS), dtype=np.int64), np.zeros(len(OPS), dtype=np.int64)
+    begun[CODE[Op.FORWARD]], ended[CODE[Op.FORWARD]] = 1, 0 if program.has_backward else -1
+    ended[[CODE[op] for op in rules.RELEASES]] = -1
+    first = np.flatnonzero(columns.heads)
+    more, less = (np.add.reduceat(change[columns.code], first) if len(first) else first for change in (begun, ended))
+    bounds = np.cumsum(columns.lengths)[:-1]
+    for begins, ends in zip(np.split(more, bounds), np.split(less, bounds), strict=True):
+        after = np.cumsum(begins + ends)
+        yield list(zip((after - ends).tolist(), after.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from drumline.core.action import COMPUTE_OPS, Action, Op
+from drumline.core.columns import Columns
+from drumline.core.graph import PLACE, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
     (0, 1)
     """
-    if (agreed := consistent(rows)) is not None:
+    if (agreed := consistent(Columns.of(rows))) is not None:
         return agreed
     votes: dict[tuple[int, int], dict[int, int]] = {}
     for rank, row in enumerate(rows):
@@ -122,45 +126,39 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     return Placement(num_ranks, homes, frozenset(_mirror_images(paths, dict(enumerate(homes)), num_ranks)))
 
 
-def consistent(rows: Sequence[Sequence[Action]]) -> Placement | None:
+def consistent(columns: Columns) -> Placement | None:
     """Return the placement that all of the rows' work agrees with, without counting votes; None where there is none.
 
-    >>> consistent([[Action(0, Op.FORWARD, 0)], [Action(0, Op.BACKWARD, 0)]]) is None
+    >>> consistent(Columns.of([[Action(0, Op.FORWARD, 0)], [Action(0, Op.BACKWARD, 0)]])) is None
     True
     """
-    ranks_of: dict[int, set[int]] = {}
-    for rank, row in enumerate(rows):
-        for stage in {part.stage for action in row for part in action.parts or (action,) if part.op in COMPUTE_OPS}:
-            ranks_of.setdefault(stage, set()).add(rank)
-    if not ranks_of or len(ranks_of) <= max(ranks_of):
+    computes = PLACE[columns.code] >= 0
+    stage, microbatch, rank = columns.stage[computes], columns.microbatch[computes], columns.rank[computes]
+    if not len(stage) or stage.min() < 0 or stage.max() >= len(stage) or not np.bincount(stage).all():
         return None
-    if all(len(ranks) == 1 for ranks in ranks_of.values()):
-        return Placement(len(rows), tuple(next(iter(ranks_of[stage])) for stage in range(len(ranks_of))))
-    return _two_ways(rows, len(ranks_of))
+    homes = _homes(stage, rank)
+    return (
+        _two_ways(stage, microbatch, rank, columns.num_ranks) if homes is None else Placement(columns.num_ranks, homes)
+    )
 
 
-def _two_ways(rows: Sequence[Sequence[Action]], num_stages: int) -> Placement | None:
-    """Return the bidirectional placement that all work agrees with, or None."""
-    last = len(rows) - 1
-    entries = {
-        (part.microbatch, rank)
-        for rank, row in enumerate(rows)
-        for action in row
-        for part in action.parts or (action,)
-        if part.stage == 0 and part.op in COMPUTE_OPS
-    }
+def _two_ways(stage: Ints, microbatch: Ints, rank: Ints, num_ranks: int) -> Placement | None:
+    """Return the bidirectional placement that all of this work agrees with, or None."""
+    last = num_ranks - 1
+    first = stage == 0
+    entered, at = np.divmod(np.unique(microbatch[first] * num_ranks + rank[first]), num_ranks)
     # More microbatches go down than up; of two equal halves the one that enters at the lower rank does.
-    enters = min(Counter(rank for _, rank in entries).items(), key=lambda item: (-item[1], item[0]))[0]
-    mirrored = frozenset(m for m, rank in entries if rank == last - enters and rank != enters and m is not None)
-    homes: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        for action in row:
-            for part in action.parts or (action,):
-                if part.op in COMPUTE_OPS:
-                    home = last - rank if part.microbatch in mirrored else rank
-                    if homes.setdefault(part.stage, home) != home:
-                        return None
-    return Placement(len(rows), tuple(homes[stage] for stage in range(num_stages)), mirrored)
+    enters = int(np.bincount(at).argmax())
+    mirrored = entered[(at == last - enters) & (at != enters) & (entered >= 0)]
+    homes = _homes(stage, np.where(np.isin(microbatch, mirrored), last - rank, rank))
+    return None if homes is None else Placement(num_ranks, homes, frozenset(mirrored.tolist()))
+
+
+def _homes(stage: Ints, rank: Ints) -> tuple[int, ...] | None:
+    """Return every stage's rank, or None where two ranks claim it."""
+    homes = np.zeros(int(stage.max()) + 1, dtype=np.int64)
+    homes[stage] = rank
+    return tuple(homes.tolist()) if np.array_equal(homes[stage], rank) else None
 
 
 def _as_tuple(path: dict[int, int]) -> tuple[tuple[int, int], ...]:

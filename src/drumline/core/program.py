@@ -16,7 +16,9 @@ from pathlib import Path
 
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.columns import Columns
 from drumline.core.errors import ProgramError
+from drumline.core.graph import CODE
 from drumline.core.placement import Placement
 
 Row = tuple[Action, ...]
@@ -56,23 +58,24 @@ class Program:
         return len(self.rows)
 
     @cached_property
+    def columns(self) -> Columns:
+        """The rows as arrays."""
+        return Columns.of(self.rows)
+
+    @cached_property
+    def timed_columns(self) -> Columns:
+        """The same without what takes no time of a rank: messages and gradient exchanges."""
+        return self.columns.only(self.columns.timed)
+
+    @cached_property
     def num_stages(self) -> int:
         """How many stages the rows speak of: the highest number plus one."""
-        return 1 + max(self._highest[0], max((part.stage for part in self._halves()), default=-1))
+        return 1 + int(self.columns.stage.max(initial=-1))
 
     @cached_property
     def num_microbatches(self) -> int:
         """How many microbatches the rows speak of: the highest number plus one, over all steps."""
-        return 1 + max(self._highest[1], max((part.microbatch or 0 for part in self._halves()), default=-1))
-
-    @cached_property
-    def _highest(self) -> tuple[int, int]:
-        actions = [action for row in self.rows for action in row]
-        numbered = [action.microbatch for action in actions if action.microbatch is not None]
-        return max([action.stage for action in actions], default=-1), max(numbered, default=-1)
-
-    def _halves(self) -> Iterator[Action]:
-        return (part for row in self.rows for action in row if action.parts for part in action.parts)
+        return 1 + int(self.columns.microbatch.max(initial=-1))
 
     @cached_property
     def num_actions(self) -> int:
@@ -87,22 +90,23 @@ class Program:
     @cached_property
     def agreed_placement(self) -> Placement | None:
         """The placement that all of the rows agree with, or None."""
-        return placement.consistent(self.rows)
+        return placement.consistent(self.columns)
 
     @cached_property
     def has_communication(self) -> bool:
         """Whether sends and receives are spelled out."""
-        return any(action.op in TRANSFER_OPS for row in self.rows for action in row)
+        return not TRANSFER_OPS.isdisjoint(self.columns.ops)
 
     @cached_property
     def has_backward(self) -> bool:
         """Whether anything is trained; without, it is inference and nothing is stashed."""
-        return any(part.op in COMPUTE_OPS and part.op is not Op.FORWARD for part in self.work())
+        return not (COMPUTE_OPS - {Op.FORWARD}).isdisjoint(self.columns.ops)
 
     @cached_property
     def num_updates(self) -> int:
         """How many optimizer steps the program itself takes; 0 for a flushed one, where the user takes it."""
-        return len({action.microbatch for row in self.rows for action in row if action.op is Op.UPDATE})
+        columns = self.columns
+        return len(set(columns.microbatch[columns.code == CODE[Op.UPDATE]].tolist()))
 
     @cached_property
     def compiled(self) -> dict[object, object]:

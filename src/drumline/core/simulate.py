@@ -11,6 +11,7 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.assemble import compile_program
+from drumline.core.columns import Columns
 from drumline.core.costs import Costs
 from drumline.core.durations import (
     lags,
@@ -27,7 +28,7 @@ from drumline.core.graph import OPS, Floats, Graph, Messages, NotCompilable
 from drumline.core.idle import Limit
 from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
-from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
+from drumline.core.timeline import Inputs, Lane, Span, Timeline, Track, Transfer
 from drumline.core.validate import misplaced_or_misused, validate
 from drumline.core.violation import InvalidProgram
 
@@ -71,6 +72,11 @@ class Simulation(Timeline):
             actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
             found.append(Track(actions, self.started[nodes].tolist(), self.ended[nodes].tolist()))
         return found
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tracks' actions as arrays."""
+        return self.program.timed_columns
 
     @cached_property
     def exchanges(self) -> Sequence[Span]:
@@ -139,19 +145,18 @@ class Simulation(Timeline):
         return depths
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int] | None]]:
-        """Per rank and timed action, where what it needed last of another rank ran, as (rank, index), or None."""
-        crossings, work = self.graph.crossings, self.graph.work
+    def latest_inputs(self) -> Sequence[Inputs]:
+        """Per rank, where what each timed action needed last of another rank ran."""
+        crossings, work, actions = self.graph.crossings, self.graph.work, self.graph.action_nodes
         index_of = np.full(self.graph.num_nodes, -1)
-        for nodes in self.graph.action_nodes:
-            index_of[nodes] = np.arange(len(nodes))
-        found: list[list[tuple[int, int] | None]] = [[None] * len(nodes) for nodes in self.graph.action_nodes]
+        index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
         producers, consumers = work.node[crossings.producer], work.node[crossings.consumer]
+        # Of several inputs the last one written counts: the one that ended last.
         order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
-        columns = (crossings.target, index_of[consumers], crossings.source, index_of[producers])
-        for target, at, source, index in zip(*(column[order].tolist() for column in columns), strict=True):
-            found[target][at] = (source, index)
-        return found
+        rank, index = np.full((2, self.graph.num_nodes), -1)
+        rank[consumers[order]] = crossings.source[order]
+        index[consumers[order]] = index_of[producers[order]]
+        return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
 
     @cached_property
     def occupied(self) -> Sequence[Sequence[Span]]:

@@ -21,6 +21,7 @@ from functools import cached_property
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.attribute import attribute
+from drumline.core.columns import Columns
 from drumline.core.idle import Idle, Limit
 from drumline.core.memory import Holding
 from drumline.core.program import Program
@@ -74,6 +75,18 @@ class Track:
         return self.ends[-1] - next(first, self.ends[-1]) if self.ends else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where the latest input of each of a rank's timed actions ran: rank and index there, -1 where it had none."""
+
+    ranks: Sequence[int]
+    indices: Sequence[int]
+
+    def place(self, index: int) -> tuple[int, int] | None:
+        """Return (rank, index) of the input of the action at `index`, or None."""
+        return (self.ranks[index], self.indices[index]) if self.ranks[index] >= 0 else None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(ABC):
     r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
@@ -95,6 +108,11 @@ class Timeline(ABC):
     @abstractmethod
     def memory(self) -> Sequence[Holding]:
         """Per rank, what it holds after each start and end."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tracks' actions as arrays."""
+        return Columns.of([track.actions for track in self.tracks])
 
     @property
     def exchanges(self) -> Sequence[Span]:
@@ -232,12 +250,16 @@ class Timeline(ABC):
         return depths
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int] | None]]:
-        """Per rank and timed action, where what it needed last of another rank ran, as (rank, index), or None."""
+    def latest_inputs(self) -> Sequence[Inputs]:
+        """Per rank, where what each timed action needed last of another rank ran."""
         return [
-            [(found[-1][1], found[-1][2]) if (found := self.inputs(rank, action)) else None for action in track.actions]
+            Inputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
             for rank, track in enumerate(self.tracks)
         ]
+
+    def _latest_input(self, rank: int, action: Action) -> tuple[int, int]:
+        found = self.inputs(rank, action)
+        return found[-1][1:3] if found else (-1, -1)
 
     @cached_property
     def located(self) -> dict[tuple[int, Op, int | None], tuple[int, int]]:
@@ -300,7 +322,7 @@ class Timeline(ABC):
         exchange = self.exchange_before(rank, index)
         if exchange is not None:
             return exchange
-        latest = self.latest_inputs[rank][index]
+        latest = self.latest_inputs[rank].place(index)
         return latest if latest is not None else ((rank, index - 1) if index else None)
 
     def _before_exchange(self, exchange: Span) -> tuple[int, int] | None:
@@ -315,7 +337,7 @@ class Timeline(ABC):
     def exchange_before(self, rank: int, index: int) -> Span | None:
         """Return the exchange that an UPDATE at (rank, index) waited for, if it did."""
         action = self.tracks[rank].actions[index]
-        if action.op is not Op.UPDATE:
+        if not self.exchanges or action.op is not Op.UPDATE:
             return None
         start = self.tracks[rank].starts[index]
         own = (span for span in self.exchanges if span.rank == rank and span.action.stage == action.stage)

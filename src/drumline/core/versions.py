@@ -10,15 +10,20 @@ to m that no earlier UPDATE took; gradients of later ones accumulate apart.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Op
+from drumline.core.columns import Columns
 from drumline.core.costs import Costs
+from drumline.core.graph import CODE, OPS, Floats, Ints
 from drumline.core.program import Program
+
+_FORWARD, _UPDATE = CODE[Op.FORWARD], CODE[Op.UPDATE]
+_RELEASES = np.array([op in rules.RELEASES for op in OPS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,72 +34,75 @@ class Versions:
     peak: int
 
 
-def versions(row: Sequence[Action], costs: Costs, program: Program) -> Versions | None:
-    """Return what a row's weight versions cost beyond the first; None where the program takes no steps itself.
+def versions(program: Program, costs: Costs) -> list[Versions] | None:
+    """Return what every rank's weight versions cost beyond the first; None where the program takes no steps itself.
 
     >>> program = Program.parse("0F0,0F1,0B0,0UPDATE0,0F2,0B1,0UPDATE1,0B2,0UPDATE2")
-    >>> versions(program.rows[0], Costs(weight_bytes=10), program).peak
+    >>> versions(program, Costs(weight_bytes=10))[0].peak
     2
     """
     if not program.num_updates:
         return None
     weight, gradient = (costs.per_stage(f"{what}_bytes", program.num_stages) for what in ("weight", "gradient"))
-    state = _State(_updates(row))
-    found, peak = [], 1
-    for action in row:
-        if action.op not in TIMED_OPS:
-            continue
-        for part in action.work:
-            state.start(part)
-        during = state.extra(weight, gradient)
-        peak = max(peak, 1 + max(state.old.values(), default=0))
-        for part in action.work:
-            state.end(part)
-        found.append((during, state.extra(weight, gradient)))
-    return Versions(found, peak)
+    return [_of_row(row, weight, gradient) for row in _rows(program.timed_columns)]
 
 
-def _updates(row: Sequence[Action]) -> dict[int, list[int]]:
-    updates: dict[int, list[int]] = {}
-    for action in row:
-        if action.op is Op.UPDATE and action.microbatch is not None:
-            updates.setdefault(action.stage, []).append(action.microbatch)
-    return updates
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Timed plain actions of one rank, by their position among the timed ones."""
+
+    stage: Ints
+    code: Ints
+    microbatch: Ints
+    position: Ints
+
+    def of_stage(self, stage: int) -> _Row:
+        here = self.stage == stage
+        return _Row(self.stage[here], self.code[here], self.microbatch[here], self.position[here])
 
 
-@dataclass
-class _State:
-    updates: dict[int, list[int]]
-    newest: Counter[int] = field(default_factory=Counter)
-    seen_by: dict[tuple[int, int | None], int] = field(default_factory=dict)
-    users: Counter[tuple[int, int]] = field(default_factory=Counter)
-    old: Counter[int] = field(default_factory=Counter)
-    accumulating: dict[int, set[int]] = field(default_factory=dict)
+def _rows(columns: Columns) -> Iterator[_Row]:
+    bounds = np.searchsorted(columns.rank, np.arange(1, columns.num_ranks))
+    wanted = (columns.stage, columns.code, columns.microbatch, columns.position)
+    for parts in zip(*(np.split(column, bounds) for column in wanted), strict=True):
+        yield _Row(*parts)
 
-    def start(self, part: Action) -> None:
-        if part.op is Op.FORWARD:
-            version = self.newest[part.stage]
-            self.seen_by[part.stage, part.microbatch] = version
-            self.users[part.stage, version] += 1
-        elif part.op in rules.RELEASES:
-            step = bisect_left(self.updates.get(part.stage, []), part.microbatch or 0)
-            self.accumulating.setdefault(part.stage, set()).add(step)
 
-    def end(self, part: Action) -> None:
-        if part.op in rules.RELEASES:
-            key = (part.stage, self.seen_by.pop((part.stage, part.microbatch), 0))
-            self.users[key] -= 1
-            if self.users[key] <= 0:
-                del self.users[key]
-                self.old[part.stage] -= key[1] < self.newest[part.stage]
-        elif part.op is Op.UPDATE:
-            # The version that was newest stays, as an old one, while a pair still needs it.
-            self.old[part.stage] += (part.stage, self.newest[part.stage]) in self.users
-            self.newest[part.stage] += 1
-            steps = self.accumulating.get(part.stage)
-            if steps:
-                steps.discard(min(steps))
+def _of_row(row: _Row, weight: Sequence[float], gradient: Sequence[float]) -> Versions:
+    length = int(row.position.max(initial=-1)) + 1
+    extra, peak = np.zeros((length, 2)), 1
+    for stage in np.unique(row.stage).tolist():
+        own = row.of_stage(stage)
+        old, buffers = _old_versions(own, length), _gradient_buffers(own, length)
+        extra += weight[stage] * old + gradient[stage] * np.maximum(buffers - 1, 0)
+        peak = max(peak, 1 + int(old[:, 0].max(initial=0)))
+    return Versions(list(zip(extra[:, 0].tolist(), extra[:, 1].tolist(), strict=True)), peak)
 
-    def extra(self, weight: Sequence[float], gradient: Sequence[float]) -> float:
-        second = sum(gradient[stage] * (len(steps) - 1) for stage, steps in self.accumulating.items() if len(steps) > 1)
-        return second + sum(weight[stage] * count for stage, count in self.old.items())
+
+def _old_versions(row: _Row, length: int) -> Floats:
+    """Count one stage's versions that an UPDATE has replaced and a pair still needs: from that UPDATE's end on."""
+    updated = row.position[row.code == _UPDATE]
+    forward, release = row.code == _FORWARD, _RELEASES[row.code]
+    seen = np.zeros(int(row.microbatch.max(initial=0)) + 1, dtype=np.int64)
+    seen[row.microbatch[forward]] = np.searchsorted(updated, row.position[forward])
+    last_needed = np.full(len(updated) + 1, -1)
+    np.maximum.at(last_needed, seen[row.microbatch[release]], row.position[release])
+    outlives = last_needed[:-1] > updated
+    return _counted(2 * updated[outlives] + 1, 2 * last_needed[:-1][outlives] + 1, length)
+
+
+def _gradient_buffers(row: _Row, length: int) -> Floats:
+    """Count one stage's steps that accumulate: from the start of their first gradient to the end of their UPDATE."""
+    updates, release = row.code == _UPDATE, _RELEASES[row.code]
+    updated = row.position[updates]
+    step = np.searchsorted(row.microbatch[updates], row.microbatch[release])
+    first = np.full(len(updated) + 1, length)
+    np.minimum.at(first, step, row.position[release])
+    begun = first[:-1] < updated
+    return _counted(2 * first[:-1][begun], 2 * updated[begun] + 1, length)
+
+
+def _counted(begins: Ints, ends: Ints, length: int) -> Floats:
+    """Return how many intervals are open while each action runs and after it; moments 2i and 2i + 1 are action i's."""
+    change = np.bincount(begins, minlength=2 * length) - np.bincount(ends, minlength=2 * length)
+    return np.cumsum(change).reshape(length, 2).astype(float)

@@ -18,14 +18,17 @@ from drumline.core.idle import Limit
 from drumline.core.program import Program
 from drumline.core.simulate import Simulation, simulate
 from drumline.core.torch_text import for_torch
-from drumline.core.validate import validate
 from drumline.core.violation import InvalidProgram, Violation
 from drumline.report import html
+from drumline.report.explanations import explanations
 from drumline.report.scene import document
-from drumline.report.summary import summarize
+from drumline.report.summary import figures
 from drumline.report.svg import svg
 from drumline.report.trace import trace
 from drumline.schedules import find, schedules
+
+# Actions up to which a picture and its explanations are made faster than two questions are asked.
+EXPLAINED_AT_ONCE = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Settings:
     def program(self, csv: str | None = None) -> Program:
         """Return the program that the settings, or one's own text, spell."""
         if csv is not None:
-            return Program.parse(csv, name="own program")
+            return _parsed(csv)
         return _generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank)
 
 
@@ -82,6 +85,12 @@ def _generated(name: str, ranks: int, microbatches: int, stages_per_rank: int) -
     return schedule.build(ranks, microbatches, stages)
 
 
+@lru_cache(maxsize=2)
+def _parsed(csv: str) -> Program:
+    """Parse once, for the same reason."""
+    return Program.parse(csv, name="own program")
+
+
 def _number(name: str, text: str, *, whole: bool) -> float:
     try:
         return int(text) if whole else float(text)
@@ -90,7 +99,9 @@ def _number(name: str, text: str, *, whole: bool) -> float:
 
 
 def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
-    """Return all that the page shows for these settings: the picture and figures, or what is wrong.
+    """Return what the page shows for these settings: the picture and figures, or what is wrong.
+
+    A large picture comes without its explanations, so that it comes soon: the page asks for them next.
 
     >>> answer(Settings(schedule="1f1b"))["summary"]["makespan"]
     33.0
@@ -99,23 +110,32 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     """
     try:
         program = settings.program(csv)
-        violations = validate(program, limit=settings.limit) if csv is not None else []
-        if csv is not None and _cannot_run(violations):
-            return {"violations": _listed(violations), "rows": [[str(a) for a in row] for row in program.rows]}
-        timeline = simulate(program, settings.costs, limit=settings.limit)
+        timeline = _simulated(settings, csv)
     except InvalidProgram as error:
-        return {"violations": _listed(error.violations), "rows": []}
+        return {"violations": _listed(error.violations), "rows": [[str(a) for a in row] for row in program.rows]}
     except DrumlineError as error:
         return {"error": {"error": error.error, "expected": error.expected, "fix": error.fix}}
+    explained = program.num_actions <= EXPLAINED_AT_ONCE
     return {
-        "document": document([timeline], title=program.name),
-        "summary": summarize(timeline),
+        "document": document([timeline], title=program.name, explained=explained),
+        "summary": figures(timeline),
         "over_limit": _over_limit(timeline, settings.limit),
     }
 
 
-def _cannot_run(violations: list[Violation]) -> list[Violation]:
-    return [one for one in violations if "over the limit" not in one.reason]
+def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
+    """Return what explains the picture that `answer` gave for these settings.
+
+    >>> explain(Settings(schedule="1f1b"))["why"]["rows"][0]["idle"]["words"][0]
+    '0B0 waits for 1B0 of rank 1'
+    """
+    return {"why": explanations(_simulated(settings, csv))}
+
+
+@lru_cache(maxsize=4)
+def _simulated(settings: Settings, csv: str | None) -> Simulation:
+    """Simulate once: the picture and its explanations are asked for one after the other."""
+    return simulate(settings.program(csv), settings.costs, limit=settings.limit)
 
 
 def _over_limit(timeline: Simulation, limit: Limit | None) -> list[int]:
@@ -154,15 +174,16 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
         raise UsageError(f"cannot export {kind[:40]!r}", fix=nearest(kind[:40], EXPORTS))
     ending, media_type = EXPORTS[kind]
     program = settings.program(csv)
-    return f"{program.name.replace(' ', '-')}.{ending}", media_type, _exported(program, kind, settings)
+    return f"{program.name.replace(' ', '-')}.{ending}", media_type, _exported(settings, kind, csv)
 
 
-def _exported(program: Program, kind: str, settings: Settings) -> bytes:
+def _exported(settings: Settings, kind: str, csv: str | None) -> bytes:
+    program = settings.program(csv)
     if kind == "csv":
         return (program.format() + "\n").encode()
     if kind == "torch":
         return for_torch(program).encode()
-    timeline = simulate(program, settings.costs, limit=settings.limit)
+    timeline = _simulated(settings, csv)
     if kind == "perfetto":
         return trace(timeline)
     return (svg(timeline) if kind == "svg" else html.page([timeline])).encode()

@@ -5,15 +5,18 @@ A page elsewhere that tricks the browser into asking (DNS rebinding) is refused 
 
 from __future__ import annotations
 
+import gc
 import json
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
 from drumline.core.errors import DrumlineError, UsageError
-from drumline.report.explore import Settings, answer, explore_page, export
+from drumline.report.explore import Settings, answer, explain, explore_page, export
 
 MAX_BODY_BYTES = 8 * 2**20
+IDLE_SECONDS = 2.0
 
 
 class ExploreServer(ThreadingHTTPServer):
@@ -28,6 +31,25 @@ class ExploreServer(ThreadingHTTPServer):
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
+        self.asked_at = 0.0
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Serve until shut down, garbage being collected between answers and not in the midst of one.
+
+        A large program is some ten thousand objects, which the collector would look through again and again, to find
+        nothing: it takes a fifth of an answer's time.
+        """
+        gc.disable()
+        try:
+            super().serve_forever(poll_interval)
+        finally:
+            gc.enable()
+
+    def service_actions(self) -> None:
+        """Collect garbage once nobody has asked for a while."""
+        if self.asked_at and time.monotonic() - self.asked_at > IDLE_SECONDS:
+            self.asked_at = 0.0
+            gc.collect()
 
     @property
     def address(self) -> str:
@@ -61,6 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             self.send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine only")
             return
+        self.server.asked_at = time.monotonic()
         address = urlsplit(self.path)
         query = dict(parse_qsl(address.query))
         try:
@@ -68,6 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send(HTTPStatus.OK, "text/html; charset=utf-8", explore_page(Settings.of(query)).encode())
             elif address.path == "/answer":
                 self.send_json(answer(Settings.of(query), csv))
+            elif address.path == "/explanations":
+                self.send_json(explain(Settings.of(query), csv))
             elif address.path == "/export":
                 kind = query.pop("kind", "")
                 name, media_type, contents = export(Settings.of(query), kind, csv)

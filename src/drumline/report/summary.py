@@ -8,17 +8,16 @@ from drumline.core.idle import Cause
 from drumline.core.timeline import Timeline
 
 
-def summarize(timeline: Timeline) -> dict[str, Any]:
-    r"""Return the figures that every verb reports of a timeline; times are in the unit of the costs.
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Return what a timeline's times and memory amount to, whatever caused them; times are in the unit of the costs.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate import simulate
-    >>> summary = summarize(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
-    >>> summary["makespan"], summary["idle"], summary["idle_by_cause"]["fill"]
-    (6.0, [3.0, 3.0], [0.0, 1.0])
+    >>> figures(simulate(Program.parse("0F0,0B0", name="tiny")))["peak_activations"]
+    [1]
     """
     program = timeline.program
-    summary: dict[str, Any] = {
+    return {
         "schedule": program.name,
         "ranks": timeline.num_ranks,
         "microbatches": program.num_microbatches,
@@ -31,9 +30,21 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
         "span_bubble": timeline.span_bubble,
         "busy": list(timeline.busy),
         "idle": list(timeline.idle),
-        "idle_by_cause": idle_by_cause(timeline),
         "peak_activations": list(timeline.peak_activations),
     }
+
+
+def summarize(timeline: Timeline) -> dict[str, Any]:
+    r"""Return the figures that every verb reports of a timeline, idle time by its causes included.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate import simulate
+    >>> summary = summarize(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
+    >>> summary["makespan"], summary["idle"], summary["idle_by_cause"]["fill"]
+    (6.0, [3.0, 3.0], [0.0, 1.0])
+    """
+    program = timeline.program
+    summary = {**figures(timeline), "idle_by_cause": idle_by_cause(timeline)}
     if timeline.peak_bytes is not None:
         summary["peak_bytes"] = list(timeline.peak_bytes)
         summary["static_bytes"] = [holding.static_bytes for holding in timeline.memory]

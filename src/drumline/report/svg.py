@@ -5,14 +5,15 @@ Attributes only, no style sheet, no ids and no script: converters draw it alike,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import islice
 
 from drumline.core.action import Action, Op
 from drumline.core.timeline import Timeline
 from drumline.report.palette import INK, MUTED, PAPER, RULE, SHADES, TRACK, fill
-from drumline.report.scene import OPS, second_copy, ticks
+from drumline.report.scene import OPS, further, ticks
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _LEFT, _RIGHT, _TOP = 64, 132, 64
@@ -110,13 +111,16 @@ def _row(timeline: Timeline, rank: int, layout: _Layout) -> Iterator[str]:
     yield f'<text x="{_n(layout.width - 76)}" y="{middle}" text-anchor="end">{_percent(share)}</text>'
     yield f'<text x="{_n(layout.width - 16)}" y="{middle}" text-anchor="end">{_safe(_peak(timeline, rank))}</text>'
     yield f'<rect x="{_LEFT}" y="{_n(y)}" width="{_n(layout.room)}" height="{_n(layout.row)}" rx="2" fill="{TRACK}"/>'
-    track, local_of = timeline.tracks[rank], second_copy(timeline, rank)
+    track, columns = timeline.tracks[rank], timeline.columns
+    here = columns.rank == rank
+    local = iter(further(timeline.program.placement, columns.stage[here], columns.microbatch[here]).tolist())
     titled = timeline.program.num_actions <= _TITLES_UP_TO
     yield '<g text-anchor="middle">'
     later = []
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
         note = f"<title>{_safe(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
-        box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, local_of))}</g>'
+        bands = list(islice(local, len(action.work)))
+        box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, bands))}</g>'
         if end > start:
             yield box
         else:
@@ -128,9 +132,7 @@ def _row(timeline: Timeline, rank: int, layout: _Layout) -> Iterator[str]:
     yield "</g>"
 
 
-def _box(
-    action: Action, left: float, right: float, y: float, layout: _Layout, local_of: Callable[[Action], int]
-) -> Iterator[str]:
+def _box(action: Action, left: float, right: float, y: float, layout: _Layout, bands: Sequence[int]) -> Iterator[str]:
     parts = action.work
     height = layout.row / len(parts)
     if right - left < 1.5:
@@ -140,7 +142,7 @@ def _box(
     for at, part in enumerate(parts):
         top, shades = y + at * height, SHADES[part.op]
         yield _rect(left, top, right, height, fill(part.op, part.microbatch), rounded=right - left > 6)
-        if band := min(local_of(part), 3) * 2.5:
+        if band := min(bands[at], 3) * 2.5:
             yield _rect(left, top + height - band, right, band, shades.edge)
         label = "" if part.microbatch is None else str(part.microbatch)
         roomy = len(parts) == 1 and layout.row > 20 and right - left >= _DIGIT * len(label) + 3

@@ -9,12 +9,17 @@ held at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from drumline.core import rules
 from drumline.core.action import Action, F, I, Op, W
 
 Offsets = Callable[[int], tuple[int, int, int, int]]
+Key = tuple[Op, int]
+
+# By a name of its own: looking an op up on its class, in every slot, would take a quarter of the time.
+_FORWARD = Op.FORWARD
+_ORDERED = (_FORWARD, Op.BACKWARD_INPUT)
 
 
 def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[list[Action]]:
@@ -23,37 +28,34 @@ def from_block(num_ranks: int, num_microbatches: int, offsets: Offsets) -> list[
     `offsets(rank)` are the slots of F going down, F going up, I of the upper stage, I of the lower one. W runs
     where the rank would idle, or where the block's own peak of pairs would be passed.
     """
-    order = [list(_repeated(rank, num_ranks, num_microbatches, offsets(rank))) for rank in range(num_ranks)]
-    peak = max(_peak(row) for row in order)
-    plain = [[action for action in row if action.op is not Op.BACKWARD_WEIGHT] for row in order]
-    return _fill_with_weights(plain, 2 * num_ranks, peak)
+    order = [_repeated(rank, num_ranks, num_microbatches, offsets(rank)) for rank in range(num_ranks)]
+    peak = max(map(_peak, order))
+    return _fill_with_weights([list(taken.values()) for taken in order], 2 * num_ranks, peak)
 
 
-def _repeated(rank: int, num_ranks: int, num_microbatches: int, slots: tuple[int, int, int, int]) -> Iterator[Action]:
-    """Yield the block's repetition with every W in the first free slot after its I."""
+def _repeated(rank: int, num_ranks: int, num_microbatches: int, slots: tuple[int, int, int, int]) -> dict[int, Action]:
+    """Return the block's repetition on a rank by slot, in order."""
     down, up = rank, 2 * num_ranks - 1 - rank
     taken: dict[int, Action] = {}
-    for m in range(num_microbatches):
-        for slot, action in zip(slots, (F(down, m), F(up, m), I(up, m), I(down, m)), strict=True):
-            assert slot + 6 * m not in taken, f"the block collides on rank {rank}"
-            taken[slot + 6 * m] = action
-    owed: list[Action] = []
-    for slot in range(max(taken) + 1):
-        if slot in taken:
-            action = taken[slot]
-            yield action
-            if action.op is Op.BACKWARD_INPUT:
-                owed.append(W(action.stage, action.microbatch or 0))
-        elif owed:
-            yield owed.pop(0)
-    yield from owed
+    for op, stage, slot in zip((F, F, I, I), (down, up, up, down), slots, strict=True):
+        taken |= {slot + 6 * m: op(stage, m) for m in range(num_microbatches)}
+    assert len(taken) == 4 * num_microbatches, f"the block collides on rank {rank}"
+    return dict(sorted(taken.items()))
 
 
-def _peak(row: list[Action]) -> int:
-    held = peak = 0
-    for action in row:
-        held += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD_WEIGHT)
-        peak = max(peak, held)
+def _peak(taken: dict[int, Action]) -> int:
+    """Return the most pairs held if every W takes the first free slot after its I."""
+    held = peak = owed = free_from = 0
+    for slot, action in taken.items():
+        paid = min(owed, slot - free_from)
+        held -= paid
+        owed -= paid
+        free_from = slot + 1
+        if action.op is _FORWARD:
+            held += 1
+            peak = max(peak, held)
+        else:
+            owed += 1
     return peak
 
 
@@ -62,13 +64,16 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
     rows: list[list[Action]] = [[] for _ in order]
     owed: list[deque[Action]] = [deque() for _ in order]
     waiting, held = [deque(row) for row in order], [0] * len(order)
-    done: set[tuple[int, Op, int | None]] = set()
+    inputs = _inputs(num_stages)
+    # A stage's F, and its I, go in the order of the microbatches: their number says which are done.
+    done = {(op, stage): 0 for op in _ORDERED for stage in range(num_stages)}
     while any(waiting) or any(owed):
-        running: list[Action] = []
+        ran, running = False, []
         for rank, row in enumerate(waiting):
-            if row and (row[0].op is not Op.FORWARD or held[rank] < peak) and _ready(row[0], num_stages, done):
+            if row and (row[0].op is not _FORWARD or held[rank] < peak) and _ready(row[0], inputs, done):
                 action = row.popleft()
-                if action.op is Op.FORWARD:
+                running.append((action.op, action.stage))
+                if action.op is _FORWARD:
                     held[rank] += 1
                 else:
                     owed[rank].append(W(action.stage, action.microbatch or 0))
@@ -78,20 +83,26 @@ def _fill_with_weights(order: list[list[Action]], num_stages: int, peak: int) ->
             else:
                 continue
             rows[rank].append(action)
-            running.append(action)
-        assert running, "a building block's order cannot run"
-        done.update((action.stage, action.op, action.microbatch) for action in running)
+            ran = True
+        assert ran, "a building block's order cannot run"
+        for key in running:
+            done[key] += 1
     return rows
 
 
-def _ready(action: Action, num_stages: int, done: set[tuple[int, Op, int | None]]) -> bool:
-    """Whether all that `rules` says the action needs is done; spelled out, because it is asked for every slot."""
-    for need in rules.NEEDS[action.op]:
-        stage = action.stage + need.stage_offset
-        if 0 <= stage < num_stages:
-            for op in need.ops:
-                if (stage, op, action.microbatch) in done:
-                    break
-            else:
-                return False
-    return True
+def _inputs(num_stages: int) -> dict[Key, Key]:
+    """Return what `rules` says that F and I need of a neighbouring stage; F of their own stands before them."""
+    return {
+        (op, stage): (one, stage + need.stage_offset)
+        for op in _ORDERED
+        for need in rules.NEEDS[op]
+        for one in need.ops
+        for stage in range(num_stages)
+        if need.stage_offset and one in _ORDERED and 0 <= stage + need.stage_offset < num_stages
+    }
+
+
+def _ready(action: Action, inputs: dict[Key, Key], done: dict[Key, int]) -> bool:
+    stage, op, microbatch, _ = action
+    source = inputs.get((op, stage))
+    return source is None or done[source] > (microbatch or 0)

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, Op
-from drumline.schedules.eight_steps import EightSteps
+from drumline.schedules.eight_steps import EightSteps, Flow
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import below, trim
+from drumline.schedules.trim import trim
 
 
 @schedule(
@@ -30,18 +30,15 @@ from drumline.schedules.trim import below, trim
 def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the eight steps on every rank, then exchange the two copies' gradients."""
     num_down = (num_microbatches + 1) // 2
-    num_up = num_microbatches - num_down
     num_each = max(num_down, num_ranks)
+    # What no microbatch is there for gets a number that is cut off.
+    spare = range(num_microbatches, num_microbatches + num_each)
+    going_down = [*range(num_down), *spare][:num_each]
+    going_up = [*range(num_down, num_microbatches), *spare][:num_each]
     for rank in range(num_ranks):
-
-        def place(flow: int, number: int, rank: int = rank) -> tuple[int, int]:
-            up = (rank >= num_ranks // 2) != bool(flow)
-            exists = number < (num_up if up else num_down)
-            # What no microbatch is there for gets a number that is cut off below.
-            microbatch = (number + num_down if up else number) if exists else num_microbatches + number
-            return (num_ranks - 1 - rank if up else rank), microbatch
-
-        steps = EightSteps(num_ranks // 2, min(rank, num_ranks - 1 - rank), num_each, place)
-        row = list(trim(steps.row(), below(num_microbatches)))
-        held = {part.stage for action in row for part in action.work}
+        mirror = num_ranks - 1 - rank
+        down, up = Flow(rank, going_down), Flow(mirror, going_up)
+        flows = (down, up) if rank < mirror else (up, down)
+        row = list(trim(EightSteps(num_ranks // 2, min(rank, mirror), flows).row(), num_microbatches))
+        held = {rank, mirror} if num_microbatches > 1 else {rank}
         yield row + [Action(stage, Op.REDUCE_GRAD) for stage in sorted(held)]

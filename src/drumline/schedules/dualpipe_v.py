@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action
-from drumline.schedules.eight_steps import EightSteps
+from drumline.schedules.eight_steps import EightSteps, Flow
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import below, trim
+from drumline.schedules.trim import trim
 
 
 @schedule(
@@ -27,9 +27,5 @@ def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""
     full = max(num_microbatches, 2 * num_ranks)
     for rank in range(num_ranks):
-
-        def place(flow: int, number: int, rank: int = rank) -> tuple[int, int]:
-            return (2 * num_ranks - 1 - rank if flow else rank), number
-
-        steps = EightSteps(num_ranks, rank, full, place)
-        yield list(trim(steps.row(), below(num_microbatches)))
+        flows = Flow(rank, range(full)), Flow(2 * num_ranks - 1 - rank, range(full))
+        yield list(trim(EightSteps(num_ranks, rank, flows).row(), num_microbatches))

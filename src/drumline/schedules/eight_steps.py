@@ -7,85 +7,94 @@ where flow 0 enters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from drumline.core.action import Action, B, F, I, W, overlap
 
-Place = Callable[[int, int], tuple[int, int]]
+
+class Flow:
+    """The microbatches that pass one stage of a rank: hands out their forwards and backwards in order."""
+
+    def __init__(self, stage: int, microbatches: Sequence[int]) -> None:
+        self.stage = stage
+        self.num_microbatches = len(microbatches)
+        self.forwards, self.backwards = iter(microbatches), iter(microbatches)
+
+    def forward(self) -> Action:
+        """Return the next forward."""
+        return F(self.stage, next(self.forwards))
+
+    def backward(self) -> Action:
+        """Return the next whole backward."""
+        return B(self.stage, next(self.backwards))
+
+    def split(self) -> tuple[Action, Action]:
+        """Return the two halves of the next backward."""
+        m = next(self.backwards)
+        return I(self.stage, m), W(self.stage, m)
 
 
 @dataclass
 class EightSteps:
-    """One rank's row: counts what each flow has done, and queues the weight halves that are owed.
-
-    `place` turns (flow, number in it) into (stage, microbatch); `num_each` is how many microbatches each flow carries.
-    """
+    """One rank's row; queues the weight halves that are owed."""
 
     half: int
     distance: int
-    num_each: int
-    place: Place
-    forwards: list[int] = field(default_factory=lambda: [0, 0])
-    backwards: list[int] = field(default_factory=lambda: [0, 0])
-    owed: list[Action] = field(default_factory=list)
+    flows: tuple[Flow, Flow]
+    owed: deque[Action] = field(default_factory=deque)
 
-    def forward(self, flow: int) -> Action:
-        """Return the flow's next forward."""
-        self.forwards[flow] += 1
-        return F(*self.place(flow, self.forwards[flow] - 1))
-
-    def backward(self, flow: int, *, split: bool = False) -> Action:
-        """Return the flow's next backward, whole or its input half."""
-        self.backwards[flow] += 1
-        where = self.place(flow, self.backwards[flow] - 1)
-        if split:
-            self.owed.append(W(*where))
-        return I(*where) if split else B(*where)
+    def input_half(self, flow: Flow) -> Action:
+        """Return the flow's next input half; its weight half is owed from now on."""
+        first, second = flow.split()
+        self.owed.append(second)
+        return first
 
     def weights(self) -> list[Action]:
         """Return the oldest weight half that is owed, if there is one."""
-        return [self.owed.pop(0)] if self.owed else []
+        return [self.owed.popleft()] if self.owed else []
 
     def row(self) -> Iterator[Action]:
-        """Yield the rank's actions; `num_each` must be at least twice the half."""
+        """Yield the rank's actions; the flows must carry equally many microbatches, at least twice the half."""
+        near, far = self.flows
         to_middle = self.half - self.distance - 1
         # 1. Forwards of the near flow fill the pipe.
         for _ in range(2 * to_middle):
-            yield self.forward(0)
+            yield near.forward()
         # 2. Both flows' forwards, until the first backward is there.
         for _ in range(self.distance + 1):
-            yield self.forward(0)
-            yield self.forward(1)
+            yield near.forward()
+            yield far.forward()
         # 3. The far flow's backwards, split, with its forwards between.
         for _ in range(to_middle):
-            yield self.backward(1, split=True)
+            yield self.input_half(far)
             yield from self.weights()
-            yield self.forward(1)
+            yield far.forward()
         # 4. The main part: each flow's forward overlaps the other's backward.
-        for turn in range(self.num_each - 2 * self.half + self.distance + 1):
+        for turn in range(near.num_microbatches - 2 * self.half + self.distance + 1):
             if turn == 0 and to_middle == 0:
                 # Apart, so that the neighbours get the forward sooner.
-                yield self.forward(0)
-                yield self.backward(1)
+                yield near.forward()
+                yield far.backward()
             else:
-                yield overlap(self.forward(0), self.backward(1))
-            yield overlap(self.forward(1), self.backward(0))
+                yield overlap(near.forward(), far.backward())
+            yield overlap(far.forward(), near.backward())
         # 5. The near flow's forwards are done.
         for _ in range(to_middle):
-            yield self.backward(1)
-            yield overlap(self.forward(1), self.backward(0))
+            yield far.backward()
+            yield overlap(far.forward(), near.backward())
         # 6. Only backwards are left; the later half of them is split.
         split = False
         for turn in range(self.distance + 1):
             split |= turn == (self.distance + 1) // 2 and self.distance % 2 == 1
-            yield self.backward(1, split=split)
+            yield self.input_half(far) if split else far.backward()
             split |= turn == (self.distance + 1) // 2 and self.distance % 2 == 0
-            yield self.backward(0, split=split)
+            yield self.input_half(near) if split else near.backward()
         # 7. The near flow's last input halves, with owed weight halves between.
         for _ in range(to_middle):
             yield from self.weights()
-            yield self.backward(0, split=True)
+            yield self.input_half(near)
         # 8. What weight halves are left.
         while self.owed:
             yield from self.weights()

@@ -16,9 +16,10 @@ reproduce.
 
 from __future__ import annotations
 
-import heapq
+from heapq import heappop, heappush
+from itertools import islice
 
-from drumline.core.action import Action, B, F, Op
+from drumline.core.action import Action, B, F
 from drumline.core.placement import Placement
 from drumline.schedules.registry import schedule
 
@@ -31,42 +32,59 @@ from drumline.schedules.registry import schedule
 )
 def hanayo(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
     """Run the waves and record what each rank does."""
-    placement = Placement.v(num_ranks, stages_per_rank=stages_per_rank)
-    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
-    ready: list[list[Action]] = [[] for _ in range(num_ranks)]
-    ready[0] = [F(0, m) for m in range(min(2 * num_ranks, num_microbatches))]
-    fresh = iter(range(len(ready[0]), num_microbatches))
-    free = [0] * num_ranks
-    running: list[tuple[int, int, Action]] = []
+    homes = Placement.v(num_ranks, stages_per_rank=stages_per_rank).homes
+    # A microbatch's way: forward through all stages, and backward through all of them again.
+    turn, way = len(homes), homes + homes[::-1]
+    ranks = [_Rank() for _ in range(num_ranks)]
+    fresh = iter(range(num_microbatches))
+    for m in islice(fresh, 2 * num_ranks):
+        ranks[0].add_forward(0, m)
+    running: list[tuple[int, int, int, int]] = []
     time = 0
-    while any(ready) or running:
-        for rank in range(num_ranks):
-            if ready[rank] and free[rank] <= time:
-                action = _pick(ready[rank], rows[rank])
-                rows[rank].append(action)
-                free[rank] = time + (1 if action.op is Op.FORWARD else 2)
-                heapq.heappush(running, (free[rank], rank, action))
+    while True:
+        for number, rank in enumerate(ranks):
+            if rank.free <= time and (rank.forwards or rank.backwards):
+                step, m = rank.take(turn, time)
+                heappush(running, (rank.free, number, step, m))
+        if not running:
+            return [rank.row for rank in ranks]
         time = running[0][0]
         while running and running[0][0] == time:
-            done = heapq.heappop(running)[-1]
-            following = _following(done, placement.num_stages)
-            if following is None and (m := next(fresh, None)) is not None:
-                following = F(0, m)
-            if following is not None:
-                ready[placement.rank_of(following.stage, 0)].append(following)
-    return rows
+            _, _, step, m = heappop(running)
+            if step + 1 < turn:
+                ranks[way[step + 1]].add_forward(step + 1, m)
+            elif step + 1 < len(way):
+                ranks[way[step + 1]].add_backward(step + 1, m)
+            elif (entering := next(fresh, None)) is not None:
+                ranks[0].add_forward(0, entering)
 
 
-def _pick(ready: list[Action], row: list[Action]) -> Action:
-    """Take out what comes next: forwards and backwards in turn, the forward furthest along, the oldest backward."""
-    last_op = row[-1].op if row else Op.BACKWARD
-    picked = min(ready, key=lambda a: (a.op is last_op, -a.stage if a.op is Op.FORWARD else 0, a.microbatch or 0))
-    ready.remove(picked)
-    return picked
+class _Rank:
+    """One rank's row so far, and what waits for it: steps of microbatches' ways, the next one first."""
 
+    def __init__(self) -> None:
+        self.row: list[Action] = []
+        self.free = 0
+        self.forwards: list[tuple[int, int]] = []
+        self.backwards: list[tuple[int, int]] = []
+        self.forward_next = True
 
-def _following(action: Action, num_stages: int) -> Action | None:
-    m = action.microbatch or 0
-    if action.op is Op.FORWARD:
-        return F(action.stage + 1, m) if action.stage < num_stages - 1 else B(action.stage, m)
-    return B(action.stage - 1, m) if action.stage > 0 else None
+    def add_forward(self, step: int, m: int) -> None:
+        """Add a forward; the one that is furthest along comes first."""
+        heappush(self.forwards, (-step, m))
+
+    def add_backward(self, step: int, m: int) -> None:
+        """Add a backward; the oldest comes first."""
+        heappush(self.backwards, (m, step))
+
+    def take(self, turn: int, time: int) -> tuple[int, int]:
+        """Do what comes next, forwards and backwards in turn where both are there, and return its step."""
+        if self.forwards and (self.forward_next or not self.backwards):
+            negative, m = heappop(self.forwards)
+            self.row.append(F(-negative, m))
+            self.free, self.forward_next = time + 1, False
+            return -negative, m
+        m, step = heappop(self.backwards)
+        self.row.append(B(2 * turn - 1 - step, m))
+        self.free, self.forward_next = time + 2, True
+        return step, m

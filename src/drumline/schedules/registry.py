@@ -106,9 +106,10 @@ def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:
         left -= max(len(actions), 1)
         if left < 0:
             raise ScheduleError(f"the recipe of {name} makes more than {MAX_ACTIONS} actions", fix="does it ever end?")
-        for action in actions:
-            if not isinstance(action, Action):
-                raise ScheduleError(f"the recipe of {name} yields {action!r:.40}", expected="actions such as F(0, 0)")
+        for kind in set(map(type, actions)):
+            if not issubclass(kind, Action):
+                wrong = next(action for action in actions if type(action) is kind)
+                raise ScheduleError(f"the recipe of {name} yields {wrong!r:.40}", expected="actions such as F(0, 0)")
         yield actions
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from drumline.core.action import Action, F, I, W
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import below, trim
+from drumline.schedules.trim import trim
 
 
 @schedule(
@@ -28,7 +28,7 @@ def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the recipe's three phases; fewer than 2P-1 microbatches are cut out of a full run."""
     full = max(num_microbatches, 2 * num_ranks - 1)
     for rank in range(num_ranks):
-        yield list(trim(_row(rank, num_ranks, full), below(num_microbatches)))
+        yield list(trim(_row(rank, num_ranks, full), num_microbatches))
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:

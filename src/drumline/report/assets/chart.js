@@ -21,8 +21,6 @@ class Chart {
     [this.rowHeight, this.gap] =
       [[8, 30, 6], [16, 24, 4], [32, 18, 3], [64, 12, 2], [160, 7, 1]].find(([most]) => count <= most)?.slice(1) ?? [4, 1];
     this.memoryHeight = Math.max(3, Math.min(20, Math.floor(200 / count)));
-    this.queueHeight = Math.max(3, Math.min(14, Math.floor(160 / Math.max(1, raw.queues.length))));
-    this.deepest = raw.queues.reduce((most, queue) => queue.value.reduce((a, b) => Math.max(a, b), most), 1);
     const facts = `${count} ranks, ${raw.stages} stages, ${raw.microbatches} microbatches, ${raw.placement} placement`;
     const figure = (name, value) => element("span", {}, name, element("b", { textContent: value }));
     this.note = element("span", { className: "facts" });
@@ -51,13 +49,16 @@ class Chart {
 
   /* Lay out what depends on the toggles: heights and the labels left and right. */
   layout() {
-    const { state, model } = this, { queues } = model.raw;
+    const { state, model } = this, { queues } = model;
+    if (model.explained) state.lanes = queues.length;
+    this.queueHeight = Math.max(3, Math.min(14, Math.floor(160 / Math.max(1, state.lanes))));
+    this.deepest = queues.reduce((most, queue) => queue.value.reduce((a, b) => Math.max(a, b), most), 1);
     this.rowsBottom = this.y(this.ranks) - this.gap;
     this.memoryTop = this.rowsBottom + AXIS + STRIP_HEAD;
     const memoryBottom = state.memory ? this.memoryTop + this.ranks * (this.memoryHeight + 2) : this.rowsBottom + AXIS;
     this.queueTop = memoryBottom + STRIP_HEAD;
-    const shown = state.queues ? Math.max(queues.length, 0) : 0;
-    this.height = state.queues ? this.queueTop + shown * (this.queueHeight + 2) : memoryBottom;
+    // Until its queues are known, a timeline keeps as much room for them as the last one needed.
+    this.height = state.queues ? this.queueTop + state.lanes * (this.queueHeight + 2) : memoryBottom;
     this.plot.style.height = `${this.height}px`;
     this.left.replaceChildren();
     this.right.replaceChildren();
@@ -96,8 +97,8 @@ class Chart {
       }
     }
     if (state.queues) {
-      const { queues } = model.raw;
-      head(this.queueTop, queues.length ? `messages waiting, up to ${this.deepest}` : "no message ever waits");
+      const { queues } = model, none = model.explained ? "no message ever waits" : "messages waiting";
+      head(this.queueTop, queues.length ? `messages waiting, up to ${this.deepest}` : none);
       if (this.queueHeight >= 9) {
         queues.forEach(({ source, target }, at) => {
           put(this.left, "small", this.queueTop + at * (this.queueHeight + 2) + this.queueHeight / 2 - 8, `${source}→${target}`);
@@ -117,9 +118,9 @@ class Chart {
       const rank = Math.max(0, Math.min(this.ranks - 1, Math.floor(y / (this.rowHeight + this.gap))));
       return { rank, time, item: this.itemAt(rank, time) };
     }
-    const memory = state.memory ? lane(this.memoryTop, this.memoryHeight, this.ranks) : -1;
+    const memory = state.memory && this.model.explained ? lane(this.memoryTop, this.memoryHeight, this.ranks) : -1;
     if (memory >= 0) return { memory, time };
-    const queue = state.queues ? lane(this.queueTop, this.queueHeight, this.model.raw.queues.length) : -1;
+    const queue = state.queues ? lane(this.queueTop, this.queueHeight, this.model.queues.length) : -1;
     return queue >= 0 ? { queue, time } : null;
   }
 
@@ -163,7 +164,7 @@ class Chart {
     this.note.textContent = dense.length ? "narrower than pixels: colours are means, zoom in for boxes" : "";
     if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
     this.exchanges(pen);
-    if (state.memory) this.memory(pen, colours);
+    if (state.memory && model.explained) this.memory(pen, colours);
     if (state.queues) this.queues(pen, colours);
     if (state.critical) this.path(pen, colours);
     pen.end();
@@ -200,7 +201,7 @@ class Chart {
     const { state, model, rowHeight } = this, { colours, view } = state, top = this.y(row.rank);
     for (let i = after(row.idleEnd, view.from); i < row.idleEnd.length && row.idleStart[i] < view.to; i++) {
       const x = this.edge(row.idleStart[i]), width = this.edge(row.idleEnd[i]) - x;
-      const cause = model.causes[row.raw.idle.cause[i]], tint = colours.idle[cause];
+      const cause = model.causes[row.causes[i]], tint = colours.idle[cause];
       if (width > 0 && tint) pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}` });
       const middle = Math.max(0, x) / 2 + Math.min(this.width, x + width) / 2;
       const seen = Math.min(this.width, x + width) - Math.max(0, x);
@@ -218,7 +219,8 @@ class Chart {
     }
   }
 
-  alpha(row, i) { return this.state.critical && !row.critical[i] ? 0.22 : 1; }
+  /* Boxes beside the critical path step back, once it is known. */
+  alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
 
   named(row, i) {
     const lit = this.state.critical && row.critical[i];
@@ -231,7 +233,7 @@ class Chart {
     let width = this.edge(row.end[i]) - x;
     width = width > 4 ? width - 1 : Math.max(width, 0.5 / this.ratio);
     const room = (row.end[i] - row.start[i]) * this.scale - 1; // not rounded, so that equal boxes have equal labels
-    const second = row.second.get(i), alpha = this.alpha(row, i), name = this.named(row, i);
+    const second = row.second(i), alpha = this.alpha(row, i), name = this.named(row, i);
     const height = second ? rowHeight / 2 : rowHeight, radius = width > 6 && rowHeight > 8 ? 2.5 : 0;
     const options = { radius, alpha, name, room };
     this.part(pen, row.stage[i], row.op[i], row.microbatch[i], row.local[i], x, top, width, height, options, full);
@@ -291,14 +293,14 @@ class Chart {
 
   memory(pen, colours) {
     const step = this.memoryHeight + 2;
-    this.model.rows.forEach(({ raw }, rank) => {
-      this.steps(pen, raw.memory, this.memoryTop + rank * step, this.memoryHeight, this.model.peak, colours.memory);
+    this.model.rows.forEach(({ memory }, rank) => {
+      this.steps(pen, memory, this.memoryTop + rank * step, this.memoryHeight, this.model.peak, colours.memory);
     });
   }
 
   queues(pen, colours) {
     const step = this.queueHeight + 2;
-    this.model.raw.queues.forEach((queue, at) => {
+    this.model.queues.forEach((queue, at) => {
       this.steps(pen, queue, this.queueTop + at * step, this.queueHeight, this.deepest, colours.queue);
     });
   }

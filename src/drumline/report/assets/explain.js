@@ -7,7 +7,13 @@ class Explainer {
     if (this.walking && event.type === "pointermove" && !event.movementX && !event.movementY) return;
     const found = chart.locate(x, y);
     this.walking = false;
-    this.shown = { chart, found, x, pointer: { x: event.clientX, y: event.clientY } };
+    this.shown = { chart, found, x, y, pointer: { x: event.clientX, y: event.clientY } };
+    this.refocus();
+  }
+
+  /* Look again at what lies under the pointer, after explanations came. */
+  relocate() {
+    if (this.shown?.pointer) this.shown.found = this.shown.chart.locate(this.shown.x, this.shown.y);
     this.refocus();
   }
 
@@ -54,10 +60,10 @@ class Explainer {
 
   outline(chart, { rank, item }, accent, ink) {
     const row = chart.model.rows[rank], x = chart.edge(row.from(item)), width = Math.max(2, chart.edge(row.to(item)) - x);
-    const source = item >= 0 ? row.raw.need_rank[item] : -1;
-    if (source >= 0) {
-      const end = chart.edge(chart.model.rows[source].end[row.raw.need_index[item]]);
-      const [from, to] = [source, rank].map((one) => chart.y(one) + chart.rowHeight / 2), bend = Math.max(0, x - end) / 2;
+    const source = item >= 0 ? row.input(item) : null;
+    if (source) {
+      const end = chart.edge(chart.model.rows[source.rank].end[source.index]);
+      const [from, to] = [source.rank, rank].map((one) => chart.y(one) + chart.rowHeight / 2), bend = Math.max(0, x - end) / 2;
       const d = `M${end} ${from}C${end + bend} ${from} ${x - bend} ${to} ${x} ${to}`;
       svgNode("path", { d, fill: "none", stroke: ink, "stroke-width": 1.5 }, chart.overlay);
       svgNode("circle", { cx: end, cy: from, r: 3, fill: ink }, chart.overlay);
@@ -91,7 +97,7 @@ class Explainer {
   walkTo(chart, rank, item) {
     const row = chart.model.rows[rank], { view } = this.page.state, from = row.from(item), to = row.to(item);
     this.walking = true;
-    this.shown = { chart, found: { rank, item }, x: 0, pointer: null };
+    this.shown = { chart, found: { rank, item }, x: 0, y: 0, pointer: null };
     if (from < view.from || to > view.to) {
       const at = to - from > view.width ? from : (from + to) / 2 - view.width / 2;
       view.set(at, at + view.width);

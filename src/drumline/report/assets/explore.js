@@ -2,7 +2,8 @@
 
 const extra = JSON.parse(byId("extra").textContent);
 const form = byId("controls"), inputs = [...form.querySelectorAll("[name]")];
-let own = null, asked = null, latest = 0;
+const REST_MS = 150;
+let own = null, asking = false, latest = 0, explaining = new AbortController(), dragging = false, moved = -Infinity;
 
 function query() {
   const parts = new URLSearchParams();
@@ -84,27 +85,59 @@ function program({ rows, violations }) {
   return made;
 }
 
-async function refresh() {
-  label();
-  const address = query();
-  if (own === null) history.replaceState(null, "", `?${address}`);
-  asked?.abort();
-  asked = new AbortController();
-  const turn = ++latest, start = performance.now();
+/* Ask the core; null, and the trouble shown, where nobody answers. */
+async function ask(what, address, signal = null) {
   try {
-    const options = { signal: asked.signal, ...(own === null ? {} : { method: "POST", body: own.text }) };
-    const answer = await (await fetch(`answer?${address}`, options)).json();
-    if (turn !== latest) return;
-    trouble(answer);
-    if (answer.document) {
-      window.drumline.load(answer.document);
-      figures(answer);
-    }
-    document.documentElement.dataset.answered = String(turn);
-    document.documentElement.dataset.answerMs = (performance.now() - start).toFixed(0);
+    return await (await fetch(`${what}?${address}`, { signal, ...(own === null ? {} : { method: "POST", body: own.text }) })).json();
   } catch (error) {
     if (error.name !== "AbortError") trouble({ error: { error: "the server does not answer", expected: "", fix: "start drumline explore again" } });
+    return null;
   }
+}
+
+/* Show what the settings say now. One question at a time: of what changes meanwhile, the newest is asked next. */
+async function refresh() {
+  latest += 1;
+  label();
+  explaining.abort();
+  if (asking) return;
+  asking = true;
+  try {
+    for (let turn = 0; turn !== latest;) {
+      turn = latest;
+      await show(turn);
+    }
+  } finally {
+    asking = false;
+  }
+}
+
+async function show(turn) {
+  const start = performance.now(), address = query();
+  if (own === null) history.replaceState(null, "", `?${address}`);
+  const answer = await ask("answer", address);
+  if (!answer) return;
+  trouble(answer);
+  if (answer.document) {
+    window.drumline.load(answer.document);
+    figures(answer);
+  }
+  document.documentElement.dataset.answered = String(turn);
+  document.documentElement.dataset.answerMs = (performance.now() - start).toFixed(0);
+  if (turn !== latest) return;
+  if (answer.document && !answer.document.timelines[0].why) explain(turn, address);
+  else document.documentElement.dataset.explained = String(turn);
+}
+
+/* Explanations follow the picture: at once, or during a drag when it rests. Those of an older picture are dropped. */
+async function explain(turn, address) {
+  const { signal } = explaining = new AbortController();
+  if (dragging) await new Promise((rested) => setTimeout(rested, REST_MS));
+  if (signal.aborted) return;
+  const answer = await ask("explanations", address, signal);
+  if (!answer?.why || turn !== latest) return;
+  window.drumline.learn(answer.why);
+  document.documentElement.dataset.explained = String(turn);
 }
 
 async function take(kind) {
@@ -131,12 +164,11 @@ for (const input of inputs) {
   if (Number(input.max) < Number(start)) input.max = start;
   input.value = start;
 }
-let soon = null;
 form.addEventListener("input", (event) => {
   if (event.target.id === "file") return;
-  label();
-  clearTimeout(soon);
-  soon = setTimeout(refresh, 30);
+  dragging = event.timeStamp - moved < REST_MS;
+  moved = event.timeStamp;
+  refresh();
 });
 form.addEventListener("submit", (event) => event.preventDefault());
 const drop = byId("drop"), file = byId("file");

@@ -21,28 +21,66 @@ function after(values, wanted) {
   return low;
 }
 
-function ends(start, seconds) {
-  const end = new Float64Array(start.length);
-  for (let i = 0; i < end.length; i++) end[i] = start[i] + seconds[i];
-  return end;
+const KINDS = { u1: Uint8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
+
+/* The numbers of a packed column: its kind, and the base64 of its bytes. */
+function unpack(text) {
+  const coded = text.slice(3), bytes = Uint8Array.fromBase64?.(coded) ?? Uint8Array.from(atob(coded), (one) => one.charCodeAt(0));
+  return new KINDS[text.slice(0, 2)](bytes.buffer);
 }
 
+/* Times from starts and lengths that count `perSecond` to a second, as [starts, ends]. */
+function spans(starts, lengths, perSecond = 1) {
+  const start = new Float64Array(starts.length), end = new Float64Array(starts.length);
+  for (let i = 0; i < start.length; i++) {
+    start[i] = starts[i] / perSecond;
+    end[i] = (starts[i] + lengths[i]) / perSecond;
+  }
+  return [start, end];
+}
+
+/* A step curve whose times are ticks. */
+const curve = ({ time, value }, perSecond) => (
+  { time: Float64Array.from(unpack(time), (ticks) => ticks / perSecond), value: unpack(value) });
+
+const PARTS = ["stage", "op", "microbatch", "local"];
+
 class Row {
-  constructor(raw, rank) {
+  constructor(raw, rank, perSecond) {
     this.rank = rank;
     this.raw = raw;
-    this.length = raw.start.length;
-    this.start = Float64Array.from(raw.start);
-    this.end = ends(raw.start, raw.seconds);
-    this.stage = Int32Array.from(raw.stage);
-    this.op = Uint8Array.from(raw.op);
-    this.microbatch = Int32Array.from(raw.microbatch);
-    this.local = raw.local.length ? Uint8Array.from(raw.local) : new Uint8Array(this.length);
-    this.second = new Map(
-      raw.second.map(([index, stage, op, microbatch, local]) => [index, { stage, op, microbatch, local }]));
-    this.idleStart = Float64Array.from(raw.idle.start);
-    this.idleEnd = ends(raw.idle.start, raw.idle.seconds);
+    [this.start, this.end] = spans(unpack(raw.start), unpack(raw.ticks), perSecond);
+    this.length = this.start.length;
+    [this.stage, this.op, this.microbatch, this.local] = PARTS.map((name) => unpack(raw[name]));
+    this.later = Object.fromEntries(["index", ...PARTS].map((name) => [name, unpack(raw.second[name])]));
+    this.laterAt = new Int32Array(this.length); // one more than where it stands, so that 0 is none
+    this.later.index.forEach((index, at) => { this.laterAt[index] = at + 1; });
     this.critical = new Uint8Array(this.length);
+    this.why = null;
+    this.idleStart = this.idleEnd = new Float64Array(0);
+    this.causes = [];
+  }
+
+  /* Take in what explains the row. */
+  learn(why, perSecond) {
+    this.why = why;
+    [this.idleStart, this.idleEnd] = spans(why.idle.start, why.idle.seconds);
+    this.causes = unpack(why.idle.cause);
+    [this.needRank, this.needIndex] = [unpack(why.need_rank), unpack(why.need_index)];
+    this.memory = curve(why.memory, perSecond);
+    this.ordered = null;
+  }
+
+  /* The other half of an overlapped pair, or null. */
+  second(index) {
+    const at = this.laterAt[index] - 1, { stage, op, microbatch, local } = this.later;
+    return at < 0 ? null : { stage: stage[at], op: op[at], microbatch: microbatch[at], local: local[at] };
+  }
+
+  /* Where the box's latest input of another rank ran, as {rank, index}, or null. */
+  input(index) {
+    const rank = this.needRank ? this.needRank[index] : -1;
+    return rank < 0 ? null : { rank, index: this.needIndex[index] };
   }
 
   /* The box at a time, or -1; one of no length is found within `slack`. */
@@ -78,13 +116,23 @@ class Row {
 class Model {
   constructor(raw, ops, causes) {
     Object.assign(this, { raw, ops, causes, name: raw.name, makespan: raw.makespan });
-    this.rows = raw.rows.map((row, rank) => new Row(row, rank));
-    const { rank, index } = raw.critical;
-    this.path = rank.map((one, i) => [one, index[i]]);
-    for (const [one, at] of this.path) this.rows[one].critical[at] = 1;
+    this.rows = raw.rows.map((row, rank) => new Row(row, rank, raw.ticks_per_second));
+    Object.assign(this, { explained: false, path: [], queues: [] });
     this.bytesKnown = raw.peak_bytes !== null;
     this.peak = this.bytesKnown ? raw.peak_bytes : raw.peak_activations;
     this.shortest = this.typicalShortest();
+    if (raw.why) this.learn(raw.why);
+  }
+
+  /* Take in what explains the picture, which may come after it. */
+  learn({ rows, critical: { rank, index }, queues }) {
+    const perSecond = this.raw.ticks_per_second;
+    this.rows.forEach((row, at) => row.learn(rows[at], perSecond));
+    const at = unpack(index);
+    this.path = Array.from(unpack(rank), (one, i) => [one, at[i]]);
+    for (const [one, box] of this.path) this.rows[one].critical[box] = 1;
+    this.queues = queues.map((queue) => ({ ...queue, ...curve(queue, perSecond) }));
+    this.explained = true;
   }
 
   /* The length that nine boxes in ten reach: it decides how much a label says. */
@@ -99,7 +147,7 @@ class Model {
 
   parts(row, index) {
     const first = { stage: row.stage[index], op: row.op[index], microbatch: row.microbatch[index] };
-    const second = row.second.get(index);
+    const second = row.second(index);
     return second ? [first, second] : [first];
   }
 
@@ -147,37 +195,37 @@ class Model {
   }
 
   waited(row, index) {
+    if (!this.explained) return "What it waited for is being worked out.";
     const slack = 1e-9 * this.makespan, start = row.start[index], freed = index ? row.end[index - 1] : 0, reasons = [];
     for (let i = after(row.idleEnd, freed + slack); i < row.idleEnd.length && row.idleStart[i] < start - slack; i++) {
-      reasons.push([number(row.idleEnd[i] - row.idleStart[i]), row.raw.idle.words[i]]);
+      reasons.push([number(row.idleEnd[i] - row.idleStart[i]), row.why.idle.words[i]]);
     }
     if (reasons.length === 1) return `Waited ${reasons[0].join(": ")}.`;
     if (reasons.length) {
       return `Waited ${number(start - freed)}: ${reasons.map(([length, words]) => `${words} (${length})`).join("; then ")}.`;
     }
-    const source = row.raw.need_rank[index];
-    if (source < 0) return "Needs nothing of another rank.";
-    const from = this.rows[source], at = row.raw.need_index[index];
-    const spare = start - from.end[at];
-    const input = `${this.code(from, at)} of rank ${source}`;
+    const needed = row.input(index);
+    if (!needed) return "Needs nothing of another rank.";
+    const from = this.rows[needed.rank], spare = start - from.end[needed.index];
+    const input = `${this.code(from, needed.index)} of rank ${needed.rank}`;
     return spare > slack
       ? `Did not wait: its input, ${input}, had been ready for ${number(spare)}.`
       : `Did not wait: its input, ${input}, was ready just then.`;
   }
 
   explainIdle(rank, index) {
-    const row = this.rows[rank], words = row.raw.idle.words[index];
+    const row = this.rows[rank], words = row.why.idle.words[index];
     return {
       kind: "bubble",
       title: `Rank ${rank} idle for ${number(row.idleEnd[index] - row.idleStart[index])}`,
-      code: this.causes[row.raw.idle.cause[index]],
+      code: this.causes[row.causes[index]],
       facts: [["from", number(row.idleStart[index])], ["to", number(row.idleEnd[index])]],
       why: `${words[0].toUpperCase()}${words.slice(1)}.`,
     };
   }
 
   explainMemory(rank, time) {
-    const row = this.rows[rank], { time: times, value } = row.raw.memory;
+    const row = this.rows[rank], { time: times, value } = row.memory;
     const held = value[Math.max(0, after(times, time) - 1)];
     const peak = this.bytesKnown ? row.raw.peak_bytes : row.raw.peak_activations;
     return {
@@ -187,7 +235,7 @@ class Model {
   }
 
   explainQueue(edge, time) {
-    const { source, target, time: times, value } = this.raw.queues[edge];
+    const { source, target, time: times, value } = this.queues[edge];
     const depth = value[Math.max(0, after(times, time) - 1)];
     return {
       kind: "queue", title: `${depth} ${depth === 1 ? "message waits" : "messages wait"}`, code: `${source} → ${target}`,

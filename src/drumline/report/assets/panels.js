@@ -6,10 +6,10 @@ function legend(models, state) {
   for (const { rows } of models) {
     for (const row of rows) {
       for (const op of row.op) used.add(op);
-      for (const { op } of row.second.values()) used.add(op);
-      for (const cause of row.raw.idle.cause) causes.add(cause);
-      further ||= row.raw.local.length > 0;
-      pairs ||= row.second.size > 0;
+      for (const op of row.later.op) used.add(op);
+      for (const cause of row.causes) causes.add(cause);
+      further ||= row.local.some(Boolean);
+      pairs ||= row.later.op.length > 0;
       if (row.raw.exchanges.length) used.add(first.ops.findIndex(({ text }) => text === "REDUCE_GRAD"));
     }
   }

@@ -2,7 +2,7 @@
 
 class Page {
   constructor() {
-    this.state = { view: new View(1), critical: false, memory: false, queues: false, colours: {}, font: "" };
+    this.state = { view: new View(1), critical: false, memory: false, queues: false, lanes: 0, colours: {}, font: "" };
     this.charts = [];
     this.times = { first_draw_ms: 0, painted_ms: 0, last_draw_ms: 0 };
     this.explainer = new Explainer(this);
@@ -39,6 +39,15 @@ class Page {
     this.repaint();
     this.relayout();
     this.frame();
+  }
+
+  /* Take in what explains a timeline that was loaded without. */
+  explain(why, index = 0) {
+    this.models[index].learn(why);
+    this.charts[index].layout();
+    byId("legend").replaceChildren(...legend(this.models, this.state));
+    this.explainer.relocate();
+    this.request();
   }
 
   /* Colours come from the style sheet, so that canvas and SVG follow the theme alike. */
@@ -195,6 +204,7 @@ class Page {
       },
       show: (from, to) => { this.state.view.set(from, to); this.moved(); },
       load: (data) => this.load(data),
+      learn: (why, index = 0) => this.explain(why, index),
     };
   }
 }

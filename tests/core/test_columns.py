@@ -1,0 +1,48 @@
+"""Rows as arrays."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from drumline.core.action import TIMED_OPS, Action
+from drumline.core.columns import Columns
+from drumline.core.graph import OPS
+from drumline.core.program import Program
+from programs import programs
+
+
+def spelled(columns: Columns) -> list[list[Action]]:
+    """Put the arrays' plain actions back into rows."""
+    rows: list[list[Action]] = [[] for _ in columns.lengths]
+    entries = (columns.rank, columns.stage, columns.code, columns.microbatch)
+    for rank, stage, code, microbatch in zip(*(column.tolist() for column in entries), strict=True):
+        rows[rank].append(Action(stage, OPS[code], None if microbatch < 0 else microbatch))
+    return rows
+
+
+@given(programs())
+def test_the_arrays_spell_the_rows(program: Program) -> None:
+    assert spelled(program.columns) == [[part for action in row for part in action.work] for row in program.rows]
+
+
+@given(programs())
+def test_positions_point_at_the_actions(program: Program) -> None:
+    columns = program.columns
+    for rank, position, stage in zip(columns.rank, columns.position, columns.stage, strict=True):
+        assert stage in [part.stage for part in program.rows[rank][position].work]
+
+
+@given(programs())
+def test_the_timed_ones_are_the_columns_of_rows_without_the_others(program: Program) -> None:
+    rows = [[action for action in row if action.op in TIMED_OPS] for row in program.rows]
+    expected, found = Columns.of(rows), program.timed_columns
+    assert found.lengths == expected.lengths
+    for name in ("stage", "code", "microbatch", "rank", "cell", "paired", "position"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_the_halves_of_a_pair_share_a_cell() -> None:
+    columns = Program.parse("0F0,(0F1;0B0)OVERLAP_F_B,0B1,0REDUCE_GRAD").columns
+    assert columns.cell.tolist() == [0, 1, 1, 2, 3]
+    assert columns.heads.tolist() == [True, True, False, True, True]
+    assert columns.timed.tolist() == [True, True, True, True, False]
