@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import drumline
 
 WITHOUT_TORCH = """
@@ -53,6 +55,15 @@ def test_importing_drumline_loads_neither_torch_nor_numpy_and_simulating_no_torc
 def test_every_public_name_is_there_and_documented() -> None:
     assert sorted(drumline.__all__) == sorted(drumline._HOME) == dir(drumline)
     for name in drumline.__all__:
+        if not drumline._HOME[name].startswith("pipeline"):
+            assert getattr(drumline, name).__doc__
+
+
+@pytest.mark.torch
+def test_every_public_name_that_needs_torch_is_there_and_documented() -> None:
+    names = [name for name, home in drumline._HOME.items() if home.startswith("pipeline")]
+    assert {"Pipeline", "launch", "verify"} <= set(names)
+    for name in names:
         assert getattr(drumline, name).__doc__
 
 

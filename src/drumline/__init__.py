@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drumline.core.violation import Violation
     from drumline.pipeline.launch import launch
     from drumline.pipeline.pipeline import Pipeline
+    from drumline.pipeline.verify import verify
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -63,6 +64,7 @@ _HOME = {
     "simulate": "core.simulate",
     "titan_schedule": "core.torch_text",
     "validate": "core.validate",
+    "verify": "pipeline.verify",
 }
 
 __all__ = [
@@ -94,6 +96,7 @@ __all__ = [
     "simulate",
     "titan_schedule",
     "validate",
+    "verify",
 ]
 
 

@@ -67,7 +67,7 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
 
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import difference
-    from models import data, mlp
+    from torch_models import data, mlp
 
     warnings.simplefilter("ignore")
     found = {}

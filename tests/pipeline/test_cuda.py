@@ -12,7 +12,7 @@ from torch.nn import functional
 from drumline.core.errors import ModelError, NonFiniteError
 from drumline.pipeline.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
 pytestmark = [
     pytest.mark.torch,

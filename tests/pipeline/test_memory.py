@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from models import SYNCHRONOUS, data, mlp, programs
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,6 +13,7 @@ from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.record import Measured
+from torch_models import SYNCHRONOUS, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 ROWS = 16  # of every microbatch the same, so that one profile fits all

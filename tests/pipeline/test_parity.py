@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 from torch import nn
 from torch.nn import functional
 
 from drumline.core.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 

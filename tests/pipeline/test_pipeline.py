@@ -15,7 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
-from models import Reference, data, mlp, programs
+from torch_models import Reference, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 
@@ -212,8 +212,9 @@ def test_a_nan_stops_every_optimizer_before_it_changes_anything(own: bool) -> No
     batch, target = data(8)
     before = [one.detach().clone() for one in model.parameters()]
     pipe.step(batch * float("inf"), target=target)
-    with pytest.raises(NonFiniteError, match="rank 0"):
-        optimizer.step()
+    for _ in range(2):  # trying again does not help
+        with pytest.raises(NonFiniteError, match="rank 0"):
+            optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
     optimizer.zero_grad()

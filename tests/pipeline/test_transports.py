@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,7 +25,7 @@ from drumline.core.errors import (
 )
 from drumline.pipeline.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 
@@ -105,6 +106,27 @@ def outcome(pipe_of: Any, *, batch: Any = None, target: Any = None) -> tuple[str
     return found
 
 
+def goes_on(pipe: Pipeline, batch: Tensor, target: Tensor) -> tuple[str, str]:
+    """Meet a NaN when clipping, then go on with the next batch, and see that nothing piles up over many steps."""
+    with pipe:
+        pipe.step(batch * float("nan"), target=target)
+        try:
+            pipe.clip_grad_norm_(1.0)
+        except NonFiniteError:
+            pipe.zero_grad()
+        else:
+            return "no error", ""
+        alive: list[int] = []
+        for _ in range(2):
+            for _ in range(10 + 40 * len(alive)):
+                pipe.step(batch, target=target)
+                pipe.clip_grad_norm_(1.0)
+                pipe.zero_grad()
+            gc.collect()
+            alive.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+        return ("fine", "") if alive[0] == alive[1] else ("piles up", str(alive))
+
+
 def troubles(transport: str) -> dict[str, tuple[str, str]]:
     """Meet one trouble after the other on two ranks."""
     rank = int(os.environ["RANK"])
@@ -135,6 +157,7 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
         "no batch": outcome(pipe(), target=target),
         "a block fails": outcome(pipe(with_last("fail")), batch=batch, target=target),
         "a nan": outcome(pipe(with_last("nan")), batch=batch, target=target),
+        "a nan and then none": goes_on(pipe()(), batch, target),
         "unused parameters": outcome(pipe(unused), batch=batch, target=target),
         "then all is well": outcome(pipe(), batch=batch, target=target),
     }
@@ -154,6 +177,7 @@ def test_every_rank_learns_of_every_trouble(transport: str) -> None:
         "no batch": (BatchError.__name__, "got no batch"),
         "a block fails": ("KeyError", "no such layer"),
         "a nan": (NonFiniteError.__name__, "NaN or infinite"),
+        "a nan and then none": ("fine", ""),
         "unused parameters": (ModelError.__name__, "no loss reaches 1.unused.bias, 1.unused.weight"),
         "then all is well": ("updated", ""),
     }

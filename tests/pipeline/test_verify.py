@@ -25,7 +25,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.verify import Verification, difference, verify
 from drumline.schedules import generate
-from models import data, mlp
+from torch_models import data, mlp
 
 pytestmark = pytest.mark.torch
 

@@ -104,6 +104,7 @@ class Pipeline:
         self._words = itertools.count()
         self._open_tallies: list[Tally] = []
         self._last: Tally | None = None
+        self._refused: Tally | None = None  # a step that must not be built on, until another one is told of
         self._executors: list[Executor] = []
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._weights: list[float | Tensor] = []
@@ -143,6 +144,11 @@ class Pipeline:
     def num_ranks(self) -> int:
         """How many ranks there are, in this process and others."""
         return self._channels[0].num_ranks
+
+    @property
+    def transport(self) -> str:
+        """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
+        return self._channels[0].name
 
     @property
     def rank(self) -> int:
@@ -230,8 +236,8 @@ class Pipeline:
         self._refuse_if_over()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
+        self.settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         with self._failing_together("the start of a step"):
-            self.settle(until=self._number - 2)
             self._prepare(step, batch, target)
             before = self._put_aside()
             self._run(self._executors, step, records)
@@ -351,14 +357,17 @@ class Pipeline:
 
     def _told(self, step: Step, records: Sequence[Record]) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
-        parts = {microbatch: loss * step.shares[microbatch].to(loss.dtype) for microbatch, loss in step.losses.items()}
-        told = Told(dtype=next((str(part.dtype).removeprefix("torch.") for part in parts.values()), "float32"))
-        told.losses = {one: part if self._hub is not None else part.item() for one, part in parts.items()}
+        told = Told(sorted(step.losses))
+        checked = [one.grad for one in self.parameters() if one.grad is not None]
+        if told.microbatches:
+            losses = torch.stack([step.losses[one] for one in told.microbatches])
+            parts = losses * torch.stack([step.shares[one] for one in told.microbatches]).to(losses.dtype)
+            checked.append(parts)
+            told.dtype = str(losses.dtype).removeprefix("torch.")
+            told.losses = parts.unbind() if self._hub is not None else parts.tolist()
         if step.train and self.check_finite:
-            gradients = [one.grad for one in self.parameters() if one.grad is not None]
-            told.finite = all_finite([*parts.values(), *gradients])
-            if self._hub is None:
-                told.finite = bool(told.finite)
+            finite = all_finite(checked)
+            told.finite = finite if self._hub is not None else bool(finite)
         if step.train and self._last is None:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._channels[1:]]
@@ -370,6 +379,7 @@ class Pipeline:
         clocks = [executor.clock for executor in self._executors] if self._hub is not None else []
         tally = Tally(step.number, lambda: self._heard(topic), self.program, clocks)
         self._open_tallies.append(tally)
+        self._refused = None  # gradients add up, so this step's check covers what was there before
         return tally
 
     def settle(self, *, until: int | None = None) -> None:
@@ -377,14 +387,18 @@ class Pipeline:
 
         Optimizers do this before they step; call it before changing parameters by hand.
         """
+        if until is None and self._refused is not None and any(one.grad is not None for one in self.parameters()):
+            self._refused.check()  # the gradients that were refused are still there
         while self._open_tallies and (until is None or self._open_tallies[0].number <= until):
-            self._open_tallies.pop(0).check()
+            self._refused = self._open_tallies.pop(0)
+            self._refused.check()
+            self._refused = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self._refuse_if_over()
+        self.settle()
         with self._failing_together("clip_grad_norm_"):
-            self.settle()
             own = [self._norms(executor, norm_type) for executor in self._executors]
             norms = {name: norm for one in self._all_told("norms", own) for name, norm in one.items()}
         blocks = (block for stage in self._assembly.cuts for block in stage)

@@ -22,7 +22,8 @@ from drumline.runtime.record import Measured, Record
 class Told:
     """What one rank tells: its microbatches' parts of the loss, whether all was finite, and its record."""
 
-    losses: dict[int, float | Tensor] = field(default_factory=dict)
+    microbatches: list[int] = field(default_factory=list)
+    losses: Sequence[float | Tensor] = ()
     dtype: str = "float32"
     finite: bool | Tensor = True
     unreached: list[str] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Tally:
     @cached_property
     def loss(self) -> Tensor | None:
         """The batch's loss, its microbatches' parts added in their order; None where there was no target."""
-        parts = {number: part for one in self.told for number, part in one.losses.items()}
+        parts = {number: part for one in self.told for number, part in zip(one.microbatches, one.losses, strict=True)}
         if not parts:
             return None
         dtype = next(getattr(torch, one.dtype) for one in self.told if one.losses)

@@ -30,7 +30,6 @@ from drumline.pipeline.programs import program_for
 from drumline.pipeline.reference import reference_step
 from drumline.runtime.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.shared_memory import SharedMemoryChannel
 from drumline.runtime.values import moved, pack
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
@@ -338,16 +337,7 @@ def _pipelined(case: _Case) -> _Seen:
             loss = pipe.step(material.batch, target=material.target).loss
             assert loss is not None
             steps.append(_stepped(loss, named, optimizer))
-        return _Seen(steps, _transport_of(pipe, case.transport), pipe.timeline().bubble)
-
-
-def _transport_of(pipe: Pipeline, asked: str) -> str:
-    """Return what "auto" came to."""
-    if asked != "auto":
-        return asked
-    if pipe._hub is not None:
-        return "in-process"
-    return "shared-memory" if isinstance(pipe._channels[0], SharedMemoryChannel) else "gloo"
+        return _Seen(steps, pipe.transport, pipe.timeline().bubble)
 
 
 def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[_Step]) -> Verification:

@@ -57,6 +57,7 @@ class Wait:
 class Channel(ABC):
     """One rank's end. Every wait is bounded: past its limit it raises WaitTimeout and says what it waited for."""
 
+    name: str
     rank: int
     num_ranks: int
 

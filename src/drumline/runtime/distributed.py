@@ -117,6 +117,7 @@ class DistributedChannel(MeshChannel[_Coming]):
                 f"torch.distributed has no group of {num_ranks} ranks with this as rank {rank}",
                 fix="call torch.distributed.init_process_group first",
             )
+        self.name = backend
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
         spin = 0.0 if self._by_host else limits.SPIN

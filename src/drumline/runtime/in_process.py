@@ -61,6 +61,8 @@ class Hub:
 class InProcessChannel(Channel):
     """One rank's end of a hub."""
 
+    name = "in-process"
+
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank

@@ -68,6 +68,8 @@ _Arrived = tuple[bytes, Layout] | Delivery
 class SharedMemoryChannel(MeshChannel[_Arrived]):
     """Carries messages between ranks that share a host; what arrives is put on `device`."""
 
+    name = "shared-memory"
+
     def __init__(
         self,
         rank: int,
