@@ -4,8 +4,9 @@
 
 Two ranks, one thread each, 8 blocks of Linear(D, D) + GELU. Torch runs the very same program from our CSV and, where it
 has one, its own class; the faster of the two counts. All contenders take turns, step by step, in one run; a step is
-timed from a barrier to the end of the last rank. Printed: medians, the ratio to torch of the same round with its
-quartiles, how near ours comes to what the simulator says is possible with the action times just measured, and what each
+timed from a barrier to the end of the last rank. Printed: medians; the ratio to torch of the same round with its
+quartiles; the floor, the ratio of an executor that adds nothing to the computing itself (what the simulator says is
+possible with the action times just measured, over torch's step); how much of the possible ours reaches; and what each
 adds to every action beyond that, in microseconds.
 """
 
@@ -149,6 +150,7 @@ def summary(program: Any, size: Any, seconds: dict[str, list[float]], costs: Any
         "low": ratios[len(ratios) // 4],
         "high": ratios[3 * len(ratios) // 4],
         "possible_ms": ideal * 1e3,
+        "floor": ideal / statistics.median(seconds[theirs]),
         "reached": statistics.median(reached),
         "extra_us": extra("ours"),
         "torch_extra_us": extra(theirs),
@@ -169,7 +171,7 @@ def main() -> None:
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
     rows = dl.launch(measure, sizes, list(args.microbatches), list(args.schedules), args.rounds, num_ranks=2)[0]
     print(
-        "D/rows     M  schedule           ours ms  torch ms        ratio (quartiles)   aim   reached  "
+        "D/rows     M  schedule           ours ms  torch ms        ratio (quartiles)   aim  floor  reached  "
         "us/action  torch's"
     )
     for row in rows:
@@ -178,7 +180,7 @@ def main() -> None:
         print(
             f"{row['width']:4d}/{row['rows']:<4d} {row['microbatches']:3d}  {row['schedule']:17s} {row['ours_ms']:8.2f}"
             f"  {row['torch_ms']:8.2f} {row['torch']:5s}  {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-            f"  {aim:.2f}  {row['reached']:7.1%}  {row['extra_us']:9.0f}  {row['torch_extra_us']:7.0f}"
+            f"  {aim:.2f}   {row['floor']:.2f}  {row['reached']:7.1%}  {row['extra_us']:9.0f}  {row['torch_extra_us']:7.0f}"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -272,24 +272,33 @@ class Pipeline:
         return StepResult(step.number, lambda: tally.loss, output)
 
     def _prepare(self, step: Step, batch: Any, target: Any) -> None:
-        """Cut batch and target where their stages are."""
+        """Take batch and target in where their stages are, and cut them."""
         held = {index for executor in self._executors for index in executor.stages}
-        num_microbatches = self.program.num_microbatches
         if 0 in held:
             if batch is None:
                 raise BatchError(f"rank {self.rank} holds the first stage and got no batch", fix="pass it to step")
             step.batch = moved(batch, self.device)
-            step.inputs = cut_batch(step.batch, num_microbatches)
-        if self.program.num_stages - 1 not in held or (target is None and not step.train):
-            return
+        if self.program.num_stages - 1 in held and (target is not None or step.train):
+            if target is None:
+                raise BatchError(f"rank {self.rank} holds the last stage and got no target", fix="pass target= to step")
+            step.target = moved(target, self.device)
+        if step.train and self.loss_weight is None and self._captured is not None and self._captured.fits(step):
+            step.shares = self._parts  # a graph that was captured for these shapes knows where to cut
+        else:
+            self._cut(step)
+
+    def _cut(self, step: Step) -> None:
+        """Cut batch and target into microbatches, and weigh these."""
+        batch, target, num_microbatches = step.batch, step.target, self.program.num_microbatches
+        if batch is not None:
+            step.inputs = cut_batch(batch, num_microbatches)
         if target is None:
-            raise BatchError(f"rank {self.rank} holds the last stage and got no target", fix="pass target= to step")
+            return
         if batch is not None and num_rows(batch) != num_rows(target, what="the target"):
             raise BatchError(
                 f"the batch has {num_rows(batch)} rows and the target {num_rows(target)}", expected="as many in both"
             )
-        step.target = moved(target, self.device)
-        step.targets = cut_batch(step.target, num_microbatches, what="the target")
+        step.targets = cut_batch(target, num_microbatches, what="the target")
         weigh = self.loss_weight or num_rows
         weights = [_plain(weigh(one)) for one in step.targets]
         step.shares = self._shares(weights)
@@ -326,12 +335,12 @@ class Pipeline:
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            with randomness.kept_aside():
-                self._captured.run(step)
+            self._captured.run(step)
             self._number += 1
             return
         runs = [executor.run(step, record) for executor, record in zip(executors, records, strict=True)]
-        with randomness.kept_aside():
+        # A backward that runs in this very thread saves handing it to another and back, for every action.
+        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False):
             if self._hub is not None:
                 take_turns(self._hub, runs)
             else:

@@ -81,12 +81,16 @@ class CapturedStep:
         self._shares: Sequence[Tensor] = ()
         self._gradients: list[Tensor] = []
 
+    def fits(self, step: Step) -> bool:
+        """Whether the step has the shapes that were captured."""
+        return bool(_signature(step) == self._signature)
+
     def run(self, step: Step) -> None:
-        """Run a step: by the graph if its shapes are those that were captured."""
-        signature = [_signature(value) for value in (step.batch, step.target)]
-        if signature != self._signature:
-            self._capture(step)
-            self._signature = signature
+        """Run a step by the graph, which is captured first if it does not fit."""
+        if not self.fits(step):
+            with self.randomness.kept_aside():
+                self._capture(step)
+            self._signature = _signature(step)
         for static, value in zip(_tensors(self._static), _tensors(step), strict=True):
             static.copy_(value, non_blocking=True)
         if step.shares is not self._shares:
@@ -172,9 +176,9 @@ def _copied(value: Any) -> Any:
     return unpack([tensor.clone() for tensor in tensors], form)
 
 
-def _signature(value: Any) -> Any:
-    tensors, form = pack(value)
-    return form, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+def _signature(step: Step) -> Any:
+    packed = (pack(step.batch), pack(step.target))
+    return [(form, [(one.shape, one.dtype) for one in tensors]) for tensors, form in packed]
 
 
 def clock_for(device: torch.device) -> Clock:
