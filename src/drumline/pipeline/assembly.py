@@ -80,6 +80,8 @@ class Assembly:
         found = {}
         for index in placement.stages_of(rank):
             blocks = tuple(self.cuts[index])
+            if len(placement.ranks_of(index)) > 1:
+                _refuse_statistics(blocks)
             if apart and placement.homes[index] != rank:
                 blocks = tuple(Block(block.name, copy.deepcopy(block.module)) for block in blocks)
             for block in blocks:
@@ -116,6 +118,18 @@ class Assembly:
             "seed": self.randomness.seed,
             **more,
         }
+
+
+def _refuse_statistics(blocks: Sequence[Block]) -> None:
+    """Refuse running statistics in a stage with two copies: each would see half of the microbatches."""
+    for block in blocks:
+        for module in block.module.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                raise ModelError(
+                    f"block {block.name!r} keeps running statistics ({type(module).__name__})",
+                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
+                    fix="choose a schedule in one direction, such as zb-v",
+                )
 
 
 def agree(told: Sequence[dict[str, Any]]) -> None:

@@ -6,15 +6,16 @@ if so lets that pipeline settle its last step first, which raises NonFiniteError
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_guarded: WeakValueDictionary[int, Guard] = WeakValueDictionary()
+_guarded: defaultdict[int, WeakSet[Guard]] = defaultdict(WeakSet)  # by parameter
 _found: WeakKeyDictionary[Optimizer, WeakSet[Guard]] = WeakKeyDictionary()
 _hooks: list[Any] = []
 
@@ -25,7 +26,7 @@ class Guard:
     def __init__(self, parameters: list[Tensor], settle: Callable[[], None]) -> None:
         self.settle = settle
         for parameter in parameters:
-            _guarded[id(parameter)] = self
+            _guarded[id(parameter)].add(self)
         _found.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -33,7 +34,7 @@ class Guard:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _found:
-        listed = (_guarded.get(id(one)) for group in optimizer.param_groups for one in group["params"])
-        _found[optimizer] = WeakSet(guard for guard in listed if guard is not None)
-    for guard in _found[optimizer]:
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(id(one), ()))
+    for guard in list(_found[optimizer]):
         guard.settle()

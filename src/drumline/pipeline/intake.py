@@ -82,7 +82,8 @@ class Intake:
         assert self.loss_fn is not None
         if target is _NOTHING:
             # A mean over nothing is NaN, and its gradient too: a microbatch without weight adds zeros instead.
-            return sum((one.float().sum() for one in pack(output)[0] if one.requires_grad), torch.zeros(())) * 0.0
+            made = [one for one in pack(output)[0] if one.requires_grad]
+            return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -197,7 +197,10 @@ class Pipeline:
         """
         if self._intake.loss_fn is None:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
+        if torch.is_inference_mode_enabled():
+            raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
+        self._renew()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
@@ -214,6 +217,7 @@ class Pipeline:
 
     def eval_step(self, batch: Any = None, *, target: Any = None) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
+        self._settle(until=self._number - 2)
         step = Step(self._number, train=False)
         blocks = [block for one in self._executors for stage in one.stages.values() for block in stage.blocks]
         training = [module for block in blocks for module in block.module.modules() if module.training]
@@ -248,12 +252,26 @@ class Pipeline:
         with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False):
             self._crew.drive([one.run(step, record) for one, record in zip(executors, records, strict=True)])
 
+    def _renew(self) -> None:
+        """Follow what happened to the parameters since the last step."""
+        stages = [stage for executor in self._executors for stage in executor.stages.values()]
+        renewed = [stage.renew() for stage in stages]
+        if any(renewed):
+            self._named = None
+            self._guard = Guard(list(self.parameters()), self.settle)
+            self._ledger.reached = False
+        if self._crew.alone:
+            self._share_copies()
+
     def _put_aside(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Take earlier steps' gradients away where stages have two copies: only this step's are exchanged."""
         if not self.program.placement.mirrored:
             return []
         before = [(one, one.grad) for one in self.parameters()]
-        self.zero_grad()
+        for executor in self._executors:
+            for stage in executor.stages.values():
+                for one in stage.parameters:
+                    one.grad = None
         return before
 
     def _put_back(self, before: list[tuple[nn.Parameter, Tensor | None]]) -> None:
@@ -281,7 +299,8 @@ class Pipeline:
         if step.train and self.check_finite:
             finite = all_finite(checked)
             told.finite = finite if alone else bool(finite)
-        if step.train and self._ledger.last is None:
+        if step.train and not self._ledger.reached:
+            self._ledger.reached = True
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         for one, executor, record in zip(each, self._executors, records, strict=False):
@@ -337,8 +356,9 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the names of the unsplit model."""
         if self._named is None:
-            stages = [stage for executor in self._executors for stage in executor.stages.values()]
-            self._named = [pair for stage in stages for pair in assembly.named_parameters(stage)]
+            # Of two copies in one process the second follows the first, so it is not the user's.
+            held = [(self._at_home(one) if self._crew.alone else one.stages.items()) for one in self._executors]
+            self._named = [pair for stages in held for _, stage in stages for pair in assembly.named_parameters(stage)]
         return iter(self._named)
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -89,6 +89,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.last: Tally | None = None  # of the steps that trained
+        self.reached = False  # whether it was looked at that every parameter gets a gradient
         self._open: list[Tally] = []
         self._refused: Tally | None = None
 

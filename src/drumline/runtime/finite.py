@@ -16,6 +16,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
     """
     if not tensors:
         return True
+    tensors = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
     device = tensors[0].device
     if device.type != "cpu":
         norms = torch._foreach_norm(list(tensors), float("inf"))

@@ -34,6 +34,7 @@ class Owner(ABC):
     """A module that owns trainable parameters, and how its weight gradients are made."""
 
     joins = False  # whether the records of several microbatches can be made one
+    by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
 
     def __init__(self, module: nn.Module, reel: Reel) -> None:
         self.module = module
@@ -69,8 +70,15 @@ class _WithFormula(Owner):
     def refresh(self) -> None:
         """Follow the parameters if their memory was exchanged since the last step."""
         own = self.module._parameters
-        self.weight, self.to_weight = _stand_in(self.weight, own.get("weight"))
-        self.bias, self.to_bias = _stand_in(self.bias, own.get("bias"))
+        self.seen = (own.get("weight"), own.get("bias"))
+        self.weight, self.to_weight = _stand_in(self.weight, self.seen[0])
+        self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
+
+    def _as_it_is(self) -> bool:
+        """Whether the module must run as it is: without gradients, or with other parameters put in its place."""
+        own = self.module._parameters
+        same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
+        return not same or not torch.is_grad_enabled()
 
     def _checked(self, record: Record, taken: Tensor) -> Tensor:
         if taken._version != record.version:
@@ -98,6 +106,8 @@ class LinearOwner(_WithFormula):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
         """Compute with the stand-ins."""
+        if self._as_it_is():
+            return nn.Linear.forward(cast(nn.Linear, self.module), input)
         made = functional.linear(input, cast(Tensor, self.weight), self.bias)
         self.reel.records.append(Record(self, input, (_place(made),), input._version))
         return made
@@ -134,6 +144,8 @@ class LayerNormOwner(_WithFormula):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the stand-ins."""
         module = cast(nn.LayerNorm, self.module)
+        if self._as_it_is():
+            return nn.LayerNorm.forward(module, input)
         made, mean, deviation = torch.native_layer_norm(
             input, module.normalized_shape, self.weight, self.bias, module.eps
         )
@@ -163,6 +175,8 @@ class EmbeddingOwner(_WithFormula):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Look up in the stand-in."""
         module = cast(nn.Embedding, self.module)
+        if self._as_it_is():
+            return nn.Embedding.forward(module, input)
         made = functional.embedding(
             input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
         )
@@ -191,6 +205,8 @@ def _as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 class GeneralOwner(Owner):
     """Any other module: its forward runs on a graph of its own, through which I and W go one after the other."""
 
+    by_autograd = True
+
     def __init__(self, module: nn.Module, reel: Reel) -> None:
         super().__init__(module, reel)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
@@ -199,6 +215,8 @@ class GeneralOwner(Owner):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on a graph apart."""
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
         tensors, form = pack((args, kwargs))
 
         def run(leaves: Sequence[Tensor]) -> Any:
@@ -219,7 +237,8 @@ class GeneralOwner(Owner):
         found = torch.autograd.grad(
             [end for end, _ in pairs], self.parameters, [given for _, given in pairs], allow_unused=True
         )
-        return [(one, grad) for one, grad in zip(self.parameters, found, strict=True) if grad is not None]
+        # One tensor may be the gradient of several parameters: each gets its own.
+        return [(one, grad.clone()) for one, grad in zip(self.parameters, found, strict=True) if grad is not None]
 
 
 class _OwnGraph(torch.autograd.Function):
@@ -277,6 +296,8 @@ def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
 
 def _formula(module: nn.Module) -> type[_WithFormula] | None:
     if type(module) not in _FORMULAS or "forward" in vars(module):
+        return None
+    if module._parameters.get("weight") is None or any(one.is_complex() for one in module.parameters()):
         return None
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         return None

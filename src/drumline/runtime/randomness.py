@@ -36,7 +36,10 @@ def may_draw(block: nn.Module) -> bool:
     (False, True)
     """
     return any(
-        isinstance(module, _DRAWING) or not type(module).__module__.startswith("torch.nn.modules")
+        isinstance(module, _DRAWING)
+        or not type(module).__module__.startswith("torch.nn.modules")
+        or module._forward_hooks
+        or module._forward_pre_hooks
         for module in block.modules()
     )
 

@@ -12,7 +12,7 @@ The roots are kept as places in the graph, not as tensors: an output that has be
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
@@ -51,18 +52,30 @@ class Segment:
     def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
         self.blocks = [(block.name, block.module) for block in blocks]
         self.checkpointed = checkpointed
-        self.parameters = [
-            one for one in dict.fromkeys(p for b in blocks for p in b.module.parameters()) if one.requires_grad
-        ]
+        self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
-        self.splitter = Splitter([block.module for block in blocks])
+        self._signature: list[tuple[int, bool]] | None = None
+        self.renew()
         self._suspects = {block.name for block in blocks if may_draw(block.module)}
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
+        self.on_copies = False  # whether the blocks change their input in place
+
+    def renew(self) -> bool:
+        """Follow parameters that were frozen, freed or exchanged; returns whether any was."""
+        owned = [one for module in self.modules for one in module._parameters.values() if one is not None]
+        signature = [(id(one), one.requires_grad) for one in owned]
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
+        self.splitter = Splitter([module for _, module in self.blocks])
+        return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
         if self.quiet:
+            versions = versions_of(value)
             if self._suspects:
                 randomness.watch()
             made = value
@@ -71,6 +84,7 @@ class Segment:
             if not self._suspects or not randomness.drew():
                 return made
             self.quiet = False  # what was drawn was not seeded: all is run again
+            self.unchanged(value, versions)
             if tape is not None:
                 tape.records.clear()
         for name, module in self.blocks:
@@ -78,6 +92,16 @@ class Segment:
                 randomness.apply(microbatch, name)
             value = module(value)
         return value
+
+    def unchanged(self, value: Any, versions: list[int]) -> None:
+        """Refuse to run again on an input that the first run has changed."""
+        if versions_of(value) != versions:
+            names = ", ".join(name for name, _ in self.blocks)
+            raise ModelError(
+                f"one of the blocks {names} changes its input in place and has to run twice",
+                expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
+                fix="let the block work on a copy: x = x.clone()",
+            )
 
     @property
     def changes_buffers(self) -> bool:
@@ -112,10 +136,15 @@ class Stage:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
 
-    @cached_property
+    @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, each once, in the order of the model."""
+        """The trainable parameters, each once."""
         return [one for segment in self.segments for one in segment.parameters]
+
+    def renew(self) -> bool:
+        """Follow parameters that were frozen, freed or exchanged since the last step; returns whether any was."""
+        renewed = [segment.renew() for segment in self.segments]
+        return any(renewed)
 
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
@@ -145,9 +174,11 @@ class Stage:
             last = number == len(self.segments) - 1
             if segment.checkpointed:
                 this.buffers = segment.buffers.save()
+                versions = versions_of(leaves)
                 with torch.no_grad():
                     value = segment.run(unpack(leaves, form), microbatch, self.randomness)
                 segment.buffers.learn()
+                segment.unchanged(leaves, versions)
             else:
                 loss = partial(_with_target, self.loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
@@ -206,7 +237,7 @@ class Stage:
             segment.splitter.start(this.tape)
         try:
             with torch.enable_grad():
-                value = segment.run(unpack(this.leaves, this.form), microbatch, self.randomness, this.tape)
+                value = self._value(segment, this, microbatch)
         finally:
             if taped:
                 segment.splitter.stop()
@@ -218,12 +249,31 @@ class Stage:
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         return unpack([one.detach() for one in outputs], form)
 
+    def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:
+        """Run a segment's blocks; if they change their input in place, on a copy, since a leaf may not be changed."""
+        if not segment.on_copies:
+            try:
+                return segment.run(unpack(this.leaves, this.form), microbatch, self.randomness, this.tape)
+            except RuntimeError as error:
+                if "a leaf Variable that requires grad" not in str(error) or not this.leaves:
+                    raise
+                segment.on_copies = True
+                if this.tape is not None:
+                    this.tape.records.clear()
+        copies = [leaf.clone() for leaf in this.leaves]
+        return segment.run(unpack(copies, this.form), microbatch, self.randomness, this.tape)
+
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if segment.checkpointed and not this.roots:
             with segment.buffers.as_they_were(this.buffers):
                 self._through(segment, this, microbatch)
             this.buffers = {}
+
+
+def versions_of(value: Any) -> list[int]:
+    """Return how often each tensor inside has been changed in place."""
+    return [one._version for one in pack(value)[0]]
 
 
 def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:

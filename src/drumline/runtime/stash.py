@@ -20,12 +20,19 @@ from drumline.runtime.values import pack
 class _Kept:
     """A tensor in autograd's keeping; when it is let go of, the scale knows."""
 
-    __slots__ = ("scale", "tensor")
+    __slots__ = ("scale", "tensor", "version")
 
     def __init__(self, scale: Scale, tensor: Tensor) -> None:
         self.scale = scale
         self.tensor = tensor
+        self.version = tensor._version
         scale.add(tensor, +1)
+
+    def taken(self) -> Tensor:
+        """Return the tensor; refuse it, as autograd itself would, if it was changed in place meanwhile."""
+        if self.tensor._version != self.version:
+            raise RuntimeError("a tensor that a backward needs has been modified by an inplace operation")
+        return self.tensor
 
     def __del__(self) -> None:
         self.scale.add(self.tensor, -1)
@@ -59,7 +66,7 @@ class Scale:
         modules = [block.module for stage in self._stages for block in stage.blocks]
         states = (one for module in modules for one in (*module.parameters(), *module.buffers()))
         self._own = {one.untyped_storage().data_ptr() for one in states}
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), _Kept.taken):
             yield
 
     def weigh(self) -> int:

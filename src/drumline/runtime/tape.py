@@ -78,12 +78,31 @@ class Tape:
         """Return the gradient of every parameter that the microbatch reached, and forget the records."""
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
-        made = [pair for record in reversed(self.records) if record.reached for pair in record.owner.gradients(record)]
-        for parameter, gradient in (*made, *self.early):
-            total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        reached = [record for record in reversed(self.records) if record.reached]
+        for record in reached:
+            if not record.owner.by_autograd:
+                for parameter, gradient in record.owner.gradients(record):
+                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        for parameter, gradient in total.items():
+            total[parameter] = _hooked(parameter, gradient)
+        for record in reached:
+            if record.owner.by_autograd:
+                for parameter, gradient in record.owner.gradients(record):
+                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        # Autograd may hand one tensor to several parameters, and to the stage before: what stays here is a copy.
+        for parameter, gradient in self.early:
+            total[parameter] = gradient.clone() if parameter not in total else total[parameter] + gradient
         self.records = []
         self.early = []
         return list(total.items())
+
+
+def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return what the parameter's own hooks make of its gradient, as autograd would."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def merged(tapes: Sequence[Tape]) -> Gradients:
@@ -103,6 +122,7 @@ def merged(tapes: Sequence[Tape]) -> Gradients:
     return whole.weight_gradients()
 
 
+@torch.no_grad()
 def accumulate(gradients: Gradients) -> None:
     """Add to the parameters' `.grad`, as autograd would.
 
@@ -114,12 +134,16 @@ def accumulate(gradients: Gradients) -> None:
     sums: list[Tensor] = []
     added: list[Tensor] = []
     for parameter, gradient in gradients:
-        if parameter.grad is None:
-            own = gradient.is_contiguous() and gradient._base is None
-            parameter.grad = gradient if own else gradient.contiguous().clone()
+        if gradient.layout is not torch.strided:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        elif parameter.grad is None:
+            fits = gradient._base is None and gradient.stride() == parameter.stride()
+            parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(gradient)
         else:
             sums.append(parameter.grad)
             added.append(gradient)
     if sums:
-        with torch.no_grad():
-            torch._foreach_add_(sums, added)
+        torch._foreach_add_(sums, added)
+    for parameter, _ in gradients:
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)

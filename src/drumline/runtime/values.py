@@ -8,10 +8,13 @@ One tensor alone, the common case, has the form None. A tensor that stands in tw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from drumline.core.errors import ModelError
 
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
 
@@ -46,7 +49,26 @@ def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
         return (type(value).__name__, *(_form(one, tensors) for one in value))
     if type(value) is dict:
         return ("dict", tuple(value), *(_form(one, tensors) for one in value.values()))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ("named", type(value), *(_form(one, tensors) for one in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        names = tuple(one.name for one in fields(value))
+        return ("fields", type(value), names, *(_form(getattr(value, name), tensors) for name in names))
+    if isinstance(value, dict):
+        return ("mapping", type(value), tuple(value), *(_form(one, tensors) for one in value.values()))
+    _refuse_hidden(value)
     return ("plain", value)
+
+
+def _refuse_hidden(value: Any) -> None:
+    """Refuse an object with tensors inside that could not be taken apart: their gradients would be lost."""
+    sequence = isinstance(value, tuple | list | set | frozenset)
+    inside = value if sequence else getattr(value, "__dict__", {}).values()
+    if any(isinstance(one, Tensor) and one.requires_grad for one in inside):
+        raise ModelError(
+            f"a block hands on a {type(value).__name__} with tensors inside",
+            expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
+        )
 
 
 def _value(tensors: Sequence[Tensor], form: Any) -> Any:
@@ -55,6 +77,11 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     kind, *parts = form
     if kind == "plain":
         return parts[0]
+    if kind == "named":
+        return parts[0](*(_value(tensors, part) for part in parts[1:]))
+    if kind in ("fields", "mapping"):
+        made = {name: _value(tensors, part) for name, part in zip(parts[1], parts[2:], strict=True)}
+        return parts[0](**made) if kind == "fields" else parts[0](made)
     if kind == "dict":
         return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
     return _CONTAINERS[kind]([_value(tensors, part) for part in parts])

@@ -1,0 +1,334 @@
+"""Models that do unusual things: the gradients are those of a plain loop, or the model is refused; never wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import prune
+
+from drumline.core.errors import ModelError, NonFiniteError, RunError
+from drumline.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.torch
+SCHEDULES = ("1f1b", "zb-h1", "zb-v")
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(6, 6)
+
+
+class TwoTerms(nn.Module):
+    """Two parameters whose gradient is one and the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.first + self.second)
+
+
+class Shift(nn.Module):
+    """Its gradient is the very tensor that goes to the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(2, 6))
+        self.layer = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x) + self.shift
+        return made
+
+
+class Named(NamedTuple):
+    x: Tensor
+    more: Tensor
+
+
+@dataclass
+class Fields:
+    x: Tensor
+    more: Tensor
+
+
+class Opaque:
+    def __init__(self, x: Tensor, more: Tensor) -> None:
+        self.x, self.more = x, more
+
+
+class Wraps(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.wrap = layer(), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.layer(x)
+        return self.wrap(made, 2 * made)
+
+
+class Unwraps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, value: Any) -> Tensor:
+        x, more = (value["x"], value["more"]) if isinstance(value, dict) else (value.x, value.more)
+        made: Tensor = self.layer(x) + more
+        return made
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.recurrent = layer(), nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x)
+        both = torch.stack([made, 2 * made], 1)
+        packed = nn.utils.rnn.pack_padded_sequence(both, torch.full((len(x),), 2), batch_first=True)
+        out: Tensor = self.recurrent(packed)[1][0][-1] + made
+        return out
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = {name: 2 * one for name, one in self.layer.named_parameters()}
+        made: Tensor = torch.func.functional_call(self.layer, doubled, (x,))
+        return made
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, dtype=torch.cfloat)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(torch.complex(x, x)).abs()
+        return made
+
+
+class WithoutGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = self.layer(x)
+        made: Tensor = self.layer(x) - 0.5 * constant
+        return made
+
+
+def pruned() -> nn.Module:
+    one = layer()
+    prune.random_unstructured(one, "weight", 0.5)  # type: ignore[no-untyped-call]
+    return one
+
+
+ODD: dict[str, Callable[[], nn.Sequential]] = {
+    "two terms": lambda: nn.Sequential(layer(), TwoTerms(), layer(), TwoTerms()),
+    "shift": lambda: nn.Sequential(Shift(), Shift(), Shift(), Shift()),
+    "named tuple": lambda: nn.Sequential(layer(), Wraps(Named), Unwraps(), layer()),
+    "dataclass": lambda: nn.Sequential(layer(), Wraps(Fields), Unwraps(), layer()),
+    "ordered": lambda: nn.Sequential(layer(), Wraps(lambda x, m: OrderedDict(x=x, more=m)), Unwraps(), layer()),
+    "packed": lambda: nn.Sequential(layer(), Packed(), layer(), Packed()),
+    "functional": lambda: nn.Sequential(layer(), Functional(), layer(), Functional()),
+    "complex": lambda: nn.Sequential(layer(), Complex(), layer(), layer()),
+    "without gradient": lambda: nn.Sequential(layer(), WithoutGradient(), layer(), WithoutGradient()),
+    "pruned": lambda: nn.Sequential(layer(), pruned(), pruned(), layer()),
+    "in place at a cut": lambda: nn.Sequential(layer(), layer(), nn.ReLU(inplace=True), layer()),
+}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 6), torch.randn(8, 6)
+
+
+def plain(model: nn.Module, steps: int = 1) -> None:
+    x, y = data()
+    for _ in range(steps):
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            torch.autograd.backward(functional.mse_loss(model(a), b) / 4)
+
+
+def pipeline(model: nn.Sequential, schedule: str = "1f1b", **settings: Any) -> Pipeline:
+    given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "num_ranks": 2, **settings}
+    return Pipeline(model, schedule=schedule, **given)
+
+
+def same(model: nn.Module, whole: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_get_the_gradients_of_a_plain_loop(name: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = ODD[name]()
+    whole = copy.deepcopy(model)
+    plain(whole, steps=2)
+    pipe = pipeline(model, schedule)
+    x, y = data()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    pipe.settle()
+    same(model, whole)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_of_parameters_run(schedule: str) -> None:
+    calls: list[int] = []
+
+    def hooked() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(layer(), nn.LayerNorm(6), TwoTerms(), Shift())
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+            noted: Any = parameter.register_post_accumulate_grad_hook
+            noted(lambda parameter: calls.append(id(parameter)))
+        return model
+
+    model, whole = hooked(), hooked()
+    plain(whole)
+    expected = len(calls)
+    calls.clear()
+    pipe = pipeline(model, schedule)
+    x, y = data()
+    pipe.step(x, target=y)
+    same(model, whole)
+    assert len(calls) == expected == 4 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_may_be_frozen_and_freed_between_steps(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), layer(), layer(), layer())
+    model[1].requires_grad_(False)
+    pipe = pipeline(model, schedule)
+    x, y = data()
+    pipe.step(x, target=y)
+    pipe.settle()
+    assert model[1].weight.grad is None
+    for frozen in (False, True):
+        model.requires_grad_(True)
+        model[2].requires_grad_(not frozen)
+        pipe.zero_grad()
+        whole = copy.deepcopy(model)
+        plain(whole)
+        pipe.step(x, target=y)
+        pipe.settle()
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_an_object_that_hides_its_tensors_is_refused() -> None:
+    pipe = pipeline(nn.Sequential(layer(), Wraps(Opaque), Unwraps(), layer()))
+    x, y = data()
+    with pytest.raises(ModelError, match="a Opaque with tensors inside"):
+        pipe.step(x, target=y)
+
+
+class ChangesInput(nn.Module):
+    def __init__(self, draws: bool = False) -> None:
+        super().__init__()
+        self.layer, self.draws = layer(), draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1.0)
+        if self.draws:
+            torch.rand(1)
+        made: Tensor = self.layer(x.clone())
+        return made
+
+
+def test_an_input_changed_in_place_is_refused_where_it_would_be_used_twice() -> None:
+    for draws, checkpoint in ((False, "full"), (True, "none")):
+        pipe = pipeline(nn.Sequential(ChangesInput(draws), layer()), checkpoint=checkpoint)
+        x, y = data()
+        with pytest.raises(ModelError, match="changes its input in place"):
+            pipe.step(x, target=y)
+
+
+def test_a_second_pipeline_over_the_model_leaves_the_first_ones_guard_alone() -> None:
+    model = nn.Sequential(layer(), layer())
+    pipe = pipeline(model)
+    second = pipeline(model, loss_fn=None)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = data()
+    pipe.step(x * float("inf"), target=y)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+        second.eval_step(x)
+        pipe.eval_step(x)
+    assert all(bool(one.isfinite().all()) for one in model.parameters())
+
+
+def test_evaluating_for_ever_keeps_nothing() -> None:
+    pipe = pipeline(nn.Sequential(layer(), layer()), loss_fn=None)
+    x, _ = data()
+    for _ in range(20):
+        pipe.eval_step(x)
+    assert len(pipe._ledger._open) <= 2
+
+
+def test_two_copies_in_one_process_follow_the_model() -> None:
+    torch.manual_seed(0)
+    model, new = (nn.Sequential(layer(), layer(), layer(), layer()) for _ in range(2))
+    pipe = pipeline(model, "dualpipe")
+    model.load_state_dict(new.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(new.parameters(), lr=0.1)
+    x, y = data()
+    for _ in range(3):
+        result = pipe.step(x, target=y)
+        torch.testing.assert_close(result.loss, functional.mse_loss(new(x), y).detach())
+        plain(new)
+        for one in (optimizer, theirs):
+            one.step()
+            one.zero_grad()
+
+
+def test_running_statistics_in_two_copies_are_refused() -> None:
+    with pytest.raises(ModelError, match="keeps running statistics"):
+        pipeline(nn.Sequential(layer(), nn.BatchNorm1d(6)), "chimera")
+
+
+def test_a_step_in_inference_mode_is_refused() -> None:
+    pipe = pipeline(nn.Sequential(layer(), layer()))
+    x, y = data()
+    with torch.inference_mode(), pytest.raises(RunError, match="inference_mode"):
+        pipe.step(x, target=y)
+
+
+def test_weighing_does_not_hide_a_change_in_place() -> None:
+    class Bad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(self.layer(x)).mul_(2)
+
+    x, y = data()
+    for weigh in (False, True):
+        pipe = pipeline(nn.Sequential(layer(), Bad()), weigh=weigh)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            pipe.step(x, target=y)
