@@ -1,0 +1,334 @@
+"""Every block of a chain, measured as it will run: as a stage, on this device, at this size of microbatch.
+
+One run takes a microbatch through all blocks and back, each a stage of its own, timed by the clock that times actions:
+
+    F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
+
+Gradients are the real ones, and a block finds the caches as the others left them. What calling a stage costs in itself
+is measured on one that does nothing and told apart (`Profile.overhead`): blocks of one stage pay for it once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, chain, pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.costs import Costs
+from drumline.core.errors import BatchError, ModelError
+from drumline.plan.partition import BlockCosts
+from drumline.report.table import table
+from drumline.runtime.buffers import Buffers
+from drumline.runtime.clock import Clock
+from drumline.runtime.cuda import clock_for
+from drumline.runtime.cut import Block, Model, blocks_of
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.record import Record
+from drumline.runtime.stage import Loss, Stage
+from drumline.runtime.stash import Scale
+from drumline.runtime.values import pack
+
+_NANO = 1e-9
+_MICROBATCH = 0
+_NUM_WARM_UPS = 3
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of F, of the whole B, and of its halves I and W."""
+
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+
+    def total(self, *, split: bool) -> float:
+        """Return the seconds of a microbatch, with the backward as a whole or in halves."""
+        return self.forward + (self.backward_input + self.backward_weight if split else self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: seconds and bytes of one microbatch.
+
+    `activation_bytes` are kept from F on, beyond what the blocks before it keep; `held_until_weight_bytes` from I to W.
+    A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
+    `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on.
+    """
+
+    name: str
+    times: Times
+    activation_bytes: int
+    held_until_weight_bytes: int
+    start_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What every block takes, and what calling any stage costs in itself. Times are medians over `num_runs`."""
+
+    layers: tuple[Layer, ...]
+    overhead: Times
+    device: str
+    num_runs: int
+
+    def costs(self, counts: Sequence[int], *, optimizer_states: int = 2) -> Costs:
+        """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
+
+        The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD.
+        """
+        ends = list(accumulate(counts, initial=0))
+        if ends[-1] != len(self.layers) or min(counts) < 1:
+            raise ModelError(f"counts are {list(counts)}", expected=f"1 or more each, {len(self.layers)} in all")
+        stages = [self.layers[i:j] for i, j in pairwise(ends)]
+
+        def seconds(op: str) -> list[float]:
+            return [getattr(self.overhead, op) + sum(getattr(one.times, op) for one in stage) for stage in stages]
+
+        def size(what: str) -> list[float]:
+            return [sum(getattr(one, what) for one in stage) for stage in stages]
+
+        return Costs(
+            forward=seconds("forward"),
+            backward=seconds("backward"),
+            backward_input=seconds("backward_input"),
+            backward_weight=seconds("backward_weight"),
+            message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
+            activation_bytes=[
+                held + stage[0].start_bytes for held, stage in zip(size("activation_bytes"), stages, strict=True)
+            ],
+            held_until_weight_bytes=size("held_until_weight_bytes"),
+            weight_bytes=size("weight_bytes"),
+            gradient_bytes=size("gradient_bytes"),
+            optimizer_bytes=[optimizer_states * one for one in size("gradient_bytes")],
+        )
+
+    def blocks(self, *, split: bool, optimizer_states: int = 2) -> list[BlockCosts]:
+        """Return the blocks as `partition` takes them, their backwards whole or split."""
+        return [
+            BlockCosts(
+                one.times.total(split=split),
+                one.activation_bytes,
+                one.held_until_weight_bytes,
+                one.start_bytes,
+                one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
+            )
+            for one in self.layers
+        ]
+
+    def table(self, *, width: int = 120) -> str:
+        """Return a table: microseconds and KiB per block."""
+        header = ["block", "F us", "B us", "I us", "W us", "held KiB", "until W KiB", "weights KiB", "output KiB"]
+        rows = [[one.name, *_micro(one.times), *_kibi(one)] for one in self.layers]
+        return table(header, [*rows, ["(any stage)", *_micro(self.overhead), "", "", "", ""]], width=width)
+
+    def to_json(self) -> str:
+        """Return it as a JSON object.
+
+        >>> profile = Profile((), Times(1, 2, 1, 1), "cpu", 5)
+        >>> Profile.from_json(profile.to_json()) == profile
+        True
+        """
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Return the profile that `to_json` wrote."""
+        read = json.loads(text)
+        layers = tuple(Layer(**{**one, "times": Times(**one["times"])}) for one in read.pop("layers"))
+        return Profile(layers, Times(**read.pop("overhead")), **read)
+
+
+def _micro(times: Times) -> list[str]:
+    return [f"{getattr(times, one.name) * 1e6:.0f}" for one in fields(Times)]
+
+
+def _kibi(layer: Layer) -> list[str]:
+    sizes = (layer.activation_bytes, layer.held_until_weight_bytes, layer.weight_bytes, layer.output_bytes)
+    return [f"{one / 1024:.1f}" for one in sizes]
+
+
+def profile(
+    model: Model,
+    microbatch: Any,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    num_runs: int = 10,
+    seed: int = 0,
+) -> Profile:
+    """Measure every block of `model`, where it is, with one microbatch; the last includes the loss.
+
+    Parameters, their gradients, buffers and random numbers are afterwards what they were. The whole model and one
+    microbatch's activations have to fit on the device.
+
+    >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
+    >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
+    [('0', 160, 64), ('1', 0, 64)]
+    """
+    if num_runs < 1:
+        raise ModelError(f"num_runs is {num_runs}", expected="1 or more")
+    blocks = blocks_of(model)
+    if loss_fn is not None and target is None:
+        raise BatchError("a loss_fn without a target", fix="pass target=, as to Pipeline.step")
+    modules = [block.module for block in blocks]
+    tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
+    device = next((one.device for one in tensors), torch.device("cpu"))
+    randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
+    with (
+        randomness.kept_aside(),
+        buffers.as_they_were(buffers.save()),
+        _gradients_put_aside([one for module in modules for one in module.parameters()]),
+    ):
+        whole, halves = (_Chain(blocks, randomness, loss_fn, split=split) for split in (False, True))
+        for _ in range(_NUM_WARM_UPS):
+            for each in (whole, halves):
+                each.run(microbatch, target, clock)
+        runs = [(whole.run(microbatch, target, clock), halves.run(microbatch, target, clock)) for _ in range(num_runs)]
+        sizes = halves.weigh(microbatch, target)
+    forward, backward = _medians([one for one, _ in runs])
+    _, backward_input, backward_weight = _medians([one for _, one in runs])
+    *seconds, nothing = map(Times, forward, backward, backward_input, backward_weight)
+    return Profile(
+        tuple(
+            Layer(block.name, _beyond(times, nothing), kept, later, received, *_static(block.module), handed_on)
+            for block, times, (kept, later, received, handed_on) in zip(blocks, seconds, sizes, strict=True)
+        ),
+        nothing,
+        str(device),
+        num_runs,
+    )
+
+
+@contextmanager
+def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    before = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in zip(parameters, before, strict=True):
+            one.grad = gradient
+
+
+class _Chain:
+    """All blocks as stages of one block each, and behind them one that does nothing."""
+
+    def __init__(self, blocks: Sequence[Block], randomness: Randomness, loss_fn: Loss | None, *, split: bool) -> None:
+        self.split = split
+        last = len(blocks) - 1
+        taped = (_MICROBATCH,) if split else ()
+        self.stages = [
+            Stage(index, [block], randomness, loss=loss_fn if index == last else None, split=taped)
+            for index, block in enumerate(blocks)
+        ]
+        self.nothing = Stage(len(blocks), [Block("nothing", nn.Identity())], randomness, split=taped)
+
+    def run(self, value: Any, target: Any, clock: Clock) -> list[list[float]]:
+        """Take a microbatch through and back; return the seconds of each op, block by block, the empty stage last."""
+        record = Record(0)
+        clock.begin()
+        for stage in self._all():
+            stage.begin()
+
+        def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+            record.starts.append(clock.mark())
+            made = call(_MICROBATCH, *arguments)
+            record.ends.append(clock.mark())
+            return made
+
+        for stage in self.stages:
+            value = timed(stage.forward, value, target)
+        spare = timed(self.nothing.forward, torch.zeros(1, device=pack(value)[0][0].device))
+        gradients = _seed(value)
+        for stage in reversed(self.stages):
+            gradients = timed(stage.backward_input if self.split else stage.backward, gradients)
+        timed(self.nothing.backward_input if self.split else self.nothing.backward, (spare,))
+        if self.split:
+            for stage in self._all():
+                timed(stage.backward_weight)
+        return self._sorted(clock.settle(record))
+
+    def _all(self) -> list[Stage]:
+        return [*self.stages, self.nothing]
+
+    def _sorted(self, record: Record) -> list[list[float]]:
+        """Return the seconds by op and block; backwards ran from the last block to the first."""
+        seconds = [(end - start) * _NANO for start, end in zip(record.starts, record.ends, strict=True)]
+        size = len(self.stages) + 1
+        forward, backward, *weight = (seconds[at : at + size] for at in range(0, len(seconds), size))
+        return [forward, [*reversed(backward[:-1]), backward[-1]], *weight]
+
+    def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
+        """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, handed on."""
+        scales = [Scale([stage]) for stage in self.stages]
+        values = [value]  # all of them stay alive, so that no storage's place is taken by another
+        for stage, scale in zip(self.stages, scales, strict=True):
+            scale.ignore(values[0], target)
+            with scale.watching():
+                values.append(stage.forward(_MICROBATCH, values[-1], target))
+        full = _newly([scale.kept() for scale in scales])
+        inputs = [_storages(one) for one in values[:-1]]
+        received = [
+            sum(size for place, size in taken.items() if place not in new and place not in inputs[0])
+            for taken, new in zip(inputs, full, strict=True)
+        ]
+        gradients = _seed(values[-1])
+        for stage in reversed(self.stages):
+            gradients = stage.backward_input(_MICROBATCH, gradients)
+        until = _newly([scale.kept() for scale in scales])
+        for stage in self.stages:
+            stage.backward_weight(_MICROBATCH)
+        handed_on = [sum(one.nbytes for one in pack(value)[0]) for value in values[1:]]
+        kept, later = ([sum(one.values()) for one in each] for each in (full, until))
+        return list(zip(kept, later, received, handed_on, strict=True))
+
+
+def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
+    """Return, block by block, the storages that none of the blocks before keeps."""
+    seen: set[int] = set()
+    found = []
+    for one in kept:
+        found.append({place: size for place, size in one.items() if place not in seen})
+        seen.update(one)
+    return found
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of each storage inside a value, by its place."""
+    storages = (tensor.untyped_storage() for tensor in pack(value)[0])
+    return {one.data_ptr(): one.nbytes() for one in storages}
+
+
+def _seed(output: Any) -> Gradients:
+    """Return a gradient for everything that the last block made."""
+    return tuple(torch.ones_like(one) if one.is_floating_point() else None for one in pack(output)[0])
+
+
+def _medians(runs: Sequence[list[list[float]]]) -> list[list[float]]:
+    """Return the median over runs of each op of each block."""
+    return [[median(each) for each in zip(*op, strict=True)] for op in zip(*runs, strict=True)]
+
+
+def _beyond(times: Times, nothing: Times) -> Times:
+    """Return what a block takes beyond what any stage does."""
+    return Times(*(max(getattr(times, one.name) - getattr(nothing, one.name), 0.0) for one in fields(Times)))
+
+
+def _static(module: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a block's weights and buffers, and of its gradients."""
+    trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
+    return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained
