@@ -54,6 +54,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
+	$(BIN)/python benchmarks/balance.py --json out/balance.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build

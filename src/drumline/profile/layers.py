@@ -4,8 +4,9 @@ One run takes a microbatch through all blocks and back, each a stage of its own,
 
     F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
 
-Gradients are the real ones, and a block finds the caches as the others left them. What calling a stage costs in itself
-is measured on one that does nothing and told apart (`Profile.overhead`): blocks of one stage pay for it once.
+and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
+them. What n stages take longer than the one is what being called costs (`Profile.overhead`): the blocks of a stage pay
+for it once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _MICROBATCH = 0
 _NUM_WARM_UPS = 3
 
 Gradients = tuple[Tensor | None, ...]
+Ops = list[list[float]]  # seconds, by op and stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +194,23 @@ def profile(
         buffers.as_they_were(buffers.save()),
         _gradients_put_aside([one for module in modules for one in module.parameters()]),
     ):
-        whole, halves = (_Chain(blocks, randomness, loss_fn, split=split) for split in (False, True))
-        for _ in range(_NUM_WARM_UPS):
-            for each in (whole, halves):
-                each.run(microbatch, target, clock)
-        runs = [(whole.run(microbatch, target, clock), halves.run(microbatch, target, clock)) for _ in range(num_runs)]
-        sizes = halves.weigh(microbatch, target)
-    forward, backward = _medians([one for one, _ in runs])
-    _, backward_input, backward_weight = _medians([one for _, one in runs])
-    *seconds, nothing = map(Times, forward, backward, backward_input, backward_weight)
+        apart = [[block] for block in blocks]
+        chains = [
+            _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
+        ]
+        runs = [[one.run(microbatch, target, clock) for one in chains] for _ in range(_NUM_WARM_UPS + num_runs)]
+        sizes = chains[2].weigh(microbatch, target)
+    whole, whole_at_once, halves, halves_at_once = zip(*runs[_NUM_WARM_UPS:], strict=True)
+    seconds, overhead = _told_apart(
+        [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
+        [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
+    )
     return Profile(
         tuple(
-            Layer(block.name, _beyond(times, nothing), kept, later, received, *_static(block.module), handed_on)
+            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on)
             for block, times, (kept, later, received, handed_on) in zip(blocks, seconds, sizes, strict=True)
         ),
-        nothing,
+        overhead,
         str(device),
         num_runs,
     )
@@ -225,23 +229,29 @@ def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Chain:
-    """All blocks as stages of one block each, and behind them one that does nothing."""
+    """Stages that make up the model, all of them here."""
 
-    def __init__(self, blocks: Sequence[Block], randomness: Randomness, loss_fn: Loss | None, *, split: bool) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[Block]], randomness: Randomness, loss_fn: Loss | None, *, split: bool
+    ) -> None:
         self.split = split
-        last = len(blocks) - 1
-        taped = (_MICROBATCH,) if split else ()
+        last = len(stages) - 1
         self.stages = [
-            Stage(index, [block], randomness, loss=loss_fn if index == last else None, split=taped)
-            for index, block in enumerate(blocks)
+            Stage(
+                index,
+                blocks,
+                randomness,
+                loss=loss_fn if index == last else None,
+                split=(_MICROBATCH,) if split else (),
+            )
+            for index, blocks in enumerate(stages)
         ]
-        self.nothing = Stage(len(blocks), [Block("nothing", nn.Identity())], randomness, split=taped)
 
-    def run(self, value: Any, target: Any, clock: Clock) -> list[list[float]]:
-        """Take a microbatch through and back; return the seconds of each op, block by block, the empty stage last."""
+    def run(self, value: Any, target: Any, clock: Clock) -> Ops:
+        """Take a microbatch through and back; return the seconds of each op, stage by stage."""
         record = Record(0)
         clock.begin()
-        for stage in self._all():
+        for stage in self.stages:
             stage.begin()
 
         def timed(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -252,25 +262,17 @@ class _Chain:
 
         for stage in self.stages:
             value = timed(stage.forward, value, target)
-        spare = timed(self.nothing.forward, torch.zeros(1, device=pack(value)[0][0].device))
         gradients = _seed(value)
         for stage in reversed(self.stages):
             gradients = timed(stage.backward_input if self.split else stage.backward, gradients)
-        timed(self.nothing.backward_input if self.split else self.nothing.backward, (spare,))
         if self.split:
-            for stage in self._all():
+            for stage in self.stages:
                 timed(stage.backward_weight)
-        return self._sorted(clock.settle(record))
-
-    def _all(self) -> list[Stage]:
-        return [*self.stages, self.nothing]
-
-    def _sorted(self, record: Record) -> list[list[float]]:
-        """Return the seconds by op and block; backwards ran from the last block to the first."""
+        clock.settle(record)
         seconds = [(end - start) * _NANO for start, end in zip(record.starts, record.ends, strict=True)]
-        size = len(self.stages) + 1
+        size = len(self.stages)
         forward, backward, *weight = (seconds[at : at + size] for at in range(0, len(seconds), size))
-        return [forward, [*reversed(backward[:-1]), backward[-1]], *weight]
+        return [forward, backward[::-1], *weight]
 
     def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
         """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, handed on."""
@@ -318,14 +320,16 @@ def _seed(output: Any) -> Gradients:
     return tuple(torch.ones_like(one) if one.is_floating_point() else None for one in pack(output)[0])
 
 
-def _medians(runs: Sequence[list[list[float]]]) -> list[list[float]]:
-    """Return the median over runs of each op of each block."""
-    return [[median(each) for each in zip(*op, strict=True)] for op in zip(*runs, strict=True)]
-
-
-def _beyond(times: Times, nothing: Times) -> Times:
-    """Return what a block takes beyond what any stage does."""
-    return Times(*(max(getattr(times, one.name) - getattr(nothing, one.name), 0.0) for one in fields(Times)))
+def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Times], Times]:
+    """Return each block's own times, and what being called adds to any stage's; medians over runs."""
+    blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
+    calls = max(len(blocks[0]) - 1, 1)
+    added = [
+        max(0.0, median((sum(many) - one) / calls for many, (one,) in zip(*both, strict=True)))
+        for both in zip(zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
+    ]
+    own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
+    return [Times(*each) for each in zip(*own, strict=True)], Times(*added)
 
 
 def _static(module: nn.Module) -> tuple[int, int]:
