@@ -8,16 +8,18 @@ goes. Both are found exactly, by dynamic programming over (stage, first block), 
     best(s, i) = min over j of max(seconds(i..j), best(s + 1, j))
 
 A rank with one stage has a memory of its own, so a limit only forbids some (stage, i, j). Several stages on one rank
-share its memory; then the cut found without sharing is taken if it happens to fit, and otherwise cuts are searched with
-that table as the bound. The search is exact unless it runs out of nodes, and says so (`Partition.is_exact`).
+share its memory; then the cut found without sharing is taken if it happens to fit. Otherwise its boundaries are moved
+until it does and nothing gets better, and from there all cuts are searched, with that table as the bound. The search is
+exact unless it runs out of nodes, and says so (`Partition.is_exact`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,9 @@ from drumline.plan.held import Held
 
 Floats = npt.NDArray[np.float64]
 
-_MAX_NODES = 200_000  # about a second
+_MAX_NODES = 100_000  # a few seconds
+_MAX_MOVES = 20_000  # a second or two
+_STEPS = (-3, -2, -1, 1, 2, 3)
 _SLACK = 1e-12  # of the largest stage: seconds are sums in floating point
 
 
@@ -80,15 +84,21 @@ def partition(
     found = _Bounds(chain, limit).best_cut()
     if found is not None and max(chain.rank_bytes(found), default=0.0) <= limit:
         return chain.partition(found, True)
+    even = [stage * chain.num_blocks // num_stages for stage in range(num_stages + 1)]
+    least = _climbed(even, chain.sizes)
     if found is not None and chain.shares_ranks:
-        search = _Search(chain, limit)
+        begun = min(
+            (_climbed(one, partial(chain.fitting, limit)) for one in (found, least)), key=partial(chain.fitting, limit)
+        )
+        fits = max(chain.rank_bytes(begun)) <= limit
+        search = _Search(chain, limit, begun if fits else None)
         if search.best is not None:
             return chain.partition(search.best, search.is_exact)
-    least = _Search(chain, math.inf, smallest=True)
-    assert least.best is not None, "without a limit something fits"
-    if max(chain.rank_bytes(least.best)) <= limit:
-        return chain.partition(least.best, False)  # the search for a fast one gave up before it found any
-    raise _too_small(chain, limit, least)
+    smallest = _Search(chain, math.inf, least, smallest=True)
+    assert smallest.best is not None, "without a limit something fits"
+    if max(chain.rank_bytes(smallest.best)) <= limit:
+        return chain.partition(smallest.best, False)  # the search for a fast one gave up before it found any
+    raise _too_small(chain, limit, smallest)
 
 
 def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[Held]) -> tuple[float, ...]:
@@ -156,6 +166,16 @@ class _Chain:
             )
         )
 
+    def sizes(self, ends: Sequence[int]) -> tuple[float, ...]:
+        """Return the ranks' peaks, largest first: the smaller, the less memory a cut needs."""
+        return tuple(sorted(self.rank_bytes(ends), reverse=True))
+
+    def fitting(self, limit: float, ends: Sequence[int]) -> tuple[float, ...]:
+        """Return by how much a cut exceeds the limit, then how good it is: the smaller, the better."""
+        seconds = np.diff(self.seconds[list(ends)])
+        excess = sum(max(size - limit, 0.0) for size in self.rank_bytes(ends))
+        return excess, float(seconds.max()), float((seconds**2).sum())
+
     def partition(self, ends: Sequence[int], is_exact: bool) -> Partition:
         assert ends[0] == 0, "the cut misses the first block"
         assert ends[-1] == self.num_blocks, "the cut misses the last block"
@@ -203,8 +223,8 @@ class _Search:
 
     chain: _Chain
     limit: float
+    best: list[int] | None = None  # what it begins with, which fits
     smallest: bool = False
-    best: list[int] | None = None
     value: tuple[float, float] = (math.inf, math.inf)
     nodes: int = 0
     _bounds: _Bounds = field(init=False)
@@ -216,6 +236,9 @@ class _Search:
             [(at, rank) for at, rank in enumerate(self.chain.held) if stage in rank.stages]
             for stage in range(self.chain.num_stages)
         ]
+        if self.best is not None:
+            _, *quality = self.chain.fitting(math.inf, self.best)
+            self.value = (self.chain.sizes(self.best)[0], 0.0) if self.smallest else (quality[0], quality[1])
         self._extend([0], 0.0, 0.0, 0.0)
 
     @property
@@ -232,7 +255,7 @@ class _Search:
         options = []
         for end in range(first + 1, self.chain.num_blocks - after + 1) if after else [self.chain.num_blocks]:
             self.nodes += 1
-            if not self.is_exact and (self.best is not None or not self.smallest):
+            if not self.is_exact:
                 break
             now = max(size, self._rank_size([*ends, end], stage))
             seconds = float(self._bounds.seconds[first, end])
@@ -254,6 +277,26 @@ class _Search:
             self.chain.one_rank(rank, [cuts[one] if one <= stage else (0, 0) for one in rank.stages])
             for _, rank in self._ranks_of[stage]
         )
+
+
+def _climbed(ends: list[int], value: Callable[[list[int]], tuple[float, ...]]) -> list[int]:
+    """Move one or two boundaries by up to three blocks, the best move first, for as long as the value falls."""
+    inner = range(1, len(ends) - 1)
+    moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in _STEPS]
+    moves += [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
+    best = value(ends)
+    for _ in range(_MAX_MOVES // max(len(moves), 1)):
+        options = []
+        for move in moves:
+            moved = list(ends)
+            for at, by in move:
+                moved[at] += by
+            if all(i < j for i, j in pairwise(moved)):
+                options.append((value(moved), moved))
+        if not options or (least := min(options))[0] >= best:
+            break
+        best, ends = least
+    return ends
 
 
 def _too_small(chain: _Chain, limit: float, least: _Search) -> PlanError:
