@@ -13,9 +13,10 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
-from drumline.plan import partition as module
+from drumline.plan import shared
+from drumline.plan.chain import BlockCosts, Partition
 from drumline.plan.held import held_by
-from drumline.plan.partition import BlockCosts, Partition, partition, rank_bytes
+from drumline.plan.partition import partition, rank_bytes
 from programs import NAMES, build, programs
 
 FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))
@@ -127,7 +128,7 @@ def test_stages_that_share_a_rank_share_its_memory() -> None:
 def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     held = held_by(build("interleaved-1f1b", 2, 2, 2))
     chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
-    monkeypatch.setattr(module, "_MAX_NODES", 5)
+    monkeypatch.setattr(shared, "_MAX_NODES", 5)
     found = partition(chain, 4, held=held, max_bytes=12)
     assert not found.is_exact
     assert_covers(found, chain, 4)

@@ -21,9 +21,11 @@ from drumline.core.timeline import Timeline
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.programs import program_for
+from drumline.plan.chain import Partition
 from drumline.plan.held import held_by
-from drumline.plan.partition import Partition, partition
-from drumline.profile.layers import Profile, profile
+from drumline.plan.partition import partition
+from drumline.profile.layers import profile
+from drumline.profile.profile import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Model
