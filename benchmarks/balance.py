@@ -1,8 +1,8 @@
 """The cut that `dl.balance` chooses against every other, and its predictions against the run that follows.
 
-    python benchmarks/balance.py [--schedules 1f1b zb-h1] [--rows 32] [--rounds 9] [--json FILE]
+    python benchmarks/balance.py [--schedules 1f1b zb-h1] [--classes 8192 3072] [--rows 32] [--rounds 9] [--json FILE]
 
-Two ranks, one thread each: 12 blocks of Linear(256, 256) + GELU and a head, Linear(256, 8192) with cross entropy. Both
+Two ranks, one thread each: 12 blocks of Linear(256, 256) + GELU and a head, Linear(256, C) with cross entropy. Both
 ranks profile at once, then a pipeline for every one of the 12 cuts takes turns, step by step, in one run; a step is
 timed from a barrier to the end of the last rank. Printed: each cut's predicted and measured step; how much longer a
 step of the chosen cut takes than one of the cut that turned out best, round by round (median and quartiles), next to
@@ -16,15 +16,15 @@ import copy
 import json
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 BLOCKS = 12
 WIDTH = 256
-CLASSES = 8192
 
 
-def measure(name: str, rows: int, microbatches: int, rounds: int) -> dict[str, Any]:
+def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) -> dict[str, Any]:
     """Run one schedule on this rank."""
     import torch
     import torch.distributed as dist
@@ -35,8 +35,8 @@ def measure(name: str, rows: int, microbatches: int, rounds: int) -> dict[str, A
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)]
-    model = nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
-    x, y = torch.randn(rows * microbatches, WIDTH), torch.randint(CLASSES, (rows * microbatches,))
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, classes))
+    x, y = torch.randn(rows * microbatches, WIDTH), torch.randint(classes, (rows * microbatches,))
     settings: dict[str, Any] = {
         "loss_fn": functional.cross_entropy,
         "schedule": name,
@@ -69,6 +69,7 @@ def measure(name: str, rows: int, microbatches: int, rounds: int) -> dict[str, A
         pipe.close()
     return {
         "schedule": name,
+        "classes": classes,
         "rows": rows,
         "microbatches": microbatches,
         "profiling_seconds": profiling,
@@ -102,7 +103,10 @@ def _compared(found: Any, actions: dict[str, list[float]]) -> dict[str, tuple[fl
 
 def show(row: dict[str, Any]) -> None:
     """Print one schedule's figures."""
-    print(f"{row['schedule']}, {row['microbatches']} microbatches of {row['rows']} rows", end="; ")
+    print(
+        f"{row['schedule']}, a head of {row['classes']}, {row['microbatches']} microbatches of {row['rows']} rows",
+        end="; ",
+    )
     print(f"profiled in {row['profiling_seconds']:.1f} s")
     print("  cut      predicted ms  measured ms")
     for cut, predicted, measured in zip(row["cuts"], row["predicted"], row["measured"], strict=True):
@@ -120,6 +124,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1"])
+    parser.add_argument("--classes", nargs="*", type=int, default=[8192, 3072])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
@@ -128,8 +133,8 @@ def main() -> None:
     import drumline as dl
 
     rows = []
-    for name in args.schedules:
-        rows.append(dl.launch(measure, name, args.rows, args.microbatches, args.rounds, num_ranks=2)[0])
+    for classes, name in product(args.classes, args.schedules):
+        rows.append(dl.launch(measure, name, classes, args.rows, args.microbatches, args.rounds, num_ranks=2)[0])
         show(rows[-1])
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
