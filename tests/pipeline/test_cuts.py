@@ -76,7 +76,7 @@ def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: st
 def test_a_heavy_block_gets_a_stage_of_its_own() -> None:
     heavy = nn.Sequential(nn.Linear(WIDTH, 3000), nn.Linear(3000, 3000), nn.Linear(3000, WIDTH))
     model = nn.Sequential(*mlp(6), heavy)
-    found = balanced(model)
+    found = balanced(model, num_runs=7)
     assert found.counts == (6, 1)
     assert found.cuts == ("6",)
     assert found.seconds[1] == max(found.seconds)
