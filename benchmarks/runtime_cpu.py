@@ -180,7 +180,8 @@ def main() -> None:
         print(
             f"{row['width']:4d}/{row['rows']:<4d} {row['microbatches']:3d}  {row['schedule']:17s} {row['ours_ms']:8.2f}"
             f"  {row['torch_ms']:8.2f} {row['torch']:5s}  {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-            f"  {aim:.2f}   {row['floor']:.2f}  {row['reached']:7.1%}  {row['extra_us']:9.0f}  {row['torch_extra_us']:7.0f}"
+            f"  {aim:.2f}   {row['floor']:.2f}  {row['reached']:7.1%}  {row['extra_us']:9.0f}"
+            f"  {row['torch_extra_us']:7.0f}"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -16,24 +16,9 @@ from drumline.pipeline.reference import reference_step
 from drumline.runtime.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import generate
+from programs import NAMES
 
-SYNCHRONOUS = (
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "interleaved-zb",
-    "dualpipe",
-    "dualpipe-v",
-    "chimera",
-    "hanayo",
-)
+SYNCHRONOUS = tuple(name for name in NAMES if name not in ("pipedream", "pipedream-2bw", "forward-only"))
 TWO_WAYS = ("dualpipe", "chimera")
 WIDTH = 6
 CPU = torch.device("cpu")
@@ -47,6 +32,18 @@ def mlp(num_blocks: int = 8, *, dropout: float = 0.0, seed: int = 1) -> nn.Seque
             for _ in range(num_blocks)
         )
     )
+
+
+class Unused(nn.Module):
+    """Has a layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.used(x)
+        return made
 
 
 def data(rows: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -104,9 +104,9 @@ def test_no_more_receives_are_open_than_was_allowed(name: str) -> None:
             batch, target = data(8)
             pipe.step(batch, target=target)
             # A receive is posted earlier than the bound asks where its edge's order forces it; dualpipe's does so.
-            assert all(0 < channel.peak_open_receives <= 8 for channel in pipe._channels)
+            assert all(0 < channel.peak_open_receives <= 8 for channel in pipe._crew.channels)
             if name in ("1f1b", "gpipe", "zb-h1"):
-                assert max(channel.peak_open_receives for channel in pipe._channels) <= ahead
+                assert max(channel.peak_open_receives for channel in pipe._crew.channels) <= ahead
 
 
 def test_uneven_cuts_give_the_same_gradients() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
-from torch_models import Reference, data, mlp, programs
+from torch_models import Reference, Unused, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 
@@ -249,15 +249,6 @@ def test_large_gradients_are_not_mistaken_for_infinite_ones() -> None:
 
 
 def test_parameters_that_no_loss_reaches_are_named() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.used(x)
-            return made
-
     batch, target = data(8)
     for name in ("1f1b", "zb-h1"):
         pipe = pipeline(nn.Sequential(nn.Linear(6, 6), Unused()), schedule=name)

@@ -25,7 +25,7 @@ from drumline.core.errors import (
 )
 from drumline.pipeline.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, Unused, data, mlp, programs
 
 pytestmark = pytest.mark.torch
 
@@ -132,15 +132,6 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
     rank = int(os.environ["RANK"])
     batch, target = data(8)
     given: dict[str, Any] = {"loss_fn": functional.mse_loss, "num_microbatches": 4, "transport": transport}
-
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.used(x)
-            return made
 
     def pipe(model: nn.Sequential | None = None, **more: Any) -> Any:
         return lambda: Pipeline(model if model is not None else mlp(), **{**given, **more})

@@ -82,3 +82,28 @@ class Tally:
                 expected="finite numbers; no optimizer has stepped",
                 fix="zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
             )
+
+
+class Ledger:
+    """The tallies of all steps so far: those nobody has looked at, the last one, and one that was refused."""
+
+    def __init__(self) -> None:
+        self.last: Tally | None = None  # of the steps that trained
+        self._open: list[Tally] = []
+        self._refused: Tally | None = None
+
+    def add(self, tally: Tally, *, trained: bool) -> None:
+        """Enter a step that has been told of."""
+        self._open.append(tally)
+        if trained:
+            self.last = tally
+            self._refused = None  # gradients add up, so this step's check covers what was there before
+
+    def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
+        """Look at all steps, or those up to a number, and raise if one must not be built on."""
+        if until is None and self._refused is not None and gradients_left():
+            self._refused.check()
+        while self._open and (until is None or self._open[0].number <= until):
+            self._refused = self._open.pop(0)
+            self._refused.check()
+            self._refused = None

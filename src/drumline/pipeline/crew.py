@@ -1,0 +1,132 @@
+"""The ranks that live in this process, and their way to all others.
+
+One under torchrun or `dl.launch`; several that take turns otherwise. Whatever goes wrong on one rank, every rank learns
+of it: `together` tells the others before the error leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from drumline.core.errors import MismatchError, RunError
+from drumline.core.program import Program
+from drumline.pipeline import transports
+from drumline.pipeline.programs import edges_of
+from drumline.runtime.channel import Channel, Wait
+from drumline.runtime.in_process import Hub, take_turns
+
+_scopes = itertools.count()
+
+
+class Crew:
+    """This process's channels, and what all ranks do together."""
+
+    def __init__(self, channels: Sequence[Channel], hub: Hub | None, *, timeout: float) -> None:
+        self.channels = list(channels)
+        self.hub = hub
+        self.timeout = timeout
+        self.over = ""  # why nothing more can be done together
+        self.current: Callable[[], str] = lambda: ""  # what this process is at, for errors
+        self._topics = itertools.count()
+
+    @staticmethod
+    def gathered(
+        transport: str,
+        device: torch.device,
+        *,
+        num_ranks: int | None,
+        program: Program | None,
+        ahead: int,
+        timeout: float,
+    ) -> Crew:
+        """Return the crew of this process, connected to all others."""
+        if transports.alone(transport):
+            hub = Hub(num_ranks or 1)
+            return Crew(hub.channels(), hub, timeout=timeout)
+        channel = transports.open_channel(
+            transport,
+            device,
+            timeout=timeout,
+            num_slots=max(4, ahead),
+            scope=f"drumline/{next(_scopes)}",
+            edges=None if program is None else edges_of(program),
+        )
+        crew = Crew([channel], None, timeout=timeout)
+        with crew.together("the set-up"):
+            if num_ranks not in (None, channel.num_ranks):
+                raise MismatchError(
+                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, as many processes as were started"
+                )
+        return crew
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks live in this process."""
+        return self.hub is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are, here and elsewhere."""
+        return self.channels[0].num_ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, the first of them if several take turns here."""
+        return self.channels[0].rank
+
+    def drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
+        """Run this process's ranks through their rows, waiting where they have to."""
+        if self.hub is not None:
+            take_turns(self.hub, runs)
+            return
+        for wait in runs[0]:
+            self.channels[0].block(wait, self._deadline())
+        self.channels[0].flush(self._deadline())
+
+    def all_told(self, what: str, values: Sequence[Any]) -> list[Any]:
+        """Tell the values of this process's ranks to all, and return what every rank told."""
+        topic = f"{what}/{next(self._topics)}"
+        self.tell(topic, values)
+        return self.heard(topic)
+
+    def tell(self, topic: str, values: Sequence[Any]) -> None:
+        """Tell the values of this process's ranks to all."""
+        for channel, value in zip(self.channels, values, strict=True):
+            channel.tell(topic, value)
+
+    def heard(self, topic: str) -> list[Any]:
+        """Return what every rank told, waiting for those that have not yet."""
+        told = [channel.hear(topic, self._deadline()) for channel in self.channels]
+        return told[0]
+
+    @contextmanager
+    def together(self, during: str) -> Iterator[None]:
+        """Let every rank know if this one fails; with several processes nothing more can be done after that."""
+        if self.over:
+            raise RunError(f"this pipeline cannot be used any more: {self.over}", fix="make a new one on all ranks")
+        try:
+            yield
+        except BaseException as error:
+            at = self.current() or during
+            for channel in self.channels:
+                channel.abort(error, at)
+            if not self.alone:
+                self.over = f"it failed at {at}: {error}"
+                self.channels[0].close()
+            raise
+
+    def close(self) -> None:
+        """Take leave of the other ranks."""
+        if not self.over:
+            self.over = "it was closed"
+            for channel in self.channels:
+                channel.close()
+
+    def _deadline(self) -> int:
+        return time.perf_counter_ns() + int(self.timeout * 1e9)
