@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PURE := $(addprefix src/drumline/,core schedules report) tests/core tests/schedules tests/report
+PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help setup demo test quick style lint bench docs clean
@@ -54,6 +54,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
+	$(BIN)/python benchmarks/balance.py --json out/balance.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build

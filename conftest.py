@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TORCH_HALF = ("runtime", "pipeline")
+TORCH_HALF = ("runtime", "profile", "pipeline")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -20,7 +20,7 @@ class Forbidden:
 sys.meta_path.insert(0, Forbidden())
 import importlib, pkgutil
 import drumline
-for package in ("core", "schedules", "report", "cli"):
+for package in ("core", "schedules", "plan", "report", "cli"):
     home = importlib.import_module(f"drumline.{package}")
     for module in pkgutil.walk_packages(home.__path__, f"drumline.{package}."):
         importlib.import_module(module.name)

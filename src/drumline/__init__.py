@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drumline.core.torch_text import for_torch, titan_schedule
     from drumline.core.validate import validate
     from drumline.core.violation import Violation
+    from drumline.pipeline.balance import balance
     from drumline.pipeline.launch import launch
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
@@ -52,6 +53,7 @@ _HOME = {
     "Violation": "core.violation",
     "W": "core.action",
     "attribute": "core.attribute",
+    "balance": "pipeline.balance",
     "compare": "report.compare",
     "for_torch": "core.torch_text",
     "generate": "schedules",
@@ -84,6 +86,7 @@ __all__ = [
     "Violation",
     "W",
     "attribute",
+    "balance",
     "compare",
     "for_torch",
     "generate",

@@ -47,7 +47,9 @@ class Pipeline:
 
     Under torchrun or `dl.launch` every process is one rank; otherwise `num_ranks` ranks take turns in this process.
 
-    - `model`: an nn.Sequential, or an ordered list of blocks; `balance` says how many blocks each stage gets.
+    - `model`: an nn.Sequential, or an ordered list of blocks.
+    - `balance`: how many blocks each stage gets ("even" unless given; `dl.balance` finds the best); or `cuts`, the
+      names of the blocks with which stages 1, 2, ... begin.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
@@ -69,7 +71,8 @@ class Pipeline:
         num_microbatches: int | None = None,
         num_ranks: int | None = None,
         stages_per_rank: int | None = None,
-        balance: Sequence[int] | None = None,
+        balance: Sequence[int] | str | None = None,
+        cuts: Sequence[str] | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
         transport: str = "auto",
@@ -106,13 +109,13 @@ class Pipeline:
                 raise problem
             self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
-            cuts = cut(blocks_of(model), program.num_stages, balance)
+            stages = cut(blocks_of(model), program.num_stages, balance, cuts)
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
-                cuts,
+                stages,
                 self.device,
                 Randomness(seed, self.device),
-                assembly.checkpointed(checkpoint, cuts),
+                assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if loss_fn is not None else None,
             )
             described = self._assembly.described(check_finite=check_finite)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from drumline.core.errors import ModelError, counted
+from drumline.core.errors import ModelError, counted, nearest
 
 Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -61,8 +61,46 @@ def _once(named: list[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def cut(blocks: Sequence[Block], num_stages: int, balance: Sequence[int] | None = None) -> list[tuple[Block, ...]]:
-    """Return the blocks of every stage; without a `balance` they are dealt as evenly as they go.
+def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
+    """Return how many blocks each stage gets where `cuts` names the first block of every stage but the first.
+
+    >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
+    [2, 4, 1]
+    """
+    named = [cuts] if isinstance(cuts, str) else list(cuts)
+    if len(named) != num_stages - 1:
+        raise ModelError(
+            f"cuts is {named}",
+            expected=f"{counted(num_stages - 1, 'name')}, one for each of {counted(num_stages, 'stage')} but the first",
+        )
+    place = {block.name: at for at, block in enumerate(blocks)}
+    for name in named:
+        if name not in place:
+            raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), place))
+    ends = [0, *(place[name] for name in named), len(blocks)]
+    for first, (start, end) in zip(["", *named], pairwise(ends), strict=True):
+        if start >= end:
+            second = blocks[end].name
+            wrong = (
+                f"cuts names the block {second!r} twice"
+                if first == second
+                else f"cuts names the block {second!r} after {first!r}"
+                if first
+                else f"cuts names the block {second!r}, with which the first stage begins"
+            )
+            raise ModelError(wrong, expected="the first blocks of stages 1, 2, ..., each once, in the model's order")
+    return [end - start for start, end in pairwise(ends)]
+
+
+def cut(
+    blocks: Sequence[Block],
+    num_stages: int,
+    balance: Sequence[int] | str | None = None,
+    cuts: Sequence[str] | None = None,
+) -> list[tuple[Block, ...]]:
+    """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
+
+    Without either, or with "even", they are dealt as evenly as they go.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -74,7 +112,18 @@ def cut(blocks: Sequence[Block], num_stages: int, balance: Sequence[int] | None 
             expected="at least one block per stage",
             fix="use fewer ranks or stages per rank, or cut the model into smaller blocks",
         )
-    if balance is None:
+    if cuts is not None:
+        if balance is not None:
+            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
+        balance = counts_of(blocks, num_stages, cuts)
+    if isinstance(balance, str) and balance != "even":
+        measured = "dl.balance(model, batch, target=..., loss_fn=...).counts"
+        raise ModelError(
+            f"balance is {balance!r}",
+            expected='"even", or how many blocks each stage gets',
+            fix=f"measure it: balance={measured}" if balance == "auto" else "",
+        )
+    if balance is None or isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
     balance = list(balance)

@@ -71,7 +71,7 @@ class Scale:
 
     def weigh(self) -> int:
         """Return the bytes that are held now."""
-        held = {place for place, count in self._kept.items() if count > 0}
+        held = set(self.kept())
         alive: dict[tuple[int, int], set[int]] = {}
         for stage in self._stages:
             for microbatch, passes in stage.held.items():
@@ -80,12 +80,19 @@ class Scale:
                 alive[stage.index, microbatch] = first or self._inputs.get((stage.index, microbatch), set())
                 for this in passes:
                     held |= self._places(this.leaves)
-                    if this.tape is not None:
-                        for record in this.tape.records:
-                            held |= self._places(pack((record.inputs, list(record.gradients)))[0])
-                        held |= self._places(gradient for _, gradient in this.tape.early)
         self._inputs = alive
         return sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
+
+    def kept(self) -> dict[int, int]:
+        """Return the bytes of each storage that autograd or a tape keeps, without parameters and the batch."""
+        held = {place for place, count in self._kept.items() if count > 0}
+        for stage in self._stages:
+            for this in (one for passes in stage.held.values() for one in passes):
+                if this.tape is not None:
+                    for record in this.tape.records:
+                        held |= self._places(pack((record.inputs, list(record.gradients)))[0])
+                    held |= self._places(gradient for _, gradient in this.tape.early)
+        return {place: self._sizes[place] for place in held.difference(self._own, self._given)}
 
     def _places(self, tensors: Iterable[Tensor]) -> set[int]:
         found = set()

@@ -1,0 +1,1 @@
+"""Deciding before running: where a model is cut, from numbers alone."""

@@ -1,0 +1,1 @@
+"""What a model takes on this device: seconds and bytes, block by block."""

@@ -1,0 +1,216 @@
+"""Every block of a chain, measured as it will run: as a stage, on this device, at this size of microbatch.
+
+One run takes a microbatch through all blocks and back, each a stage of its own, timed by the clock that times actions:
+
+    F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
+
+and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
+them. What n stages take longer than the one is what being called costs (`Profile.overhead`): the blocks of a stage pay
+for it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import BatchError, ModelError
+from drumline.profile.profile import Layer, Profile, Times
+from drumline.runtime.buffers import Buffers
+from drumline.runtime.clock import Clock
+from drumline.runtime.cuda import clock_for
+from drumline.runtime.cut import Block, Model, blocks_of
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.record import Record
+from drumline.runtime.stage import Loss, Stage
+from drumline.runtime.stash import Scale
+from drumline.runtime.values import pack
+
+_NANO = 1e-9
+_MICROBATCH = 0
+_NUM_WARM_UPS = 3
+
+Gradients = tuple[Tensor | None, ...]
+Ops = list[list[float]]  # seconds, by op and stage
+
+
+def profile(
+    model: Model,
+    microbatch: Any,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    num_runs: int = 10,
+    seed: int = 0,
+) -> Profile:
+    """Measure every block of `model`, where it is, with one microbatch; the last includes the loss.
+
+    Parameters, their gradients, buffers and random numbers are afterwards what they were. The whole model and one
+    microbatch's activations have to fit on the device.
+
+    >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
+    >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
+    [('0', 160, 64), ('1', 0, 64)]
+    """
+    if num_runs < 1:
+        raise ModelError(f"num_runs is {num_runs}", expected="1 or more")
+    blocks = blocks_of(model)
+    if loss_fn is not None and target is None:
+        raise BatchError("a loss_fn without a target", fix="pass target=, as to Pipeline.step")
+    modules = [block.module for block in blocks]
+    tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
+    device = next((one.device for one in tensors), torch.device("cpu"))
+    randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
+    with (
+        randomness.kept_aside(),
+        buffers.as_they_were(buffers.save()),
+        _gradients_put_aside([one for module in modules for one in module.parameters()]),
+    ):
+        apart = [[block] for block in blocks]
+        chains = [
+            _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
+        ]
+        runs = [[one.run(microbatch, target, clock) for one in chains] for _ in range(_NUM_WARM_UPS + num_runs)]
+        sizes = chains[2].weigh(microbatch, target)
+    whole, whole_at_once, halves, halves_at_once = zip(*runs[_NUM_WARM_UPS:], strict=True)
+    seconds, overhead = _told_apart(
+        [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
+        [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
+    )
+    return Profile(
+        tuple(
+            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on)
+            for block, times, (kept, later, received, handed_on) in zip(blocks, seconds, sizes, strict=True)
+        ),
+        overhead,
+        str(device),
+        num_runs,
+    )
+
+
+@contextmanager
+def _gradients_put_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    before = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in zip(parameters, before, strict=True):
+            one.grad = gradient
+
+
+class _Chain:
+    """Stages that make up the model, all of them here."""
+
+    def __init__(
+        self, stages: Sequence[Sequence[Block]], randomness: Randomness, loss_fn: Loss | None, *, split: bool
+    ) -> None:
+        self.split = split
+        last = len(stages) - 1
+        self.stages = [
+            Stage(
+                index,
+                blocks,
+                randomness,
+                loss=loss_fn if index == last else None,
+                split=(_MICROBATCH,) if split else (),
+            )
+            for index, blocks in enumerate(stages)
+        ]
+
+    def run(self, value: Any, target: Any, clock: Clock) -> Ops:
+        """Take a microbatch through and back; return the seconds of each op, stage by stage."""
+        record = Record(0)
+        clock.begin()
+        for stage in self.stages:
+            stage.begin()
+
+        def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+            record.starts.append(clock.mark())
+            made = call(_MICROBATCH, *arguments)
+            record.ends.append(clock.mark())
+            return made
+
+        for stage in self.stages:
+            value = timed(stage.forward, value, target)
+        gradients = _seed(value)
+        for stage in reversed(self.stages):
+            gradients = timed(stage.backward_input if self.split else stage.backward, gradients)
+        if self.split:
+            for stage in self.stages:
+                timed(stage.backward_weight)
+        clock.settle(record)
+        seconds = [(end - start) * _NANO for start, end in zip(record.starts, record.ends, strict=True)]
+        size = len(self.stages)
+        forward, backward, *weight = (seconds[at : at + size] for at in range(0, len(seconds), size))
+        return [forward, backward[::-1], *weight]
+
+    def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
+        """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, handed on."""
+        scales = [Scale([stage]) for stage in self.stages]
+        values = [value]  # all of them stay alive, so that no storage's place is taken by another
+        for stage, scale in zip(self.stages, scales, strict=True):
+            scale.ignore(values[0], target)
+            with scale.watching():
+                values.append(stage.forward(_MICROBATCH, values[-1], target))
+        full = _newly([scale.kept() for scale in scales])
+        inputs = [_storages(one) for one in values[:-1]]
+        received = [
+            sum(size for place, size in taken.items() if place not in new and place not in inputs[0])
+            for taken, new in zip(inputs, full, strict=True)
+        ]
+        gradients = _seed(values[-1])
+        for stage in reversed(self.stages):
+            gradients = stage.backward_input(_MICROBATCH, gradients)
+        until = _newly([scale.kept() for scale in scales])
+        for stage in self.stages:
+            stage.backward_weight(_MICROBATCH)
+        handed_on = [sum(one.nbytes for one in pack(value)[0]) for value in values[1:]]
+        kept, later = ([sum(one.values()) for one in each] for each in (full, until))
+        return list(zip(kept, later, received, handed_on, strict=True))
+
+
+def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
+    """Return, block by block, the storages that none of the blocks before keeps."""
+    seen: set[int] = set()
+    found = []
+    for one in kept:
+        found.append({place: size for place, size in one.items() if place not in seen})
+        seen.update(one)
+    return found
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Return the bytes of each storage inside a value, by its place."""
+    storages = (tensor.untyped_storage() for tensor in pack(value)[0])
+    return {one.data_ptr(): one.nbytes() for one in storages}
+
+
+def _seed(output: Any) -> Gradients:
+    """Return a gradient for everything that the last block made."""
+    return tuple(torch.ones_like(one) if one.is_floating_point() else None for one in pack(output)[0])
+
+
+def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Times], Times]:
+    """Return each block's own times, and what being called adds to any stage's; medians over runs."""
+    blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
+    calls = max(len(blocks[0]) - 1, 1)
+    added = [
+        max(0.0, median((sum(many) - one) / calls for many, (one,) in zip(*both, strict=True)))
+        for both in zip(zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
+    ]
+    own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
+    return [Times(*each) for each in zip(*own, strict=True)], Times(*added)
+
+
+def _static(module: nn.Module) -> tuple[int, int]:
+    """Return the bytes of a block's weights and buffers, and of its gradients."""
+    trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
+    return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drumline.core.errors import BatchError, ModelError, PlanError
+from drumline.core.simulate import simulate
+from drumline.pipeline.balance import Balance, balance
+from drumline.pipeline.launch import launch
+from drumline.pipeline.pipeline import Pipeline
+from torch_models import WIDTH, Reference, data, mlp
+
+pytestmark = pytest.mark.torch
+
+
+def pipeline(model: Any, *, num_ranks: int = 3, **settings: Any) -> Pipeline:
+    return Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=num_ranks, **settings)
+
+
+def counts(pipe: Pipeline) -> list[int]:
+    return [len(stage) for stage in pipe._assembly.cuts]
+
+
+def balanced(model: Any, **settings: Any) -> Balance:
+    batch, target = data(16)
+    settings = {"num_microbatches": 4, "num_ranks": 2, "num_runs": 2, **settings}
+    return balance(model, batch, target=target, loss_fn=functional.mse_loss, **settings)
+
+
+def test_cuts_name_the_first_block_of_every_stage_but_the_first() -> None:
+    assert counts(pipeline(mlp(8), cuts=["3", "5"])) == [3, 2, 3]
+    named = {name: nn.Linear(WIDTH, WIDTH) for name in ("embed", "middle", "top", "head")}
+    assert counts(pipeline(named, cuts=["top"], num_ranks=2)) == [2, 2]
+    assert counts(pipeline(mlp(8), cuts=[], num_ranks=1)) == [8]
+
+
+def test_even_is_the_default() -> None:
+    assert counts(pipeline(mlp(8), balance="even")) == counts(pipeline(mlp(8))) == [3, 3, 2]
+
+
+def test_a_model_cut_by_names_trains_like_one_process() -> None:
+    model = mlp(8, dropout=0.2)
+    pipe = pipeline(model, cuts=["1", "6"], schedule="zb-h1")
+    reference = Reference(model, pipe.program, functional.mse_loss, balance=[1, 5, 2])
+    batch, target = data(12)
+    loss = pipe.step(batch, target=target).loss
+    assert loss is not None
+    assert torch.equal(loss, reference.step(batch, target))
+    reference.compare(pipe, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cuts": ["3", "55"]}, r"cuts names the block '55', which is not there; did you mean 5\?"),
+        ({"cuts": ["5", "3"]}, "cuts names the block '3' after '5'; expected the first blocks of stages"),
+        ({"cuts": ["3", "3"]}, "cuts names the block '3' twice"),
+        ({"cuts": ["0", "3"]}, "cuts names the block '0', with which the first stage begins"),
+        ({"cuts": ["3"]}, r"cuts is \['3'\]; expected 2 names, one for each of 3 stages but the first"),
+        ({"cuts": "35"}, r"cuts is \['35'\]; expected 2 names"),
+        ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected one of the two"),
+        ({"balance": "auto"}, r"balance is 'auto'; .*measure it: balance=dl.balance\(model, batch"),
+        ({"balance": "evn"}, "balance is 'evn'; expected \"even\", or how many blocks"),
+    ],
+)
+def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        pipeline(mlp(8), **settings)
+
+
+def test_a_heavy_block_gets_a_stage_of_its_own() -> None:
+    heavy = nn.Sequential(nn.Linear(WIDTH, 3000), nn.Linear(3000, 3000), nn.Linear(3000, WIDTH))
+    model = nn.Sequential(*mlp(6), heavy)
+    found = balanced(model, num_runs=7)
+    assert found.counts == (6, 1)
+    assert found.cuts == ("6",)
+    assert found.seconds[1] == max(found.seconds)
+    assert counts(pipeline(model, num_ranks=2, balance=found.counts)) == [6, 1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe"])
+def test_predictions_are_those_of_the_simulator(schedule: str) -> None:
+    found = balanced(mlp(8), schedule=schedule, optimizer_states=0)
+    assert sum(found.counts) == 8
+    assert found.is_exact
+    assert found.rank_bytes == simulate(found.program, found.costs).peak_bytes
+    assert len(found.table().splitlines()) == found.program.num_stages + 1
+    told = json.loads(found.to_json())
+    assert told["counts"] == list(found.counts)
+    assert told["makespan"] == found.timeline.makespan > 0
+
+
+def test_a_memory_limit_moves_the_cut_or_names_what_would_do() -> None:
+    found = balanced(mlp(8))
+    with pytest.raises(PlanError, match=r"no cut of 8 blocks into 2 stages .* expected max_bytes=") as caught:
+        balanced(mlp(8), max_bytes=100)
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    tight = balanced(mlp(8), max_bytes=smallest)
+    assert max(tight.rank_bytes) <= smallest <= max(found.rank_bytes)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(BatchError, match="the batch has 2 rows for 4 microbatches"):
+        balance(mlp(4), torch.ones(2, WIDTH), num_microbatches=4, num_ranks=2)
+    with pytest.raises(BatchError, match="the batch holds no tensor"):
+        balance(mlp(4), None, num_microbatches=4, num_ranks=2)
+
+
+def test_all_ranks_use_rank_0s_figures() -> None:
+    def decide() -> tuple[str, list[int]]:
+        model = mlp(8)
+        found = balanced(model, num_ranks=None)
+        return found.to_json(), counts(pipeline(model, num_ranks=2, balance=found.counts))
+
+    first, second = launch(decide, num_ranks=2)
+    assert first == second
+
+
+def test_a_rank_that_cannot_measure_fails_all() -> None:
+    def decide() -> None:
+        import torch.distributed as dist
+
+        balance(mlp(4), torch.ones(8 if dist.get_rank() else 2, WIDTH), num_microbatches=4)
+
+    with pytest.raises(BatchError, match="the batch has 2 rows for 4 microbatches"):
+        launch(decide, num_ranks=2)

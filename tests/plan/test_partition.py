@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import accumulate, combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from drumline.plan import shared
+from drumline.plan.chain import BlockCosts, Partition
+from drumline.plan.held import held_by
+from drumline.plan.partition import partition, rank_bytes
+from programs import NAMES, build, programs
+
+FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))
+
+blocks = st.builds(
+    BlockCosts,
+    seconds=st.integers(0, 20),
+    activation_bytes=st.integers(0, 20),
+    held_until_weight_bytes=st.none() | st.integers(0, 30),
+    start_bytes=st.integers(0, 5),
+    static_bytes=st.integers(0, 30),
+)
+
+
+def cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_blocks), num_stages - 1):
+        yield tuple(j - i for i, j in pairwise((0, *inner, num_blocks)))
+
+
+def stage_seconds(chain: list[BlockCosts], counts: tuple[int, ...]) -> tuple[float, ...]:
+    ends = list(accumulate(counts, initial=0))
+    return tuple(sum(one.seconds for one in chain[i:j]) for i, j in pairwise(ends))
+
+
+def quality(chain: list[BlockCosts], counts: tuple[int, ...]) -> tuple[float, float]:
+    seconds = stage_seconds(chain, counts)
+    return max(seconds), sum(one**2 for one in seconds)
+
+
+def assert_covers(found: Partition, chain: list[BlockCosts], num_stages: int) -> None:
+    assert len(found.counts) == num_stages
+    assert sum(found.counts) == len(chain)
+    assert min(found.counts) >= 1
+    assert found.seconds == stage_seconds(chain, found.counts)
+
+
+@given(st.lists(blocks, min_size=1, max_size=9), st.data())
+def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCosts], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(chain)))
+    found = partition(chain, num_stages)
+    assert_covers(found, chain, num_stages)
+    assert found.is_exact
+    assert quality(chain, found.counts) == min(quality(chain, one) for one in cuts(len(chain), num_stages))
+
+
+@settings(deadline=None)
+@given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
+def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.DataObject) -> None:
+    num_stages, held = program.num_stages, held_by(program)
+    chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
+    sizes = {one: max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages)}
+    limit = data.draw(st.sampled_from(sorted(sizes.values())))
+    found = partition(chain, num_stages, held=held, max_bytes=limit)
+    assert_covers(found, chain, num_stages)
+    assert found.is_exact
+    assert found.rank_bytes == rank_bytes(chain, found.counts, held)
+    assert max(found.rank_bytes) <= limit
+    assert quality(chain, found.counts) == min(quality(chain, one) for one, size in sizes.items() if size <= limit)
+
+
+@settings(deadline=None)
+@given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
+def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Program, data: st.DataObject) -> None:
+    num_stages, held = program.num_stages, held_by(program)
+    chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
+    smallest = min(max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages))
+    with pytest.raises(PlanError, match=f"expected max_bytes={math.ceil(smallest)} or more; use more ranks") as caught:
+        partition(chain, num_stages, held=held, max_bytes=smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    assert partition(chain, num_stages, held=held, max_bytes=smallest).is_exact
+
+
+@settings(deadline=None)
+@given(programs(FLUSHED), st.data())
+def test_a_ranks_bytes_are_the_simulators_peak(program: Program, data: st.DataObject) -> None:
+    stages = program.num_stages
+    per_stage = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
+    full, until, weight = data.draw(per_stage), data.draw(per_stage), data.draw(per_stage)
+    chain = [
+        BlockCosts(1.0, activation_bytes=a, held_until_weight_bytes=u, static_bytes=w)
+        for a, u, w in zip(full, until, weight, strict=True)
+    ]
+    costs = Costs(activation_bytes=full, held_until_weight_bytes=until, weight_bytes=weight)
+    assert rank_bytes(chain, [1] * stages, held_by(program)) == simulate(program, costs).peak_bytes
+
+
+def test_a_heavy_head_stands_alone() -> None:
+    chain = [BlockCosts(1.0)] * 12 + [BlockCosts(10.0)]
+    assert partition(chain, 2).counts == (11, 2)
+    assert partition(chain, 3).counts == (6, 6, 1)
+
+
+def test_what_a_stage_receives_counts_where_it_begins() -> None:
+    held = held_by(build("gpipe", 2, 3))
+    chain = [BlockCosts(1.0), BlockCosts(1.0, start_bytes=100), BlockCosts(1.0, start_bytes=1), BlockCosts(1.0)]
+    assert partition(chain, 2, held=held).counts == (2, 2)
+    assert rank_bytes(chain, (1, 3), held) == (0, 300)
+    assert rank_bytes(chain, (2, 2), held) == (0, 3)
+
+
+def test_stages_that_share_a_rank_share_its_memory() -> None:
+    held = held_by(build("interleaved-1f1b", 2, 2, 2))
+    chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
+    free, tight = (partition(chain, 4, held=held, max_bytes=limit) for limit in (100, 12))
+    assert (free.counts, free.rank_bytes) == ((1, 1, 2, 2), (13, 8))
+    assert (tight.counts, tight.rank_bytes) == ((1, 1, 1, 3), (12, 9))
+
+
+def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = held_by(build("interleaved-1f1b", 2, 2, 2))
+    chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
+    monkeypatch.setattr(shared, "_MAX_NODES", 5)
+    found = partition(chain, 4, held=held, max_bytes=12)
+    assert not found.is_exact
+    assert_covers(found, chain, 4)
+    assert max(found.rank_bytes or ()) <= 12
+    with pytest.raises(PlanError, match="no cut was found of 6 blocks into 4 stages"):
+        partition(chain, 4, held=held, max_bytes=5)
+
+
+def test_two_hundred_blocks_take_no_time() -> None:
+    chain = [BlockCosts(1.0 + at % 7, activation_bytes=at % 5, static_bytes=3) for at in range(200)]
+    start = time.perf_counter()
+    found = partition(chain, 16, held=held_by(build("1f1b", 16, 32)), max_bytes=10_000)
+    assert time.perf_counter() - start < 2
+    assert_covers(found, chain, 16)
+
+
+@pytest.mark.parametrize("num_stages", [0, 3])
+def test_counts_that_make_no_sense_are_refused(num_stages: int) -> None:
+    with pytest.raises(PlanError, match=f"2 blocks for {num_stages} stages; expected at least one block per stage"):
+        partition([BlockCosts(1.0)] * 2, num_stages)
+
+
+def test_a_limit_needs_to_know_what_is_held() -> None:
+    with pytest.raises(PlanError, match="max_bytes without held"):
+        partition([BlockCosts(1.0)] * 2, 2, max_bytes=10)
+    with pytest.raises(PlanError, match=r"held names the stages \[0, 1\]"):
+        partition([BlockCosts(1.0)] * 3, 3, held=held_by(build("1f1b", 2, 2)), max_bytes=10)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import BatchError, ModelError
+from drumline.core.simulate import simulate
+from drumline.pipeline.pipeline import Pipeline
+from drumline.plan.held import held_by
+from drumline.plan.partition import rank_bytes
+from drumline.profile.layers import _told_apart, profile
+from drumline.profile.profile import Layer, Profile, Times
+from drumline.schedules import generate
+from torch_models import WIDTH, data, mlp
+
+pytestmark = pytest.mark.torch
+
+ROWS = 4
+FLOAT = 4
+
+
+def profiled(model: nn.Sequential, **settings: Any) -> Profile:
+    batch, target = data(ROWS)
+    return profile(model, batch, target=target, loss_fn=functional.mse_loss, num_runs=2, **settings)
+
+
+def made_up(*seconds: float) -> Profile:
+    layers = [
+        Layer(str(at), Times(one, 2 * one, one, one), 10, 8, 3, weight_bytes=40, gradient_bytes=20, output_bytes=5)
+        for at, one in enumerate(seconds)
+    ]
+    return Profile(tuple(layers), Times(0.5, 0.25, 0.125, 0.125), "cpu", 1)
+
+
+def test_every_block_has_times_and_bytes() -> None:
+    found = profiled(mlp(3))
+    assert [one.name for one in found.layers] == ["0", "1", "2"]
+    for one in found.layers:
+        assert min(one.times.forward, one.times.backward, one.times.backward_input, one.times.backward_weight) >= 0
+        assert one.times.total(split=False) > 0
+        assert one.weight_bytes == one.gradient_bytes == (WIDTH * WIDTH + 3 * WIDTH) * FLOAT
+    assert [one.output_bytes for one in found.layers] == [ROWS * WIDTH * FLOAT] * 2 + [FLOAT]
+    assert min(found.overhead.forward, found.overhead.backward_input) >= 0
+
+
+def test_frozen_weights_have_no_gradients_and_buffers_count_as_weights() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model[0].requires_grad_(False)
+    first, second = profiled(model).layers
+    assert (first.weight_bytes, first.gradient_bytes) == ((WIDTH + 1) * WIDTH * FLOAT, 0)
+    assert (second.weight_bytes, second.gradient_bytes) == (4 * WIDTH * FLOAT + 8, 2 * WIDTH * FLOAT)
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    class Counting(nn.Module):
+        """Replaces its buffer in place of changing it."""
+
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, value: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return value * 2
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), Counting(), nn.Linear(6, 6))
+    for at, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, 3.0) if at % 2 else None
+    before, gradients = copy.deepcopy(model.state_dict()), [one.grad for one in model.parameters()]
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    batch, target = torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    profile(model, batch, target=target, loss_fn=functional.mse_loss, num_runs=2)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    for one, gradient in zip(model.parameters(), gradients, strict=True):
+        assert one.grad is gradient
+        assert gradient is None or bool((gradient == 3).all())
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_failing_block_leaves_gradients_and_random_numbers_too() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(3, 3))
+    model[0].weight.grad = gradient = torch.ones(WIDTH, WIDTH)
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        profile(model, torch.ones(ROWS, WIDTH))
+    assert model[0].weight.grad is gradient
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("blocks", ["gelu", "relu", "norm"])
+@pytest.mark.parametrize("counts", [(1, 5), (3, 3), (2, 4)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_bytes_of_a_cut_are_what_its_stages_really_hold(blocks: str, counts: tuple[int, int], schedule: str) -> None:
+    kinds: dict[str, list[nn.Module]] = {
+        "gelu": [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)],
+        "relu": [nn.ReLU() if at % 2 else nn.Linear(WIDTH, WIDTH) for at in range(6)],
+        "norm": [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(6)],
+    }
+    model = nn.Sequential(*kinds[blocks])
+    found = profiled(model)
+    pipe = Pipeline(
+        model,
+        loss_fn=functional.mse_loss,
+        schedule=schedule,
+        num_microbatches=4,
+        num_ranks=2,
+        balance=counts,
+        weigh=True,
+    )
+    batch, target = data(4 * ROWS)
+    pipe.step(batch, target=target)
+    measured, predicted = pipe.timeline().measured_costs(), found.costs(counts)
+    received = ROWS * WIDTH * FLOAT  # counts here, and is told apart there
+    first, second = predicted.per_stage("activation_bytes", 2)
+    assert (first, second - received) == measured.per_stage("activation_bytes", 2)
+    if schedule == "zb-h1":
+        needed = 0 if isinstance(model[counts[0]], nn.ReLU) else received  # by W, which a ReLU does not have
+        first, second = predicted.per_stage("held_until_weight_bytes", 2)
+        assert (first, second - needed) == measured.per_stage("held_until_weight_bytes", 2)
+
+
+def test_costs_of_a_cut_add_its_blocks_up_and_a_stages_own_once() -> None:
+    costs = made_up(1.0, 2.0, 4.0).costs([2, 1], optimizer_states=3)
+    assert costs.per_stage("forward", 2) == (3.5, 4.5)
+    assert costs.per_stage("backward", 2) == (6.25, 8.25)
+    assert costs.per_stage("backward_input", 2) == costs.per_stage("backward_weight", 2) == (3.125, 4.125)
+    assert costs.per_stage("activation_bytes", 2) == (23, 13)
+    assert costs.per_stage("held_until_weight_bytes", 2) == (16, 8)
+    assert costs.per_stage("message_bytes", 2) == (5, 0)
+    assert costs.per_stage("optimizer_bytes", 2) == (120, 60)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b", "dualpipe"])
+def test_the_planner_and_the_simulator_see_the_same_peaks(name: str) -> None:
+    program = generate(name, num_ranks=2, num_microbatches=4)
+    found = made_up(*range(6))
+    counts = [2, 4] if program.num_stages == 2 else [1, 2, 1, 2]
+    planned = rank_bytes(found.blocks(split=True), counts, held_by(program))
+    assert planned == simulate(program, found.costs(counts)).peak_bytes
+
+
+def test_what_one_stage_of_all_blocks_saves_is_what_calls_cost() -> None:
+    apart = [[[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]], [[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]]]
+    at_once = [[[10.0], [20.0]], [[10.0], [20.0]]]  # forwards 2 less than apart; backwards, by noise, more
+    halves = [[*one, *one] for one in apart], [[*one, *one] for one in at_once]
+    layers, overhead = _told_apart(*halves)
+    assert overhead == Times(1.0, 0.0, 1.0, 0.0)
+    assert layers == [Times(2.0, 6.0, 2.0, 6.0), Times(4.0, 6.0, 4.0, 6.0), Times(3.0, 6.0, 3.0, 6.0)]
+
+
+def test_a_profile_is_a_table_and_json() -> None:
+    found = made_up(1e-3, 2e-3)
+    assert found.table().splitlines()[1].split() == ["0", "1000", "2000", "1000", "1000", "0.0", "0.0", "0.0", "0.0"]
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    batch, target = data(ROWS)
+    with pytest.raises(BatchError, match="a loss_fn without a target; pass target="):
+        profile(mlp(2), batch, loss_fn=functional.mse_loss)
+    with pytest.raises(ModelError, match="num_runs is 0"):
+        profile(mlp(2), batch, target=target, num_runs=0)
+    with pytest.raises(ModelError, match=r"counts are \[1, 2\]; expected 1 or more each, 2 in all"):
+        made_up(1.0, 2.0).costs([1, 2])
