@@ -182,7 +182,8 @@ def same(model: nn.Module, whole: nn.Module) -> None:
 def test_odd_models_get_the_gradients_of_a_plain_loop(name: str, schedule: str) -> None:
     torch.manual_seed(0)
     model = ODD[name]()
-    whole = copy.deepcopy(model)
+    torch.manual_seed(0)
+    whole = ODD[name]()
     plain(whole, steps=2)
     pipe = pipeline(model, schedule)
     x, y = data()
