@@ -305,6 +305,7 @@ def test_two_copies_in_one_process_follow_the_model() -> None:
         for one in (optimizer, theirs):
             one.step()
             one.zero_grad()
+        torch.testing.assert_close(pipe.eval_step(x).output, new(x).detach())
 
 
 def test_running_statistics_in_two_copies_are_refused() -> None:

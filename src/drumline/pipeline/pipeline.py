@@ -221,6 +221,7 @@ class Pipeline:
     def eval_step(self, batch: Any = None, *, target: Any = None) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
         self._settle(until=self._number - 2)
+        self._renew()
         step = Step(self._number, train=False)
         blocks = [block for one in self._executors for stage in one.stages.values() for block in stage.blocks]
         training = [module for block in blocks for module in block.module.modules() if module.training]

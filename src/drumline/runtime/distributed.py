@@ -220,8 +220,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         coming = self._inbox[wait.source][self._key(wait.receive)]
         self._issue_through(wait.source, self._edges[wait.source], coming)
         if self._by_host:
-            ended = lambda: coming.has_arrived or coming.error is not None  # noqa: E731
-            self._mesh.wait(ended, wait, deadline_ns, needs=lambda: ())
+            self._mesh.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
             if coming.error is not None:
                 raise self._mesh.explain(wait.source, coming.error) from coming.error
 

@@ -33,7 +33,6 @@ class Reel:
 class Owner(ABC):
     """A module that owns trainable parameters, and how its weight gradients are made."""
 
-    joins = False  # whether the records of several microbatches can be made one
     by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
 
     def __init__(self, module: nn.Module, reel: Reel) -> None:
@@ -48,9 +47,9 @@ class Owner(ABC):
     def gradients(self, record: Record) -> Gradients:
         """Return the weight gradients of one call."""
 
-    def joined(self, records: Sequence[Record]) -> Record:
-        """Return one record in place of several."""
-        raise NotImplementedError
+    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Return fewer records in place of several microbatches', where that makes one larger product."""
+        return records
 
     def refresh(self) -> None:  # noqa: B027 - most have nothing to do
         """Follow the parameters if their memory was exchanged since the last step."""
@@ -102,8 +101,6 @@ def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tenso
 class LinearOwner(_WithFormula):
     """y = x w^T + b, so that w's gradient is g^T x and b's the sum of g."""
 
-    joins = True
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
         """Compute with the stand-ins."""
         if self._as_it_is():
@@ -129,13 +126,13 @@ class LinearOwner(_WithFormula):
             found.append((self.to_bias, _as(self.to_bias, summed)))
         return found
 
-    def joined(self, records: Sequence[Record]) -> Record:
+    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
         """Return one record with all rows."""
         inputs = [self._checked(record, record.inputs).detach() for record in records]
         gradients = [cast(Tensor, record.gradients[0]) for record in records]
         one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
         one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
-        return one
+        return [one]
 
 
 class LayerNormOwner(_WithFormula):

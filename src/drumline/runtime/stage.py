@@ -75,7 +75,7 @@ class Segment:
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
         if self.quiet:
-            versions = versions_of(value)
+            versions = versions_of(value) if self._suspects else []
             if self._suspects:
                 randomness.watch()
             made = value

@@ -115,8 +115,7 @@ def merged(tapes: Sequence[Tape]) -> Gradients:
     whole.early = [pair for tape in tapes for pair in tape.early]
     for calls in zip(*(tape.records for tape in tapes), strict=True):
         reached = [call for call in calls if call.reached]
-        joins = len(reached) > 1 and reached[0].owner.joins
-        whole.records += [reached[0].owner.joined(reached)] if joins else reached
+        whole.records += reached[0].owner.joined(reached) if len(reached) > 1 else reached
     for tape in tapes:
         tape.records, tape.early = [], []
     return whole.weight_gradients()
