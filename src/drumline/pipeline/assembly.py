@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,7 @@ def device_of(model: Any) -> torch.device:
 def named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a stage's parameters under the names of the unsplit model."""
     for block in stage.blocks:
-        for name, one in block.module.named_parameters():
-            yield f"{block.name}.{name}", one
+        yield from block.named_parameters()
 
 
 def state(stage: Stage) -> list[Tensor]:
@@ -83,7 +82,7 @@ class Assembly:
             if len(placement.ranks_of(index)) > 1:
                 _refuse_statistics(blocks)
             if apart and placement.homes[index] != rank:
-                blocks = tuple(Block(block.name, copy.deepcopy(block.module)) for block in blocks)
+                blocks = tuple(replace(block, module=copy.deepcopy(block.module)) for block in blocks)
             for block in blocks:
                 block.module.to(self.device)
             found[index] = Stage(
@@ -108,10 +107,10 @@ class Assembly:
         return {
             "schedule": self.program.format(),
             "model": [
-                (f"{block.name}.{name}", tuple(one.shape), str(one.dtype), one.requires_grad)
+                (name, tuple(one.shape), str(one.dtype), one.requires_grad)
                 for stage in self.cuts
                 for block in stage
-                for name, one in block.module.named_parameters()
+                for name, one in block.named_parameters()
             ],
             "balance": [len(stage) for stage in self.cuts],
             "checkpoint": sorted(self.checkpointed),

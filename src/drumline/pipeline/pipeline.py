@@ -334,7 +334,7 @@ class Pipeline:
             own = [self._norms(executor, norm_type) for executor in self._executors]
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
         blocks = (block for stage in self._assembly.cuts for block in stage)
-        order = (f"{block.name}.{name}" for block in blocks for name, _ in block.module.named_parameters())
+        order = (name for block in blocks for name, _ in block.named_parameters())
         total = clip.total_norm([norms[name] for name in order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total

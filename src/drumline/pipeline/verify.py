@@ -259,9 +259,7 @@ class _OneProcess:
         device = device_of(blocks)
         self._program = case.program
         self._stages = cut(blocks, case.program.num_stages)
-        self._named = [
-            (f"{block.name}.{name}", one) for block in blocks for name, one in block.module.named_parameters()
-        ]
+        self._named = [pair for block in blocks for pair in block.named_parameters()]
         trainable = [one for _, one in self._named if one.requires_grad]
         self._optimizer = torch.optim.SGD([{"params": trainable}], lr=_LEARNING_RATE)
         self._batch, self._target = moved(material.batch, device), moved(material.target, device)

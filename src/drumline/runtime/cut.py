@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,10 +15,22 @@ Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module] | Mapping[str, nn.Mo
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block under its name in the unsplit model."""
+    """One block under its name in the unsplit model.
+
+    Its parameters' names begin with `prefix`, the block's own name unless given.
+
+    >>> [name for name, _ in Block("head", nn.Linear(2, 2)).named_parameters()]
+    ['head.weight', 'head.bias']
+    """
 
     name: str
     module: nn.Module
+    prefix: str | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under the names of the unsplit model."""
+        prefix = self.name if self.prefix is None else self.prefix
+        return self.module.named_parameters(prefix=prefix)
 
 
 def blocks_of(model: Model) -> list[Block]:
