@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,22 @@ from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.guard import Guard
+from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.runtime import clip
 from drumline.runtime.channel import Channel
+from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import CapturedStep, clock_for
 from drumline.runtime.cut import Model, blocks_of, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Measured, Record
-from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 
 
@@ -117,14 +119,20 @@ class Pipeline:
                 Randomness(seed, self.device),
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if loss_fn is not None else None,
+                Ties(stages, program.placement),
             )
             described = self._assembly.described(check_finite=check_finite)
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+            self._crew.connect(self._assembly.ties.edges)
+            ties, alone = self._assembly.ties, self._crew.alone
+            copies = [Copies(one.rank, ties, stages) if alone else None for one in self._crew.channels]
             self._executors = [
-                self._executor(channel, merge_weight_gradients, weigh) for channel in self._crew.channels
+                self._executor(channel, merge_weight_gradients, weigh, own)
+                for channel, own in zip(self._crew.channels, copies, strict=True)
             ]
+            self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
-            self._share_copies()
+            self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
         self._guard = Guard(list(self.parameters()), self.settle)
@@ -146,8 +154,8 @@ class Pipeline:
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
-    def _executor(self, channel: Channel, merge: bool, weigh: bool) -> Executor:
-        stages = self._assembly.stages_of(channel.rank, apart=self._crew.alone)
+    def _executor(self, channel: Channel, merge: bool, weigh: bool, copies: Copies | None) -> Executor:
+        stages = self._assembly.stages_of(channel.rank, copies)
         return Executor(
             self._assembly.program,
             channel.rank,
@@ -156,6 +164,7 @@ class Pipeline:
             clock_for(self.device),
             merge_weight_gradients=merge,
             scale=Scale(stages.values()) if weigh else None,
+            ties=self._assembly.ties,
         )
 
     def _capturer(self) -> CapturedStep:
@@ -168,28 +177,6 @@ class Pipeline:
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self._executors]
-
-    def _share_copies(self) -> None:
-        """Give the second copy of every stage the weights of the first."""
-        if not self.program.placement.mirrored:
-            return
-        mine = [
-            {index: [tensor.detach().cpu() for tensor in assembly.state(stage)] for index, stage in at_home}
-            for at_home in map(self._at_home, self._executors)
-        ]
-        weights = {index: state for one in self._crew.all_told("weights", mine) for index, state in one.items()}
-        with torch.no_grad():
-            for executor in self._executors:
-                home = dict(self._at_home(executor))
-                for index, stage in executor.stages.items():
-                    if index not in home:
-                        for tensor, value in zip(assembly.state(stage), weights[index], strict=True):
-                            tensor.copy_(value)
-
-    def _at_home(self, executor: Executor) -> list[tuple[int, Stage]]:
-        """Return a rank's stages without those that are a second copy."""
-        homes = self.program.placement.homes
-        return [(index, stage) for index, stage in executor.stages.items() if homes[index] == executor.rank]
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -212,9 +199,9 @@ class Pipeline:
                 self._captured.run(step)
             else:
                 self._intake.cut(step)
-                before = self._put_aside()
+                before = self._holdings.put_aside(list(self.parameters()))
                 self._run(self._executors, step, records)
-                self._put_back(before)
+                self._holdings.put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
@@ -258,30 +245,15 @@ class Pipeline:
 
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
+        self._holdings.follow()
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None
+            for executor in self._executors:
+                executor.exchange.renew()
             self._guard = Guard(list(self.parameters()), self.settle)
             self._ledger.reached = False
-        if self._crew.alone:
-            self._share_copies()
-
-    def _put_aside(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Take earlier steps' gradients away where stages have two copies: only this step's are exchanged."""
-        if not self.program.placement.mirrored:
-            return []
-        before = [(one, one.grad) for one in self.parameters()]
-        for executor in self._executors:
-            for stage in executor.stages.values():
-                for one in stage.parameters:
-                    one.grad = None
-        return before
-
-    def _put_back(self, before: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-        for parameter, earlier in before:
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def _action(self) -> str:
         """Return the action that this process is at, if it is in the middle of a step."""
@@ -331,19 +303,13 @@ class Pipeline:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self.settle()
         with self._crew.together("clip_grad_norm_"):
-            own = [self._norms(executor, norm_type) for executor in self._executors]
+            own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
         blocks = (block for stage in self._assembly.cuts for block in stage)
         order = (name for block in blocks for name, _ in block.named_parameters())
         total = clip.total_norm([norms[name] for name in order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total
-
-    def _norms(self, executor: Executor, norm_type: float) -> dict[str, float]:
-        """Return the gradient norms of the parameters whose home is this rank."""
-        named = [pair for _, stage in self._at_home(executor) for pair in assembly.named_parameters(stage)]
-        found = clip.norms_of([one for _, one in named], norm_type)
-        return {name: norm for (name, _), norm in zip(named, found, strict=True) if norm is not None}
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
@@ -358,11 +324,9 @@ class Pipeline:
         return kind([{"params": [one for one in self.parameters() if one.requires_grad]}], **settings)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters under the names of the unsplit model."""
+        """Yield this process's parameters under the names of the unsplit model; a tied one once, by its first name."""
         if self._named is None:
-            # Of two copies in one process the second follows the first, so it is not the user's.
-            held = [(self._at_home(one) if self._crew.alone else one.stages.items()) for one in self._executors]
-            self._named = [pair for stages in held for _, stage in stages for pair in assembly.named_parameters(stage)]
+            self._named = self._holdings.named_parameters()
         return iter(self._named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -373,6 +337,20 @@ class Pipeline:
         """Forget this process's gradients."""
         for one in self.parameters():
             one.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this process's parameters and persistent buffers under the names of the unsplit model.
+
+        All processes' together have every tensor of the model once: a tied one under its first name, given by one rank.
+        """
+        return self._holdings.state_dict()
+
+    def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
+        """Take parameters and buffers from a mapping with names of the unsplit model; call it on every rank.
+
+        Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
+        """
+        self._holdings.load_state_dict(mapping)
 
     def close(self) -> None:
         """Take leave of the other ranks; nothing is left behind."""

@@ -55,22 +55,7 @@ def blocks_of(model: Model) -> list[Block]:
             raise ModelError(f"block {name!r} is a {type(block).__name__}", expected="an nn.Module")
     if not named:
         raise ModelError("the model has no blocks", expected="at least one per stage")
-    _once(named)
     return [Block(name, module) for name, module in named]
-
-
-def _once(named: list[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters that two blocks share: on two stages they would drift apart."""
-    owner: dict[int, str] = {}
-    for name, block in named:
-        for path, parameter in block.named_parameters(remove_duplicate=False):
-            first = owner.setdefault(id(parameter), name)
-            if first != name:
-                raise ModelError(
-                    f"blocks {first!r} and {name!r} share the parameter {name}.{path}",
-                    expected="every parameter in one block",
-                    fix="give each block its own",
-                )
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:

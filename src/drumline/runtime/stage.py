@@ -139,7 +139,7 @@ class Stage:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        return [one for segment in self.segments for one in segment.parameters]
+        return list(dict.fromkeys(one for segment in self.segments for one in segment.parameters))
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, freed or exchanged since the last step; returns whether any was."""
