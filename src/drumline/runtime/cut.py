@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 from torch import nn
 
@@ -33,16 +34,19 @@ class Block:
         return self.module.named_parameters(prefix=prefix)
 
 
-def blocks_of(model: Model) -> list[Block]:
+def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
     """Return the model's blocks in order.
 
     >>> [block.name for block in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
     ['0', '1']
     """
+    named: list[tuple[str, Any]]
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named = [(name, block) for name, block in model._modules.items() if block is not None]
     elif isinstance(model, Mapping):
         named = list(model.items())
+    elif isinstance(model, Sequence) and model and all(isinstance(one, Block) for one in model):
+        return list(cast(Sequence[Block], model))
     elif isinstance(model, Sequence) and not isinstance(model, str):
         named = [(str(index), block) for index, block in enumerate(model)]
     else:
@@ -85,11 +89,7 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
             f"cuts is {named}",
             expected=f"{counted(num_stages - 1, 'name')}, one for each of {counted(num_stages, 'stage')} but the first",
         )
-    place = {block.name: at for at, block in enumerate(blocks)}
-    for name in named:
-        if name not in place:
-            raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), place))
-    ends = [0, *(place[name] for name in named), len(blocks)]
+    ends = [0, *(_place(blocks, name) for name in named), len(blocks)]
     for first, (start, end) in zip(["", *named], pairwise(ends), strict=True):
         if start >= end:
             second = blocks[end].name
@@ -102,6 +102,21 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
             )
             raise ModelError(wrong, expected="the first blocks of stages 1, 2, ..., each once, in the model's order")
     return [end - start for start, end in pairwise(ends)]
+
+
+def _place(blocks: Sequence[Block], name: str) -> int:
+    """Return which block a cut names: by its own name, or by that of a module that it is the first block of."""
+    for at, block in enumerate(blocks):
+        if block.name == name or block.name.startswith(f"{name}."):
+            return at
+        if reason := getattr(block.module, "merged", {}).get(name):
+            other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
+            raise ModelError(
+                f"no cut may stand before {name!r}: {reason}",
+                fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
+            )
+    names = [block.name for block in blocks]
+    raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
 
 
 def cut(

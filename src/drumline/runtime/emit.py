@@ -72,8 +72,8 @@ class Emitter:
             stars = "**" if kind == "fields" else ""
             return f"{self._constant(parts[0])}({stars}{{{named}}})"
         if kind == "dict":
-            inside = zip(parts[0], parts[1:], strict=True)
-            return f"{{{', '.join(f'{self._plain(name)}: {self.expression(part, values)}' for name, part in inside)}}}"
+            pairs = zip(parts[0], parts[1:], strict=True)
+            return f"{{{', '.join(f'{self._plain(name)}: {self.expression(part, values)}' for name, part in pairs)}}}"
         if kind == "named":
             return f"{self._constant(parts[0])}({', '.join(self.expression(part, values) for part in parts[1:])})"
         inside = "".join(f"{self.expression(part, values)}, " for part in parts)

@@ -3,8 +3,8 @@
     model.embed, mask, positions │ model.layers.0 │ model.layers.1 │ model.norm │ model.lm_head, loss
 
 A piece takes the values that are alive before it and returns those alive after it, so a value that is used five blocks
-later rides along. At the end of a stage only what has to travel is handed on (`Piece.seal`); the first piece of the next
-stage makes the rest again.
+later rides along. At the end of a stage only what has to travel is handed on (`Piece.seal`), and the first piece of the
+next stage makes the rest again.
 
 Pieces hold the model's own modules and parameters, under the model's own names.
 """

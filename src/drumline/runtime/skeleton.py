@@ -55,7 +55,7 @@ class Skeleton:
     def really(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block on zeros, for what it returns can be seen in no other way; returns stand-ins again."""
         tensors, form = pack((args, kwargs))
-        own = [
+        own: list[tuple[dict[str, Any], str, Tensor]] = [
             (places, name, one)
             for part in module.modules()
             for places in (part._parameters, part._buffers)
@@ -92,6 +92,6 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _without_cache(model: nn.Module) -> None:
     """Switch off what Hugging Face models keep for generating text: it is of no use in training."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False

@@ -322,7 +322,7 @@ def _calls_go_to(tracer: _Tracer) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = function_apply
+        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -114,12 +114,20 @@ def moved(value: Any, device: torch.device) -> Any:
     return unpack([one.to(device, non_blocking=True) for one in tensors], form)
 
 
-def joined(values: Sequence[Any]) -> Any:
+def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:
     """Return several microbatches' values as one, their tensors joined along the first dimension.
+
+    Of tensors without dimensions (losses) it is the mean, by the microbatches' shares if they are given.
 
     >>> joined([(torch.zeros(1, 2), "a"), (torch.ones(2, 2), "a")])[0].shape
     torch.Size([3, 2])
     """
     packed = [pack(value) for value in values]
-    tensors = [torch.cat(column) for column in zip(*(each for each, _ in packed), strict=True)]
+    columns = zip(*(each for each, _ in packed), strict=True)
+    tensors = [torch.cat(column) if column[0].dim() else _mean(column, shares) for column in columns]
     return unpack(tensors, packed[0][1])
+
+
+def _mean(column: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(list(column))
+    return (stacked * torch.stack(list(shares)).to(stacked.dtype)).sum() if len(shares) else stacked.float().mean()
