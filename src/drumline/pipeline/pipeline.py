@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.pipeline import assembly, transports
+from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.models import blocks_for
+from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
@@ -48,9 +48,11 @@ class Pipeline:
 
     Under torchrun or `dl.launch` every process is one rank; otherwise `num_ranks` ranks take turns in this process.
 
-    - `model`: an nn.Sequential, or an ordered list of blocks.
-    - `balance`: how many blocks each stage gets ("even" unless given; `dl.balance` finds the best); or `cuts`, the
-      names of the blocks with which stages 1, 2, ... begin.
+    - `model`: an nn.Sequential, an ordered list of blocks, or any module, which is cut at its own children.
+    - `example`: a batch as `step` will get it (a dict by name, a tuple in order), with `example_target`: blocks are
+      measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
+    - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
+      the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
@@ -75,6 +77,7 @@ class Pipeline:
         balance: Sequence[int] | str | None = None,
         cuts: Sequence[str] | None = None,
         example: Any = None,
+        example_target: Any = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
         transport: str = "auto",
@@ -113,6 +116,13 @@ class Pipeline:
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
             blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
+            self.balance = None
+            if auto.is_asked(balance, cuts, example):
+                inputs = example_inputs(model, example)
+                wanted = inputs if self._intake.own else example_target
+                loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
+                self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
+                balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
             self._assembly = Assembly(
                 lower(program, ahead=ahead),

@@ -10,6 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from drumline.core.errors import ModelError, counted, nearest
+from drumline.plan.chain import BlockCosts
+from drumline.plan.partition import partition
 
 Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -119,6 +121,17 @@ def _place(blocks: Sequence[Block], name: str) -> int:
     raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
 
 
+def _guessed(blocks: Sequence[Block]) -> list[float]:
+    """Return what blocks may cost: a product for every parameter, but for those that are only looked up."""
+    counts = [
+        sum(one.numel() for part in block.module.modules() if not isinstance(part, nn.Embedding)
+            for one in part._parameters.values() if one is not None)
+        for block in blocks
+    ]  # fmt: skip
+    least = max(sum(counts) / len(counts) / 50, 1.0)  # nothing is free
+    return [count + least for count in counts]
+
+
 def cut(
     blocks: Sequence[Block],
     num_stages: int,
@@ -127,11 +140,12 @@ def cut(
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 
-    Without either, or with "even", they are dealt as evenly as they go.
+    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
+    a first guess at what they cost.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
-    ([3, 2], [1, 4])
+    ([2, 3], [1, 4])
     """
     if len(blocks) < num_stages:
         raise ModelError(
@@ -144,13 +158,10 @@ def cut(
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
         balance = counts_of(blocks, num_stages, cuts)
     if isinstance(balance, str) and balance != "even":
-        measured = "dl.balance(model, batch, target=..., loss_fn=...).counts"
-        raise ModelError(
-            f"balance is {balance!r}",
-            expected='"even", or how many blocks each stage gets',
-            fix=f"measure it: balance={measured}" if balance == "auto" else "",
-        )
-    if balance is None or isinstance(balance, str):
+        raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
+    if balance is None:
+        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages).counts
+    if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
     balance = list(balance)
