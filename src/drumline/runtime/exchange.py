@@ -94,8 +94,7 @@ class Exchange:
             sums = _Sums(self._by_name)
             for rank in sorted((self.rank, *self._partners)):
                 if rank == self.rank:
-                    own = (self._by_name[one.name] for one in self.tied)
-                    sums.add(rank, self.tied, [one.grad if one.requires_grad else False for one in own])
+                    sums.add(rank, self.tied, [_part(self._by_name[one.name]) for one in self.tied])
                 else:
                     both = self._partners[rank]
                     sums.add(rank, both, (yield from self._taken(_meeting(both), rank, clock, record)))
@@ -109,7 +108,7 @@ class Exchange:
 
     def _send(self, action: Action, other: int, parameters: Sequence[nn.Parameter]) -> None:
         self.channel.post(action, other)
-        self.channel.send(action, other, *pack([_told(one) for one in parameters]))
+        self.channel.send(action, other, *pack([_told(_part(one)) for one in parameters]))
 
     def _taken(self, action: Action, other: int, clock: Clock, record: Record) -> Generator[Wait, None, list[Any]]:
         """Wait for the gradients of another rank."""
@@ -167,13 +166,17 @@ def _meeting(tensors: Sequence[Held]) -> Action:
     return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD)
 
 
-def _told(parameter: nn.Parameter) -> Any:
-    """Return what is told of a parameter: its gradient, None where there is none, False where it is frozen."""
+def _part(parameter: nn.Parameter) -> Any:
+    """Return a rank's part of a parameter's gradient: None where there is none, False where it is frozen."""
     gradient = parameter.grad if parameter.requires_grad else False
-    if isinstance(gradient, Tensor) and gradient.layout is torch.sparse_coo:
-        gradient = gradient.coalesce()
-        return gradient.indices(), gradient.values(), tuple(gradient.shape)
-    return gradient
+    return gradient.coalesce() if isinstance(gradient, Tensor) and gradient.layout is torch.sparse_coo else gradient
+
+
+def _told(part: Any) -> Any:
+    """Return what is told of a part to other ranks."""
+    if isinstance(part, Tensor) and part.layout is torch.sparse_coo:
+        return part.indices(), part.values(), tuple(part.shape)
+    return part
 
 
 def _heard(delivery: Delivery) -> list[Any]:
@@ -199,7 +202,8 @@ def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 def _sum_copies(parameters: Sequence[nn.Parameter], theirs: Sequence[Any], *, at_home: bool) -> None:
     """Sum the gradients of two copies of a stage, the home's first."""
     for parameter, other in zip(parameters, theirs, strict=True):
-        _put(parameter, _added(parameter.grad, other) if at_home else _added(other, parameter.grad))
+        own = _part(parameter)
+        _put(parameter, _added(own, other) if at_home else _added(other, own))
 
 
 def _put(parameter: nn.Parameter, total: Tensor | None) -> None:

@@ -81,14 +81,21 @@ class Held:
 class Ties:
     """All tensors of a model that is cut into stages, and which of them are held more than once.
 
+    The first of a tensor's names is the one that `model` has for it, or where that is a list, that of the first block.
+
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> ties = Ties([[Block("0", layer)], [Block("1", nn.ReLU()), Block("2", layer)]], Placement.linear(2))
     >>> ties.described, ties.edges
     (['0.weight = 2.weight'], [(0, 1), (1, 0)])
     """
 
-    def __init__(self, cuts: Sequence[Sequence[Block]], placement: Placement) -> None:
+    def __init__(self, cuts: Sequence[Sequence[Block]], placement: Placement, model: object = None) -> None:
         self.placement = placement
+        self._known = (
+            {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
+            if isinstance(model, nn.Module)
+            else {}
+        )
         found: dict[int, list[tuple[int, Place]]] = {}
         for stage, blocks in enumerate(cuts):
             for place in (one for block in blocks for one in places_in(block)):
@@ -99,8 +106,9 @@ class Ties:
 
     def _held(self, where: Sequence[tuple[int, Place]]) -> Held:
         stages = tuple(dict.fromkeys(stage for stage, _ in where))
+        known = self._known.get(id(where[0][1].tensor))
         return Held(
-            tuple(dict.fromkeys(place.name for _, place in where)),
+            tuple(dict.fromkeys((*([] if known is None else [known]), *(place.name for _, place in where)))),
             stages,
             tuple(sorted({rank for stage in stages for rank in self.placement.ranks_of(stage)})),
             self.placement.homes[stages[0]],
