@@ -68,7 +68,7 @@ class Balance:
     @cached_property
     def costs(self) -> Costs:
         """What the stages of the cut take, ready for `simulate`."""
-        return self.profile.costs(self.counts, optimizer_states=self.optimizer_states)
+        return self.profile.costs(self.counts, optimizer_states=self.optimizer_states, placement=self.program.placement)
 
     @property
     def seconds(self) -> tuple[float, ...]:

@@ -31,6 +31,7 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import places_in
 from drumline.runtime.values import pack
 
 _NANO = 1e-9
@@ -85,10 +86,13 @@ def profile(
         [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
         [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
     )
+    tied = _tied(blocks)
     return Profile(
         tuple(
-            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on)
-            for block, times, (kept, later, received, handed_on) in zip(blocks, seconds, sizes, strict=True)
+            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on, tied[number])
+            for number, (block, times, (kept, later, received, handed_on)) in enumerate(
+                zip(blocks, seconds, sizes, strict=True)
+            )
         ),
         overhead,
         str(device),
@@ -227,3 +231,18 @@ def _static(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
     trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
     return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained
+
+
+def _tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
+    """Return, block by block, what other blocks hold too: name, bytes of weight and of gradient."""
+    uses: dict[int, dict[int, str]] = {}  # of each tensor, by block
+    for number, block in enumerate(blocks):
+        for place in places_in(block):
+            uses.setdefault(id(place.tensor), {}).setdefault(number, place.name)
+    found: list[list[tuple[str, int, int]]] = [[] for _ in blocks]
+    for number, block in enumerate(blocks):
+        for one in chain(block.module.parameters(), block.module.buffers()):
+            if len(uses[id(one)]) > 1:
+                name = next(iter(uses[id(one)].values()))
+                found[number].append((name, one.nbytes, one.nbytes if one.requires_grad else 0))
+    return [tuple(each) for each in found]
