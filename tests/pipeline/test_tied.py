@@ -169,6 +169,43 @@ def test_the_clipping_norm_counts_a_tied_weight_once(name: str) -> None:
         reference.compare(pipe, exact=False, tolerance=2e-6)
 
 
+class Whole(nn.Module):
+    """A model that is no chain: the head comes before the embedding in its list, and a layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embedding = nn.Linear(WIDTH, 13), nn.Embedding(13, WIDTH)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.layers.append(self.layers[1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for one in self.layers:
+            x = x + torch.tanh(one(x))
+        made: Tensor = self.head(x)
+        return made
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_a_model_that_is_no_chain_may_be_tied_too(name: str) -> None:
+    torch.manual_seed(1)
+    model = Whole()
+    whole, (batch, target) = copy.deepcopy(model), tokens(8)
+    pipe = pipeline(model, name, example=batch, balance="even")
+    assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
+    for _ in range(2):
+        pipe.step(batch, target=target)
+        loss_fn(whole(batch), target).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+    for one, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(one).grad)
+    other = Whole().state_dict()
+    pipe.load_state_dict({one: value for one, value in other.items() if one not in ("head.weight", "layers.1.weight")})
+    assert torch.equal(model.get_parameter("layers.1.weight"), other["layers.5.weight"])
+    assert torch.equal(model.head.weight, other["embedding.weight"])
+
+
 def test_the_users_model_stays_tied_and_goes_into_another_pipeline() -> None:
     model = language_model()
     batch, target = tokens(8)
@@ -350,6 +387,29 @@ def test_a_tie_that_was_broken_is_refused() -> None:
     model[7].weight = nn.Parameter(model.get_parameter("0.weight").detach().clone())
     with pytest.raises(ModelError, match=r"0\.weight and 7\.weight were one tensor"):
         pipe.step(batch, target=target)
+
+
+class Hidden(nn.Module):
+    """A head that reaches its embedding behind the module's back; with a weight of its own, or without."""
+
+    def __init__(self, embedding: nn.Embedding, *, own: bool) -> None:
+        super().__init__()
+        self.behind = [embedding]
+        self.shift = nn.Parameter(torch.zeros(13)) if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x @ self.behind[0].weight.t()
+        return made if self.shift is None else made + self.shift
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_tie_behind_the_modules_back_is_refused(name: str, own: bool) -> None:
+    batch, target = tokens(8)
+    embedding = nn.Embedding(13, WIDTH)
+    model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Hidden(embedding, own=own))
+    with pytest.raises(ModelError, match=r"uses a parameter of shape \(13, 6\) that it does not hold"):
+        pipeline(model, name).step(batch, target=target)
 
 
 class Counts(nn.Module):

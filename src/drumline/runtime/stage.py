@@ -24,6 +24,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
+from drumline.runtime.foreign import refuse_foreign
 from drumline.runtime.owners import Splitter
 from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
@@ -69,6 +70,7 @@ class Segment:
         if signature == self._signature:
             return False
         self._signature = signature
+        self.looked_at = False  # whether all parameters in its graph are its own
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
         self.splitter = Splitter([module for _, module in self.blocks])
         return True
@@ -249,6 +251,9 @@ class Stage:
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        if not segment.looked_at:
+            segment.looked_at = True
+            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks])
         return unpack([one.detach() for one in outputs], form)
 
     def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:

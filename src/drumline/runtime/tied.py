@@ -22,6 +22,11 @@ from drumline.core.placement import Placement
 from drumline.runtime.cut import Block
 
 
+def _all_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 class Place(NamedTuple):
     """Where a module keeps a parameter or a buffer."""
 
@@ -91,11 +96,10 @@ class Ties:
 
     def __init__(self, cuts: Sequence[Sequence[Block]], placement: Placement, model: object = None) -> None:
         self.placement = placement
-        self._known = (
-            {id(one): name for name, one in (*model.named_parameters(), *model.named_buffers())}
-            if isinstance(model, nn.Module)
-            else {}
-        )
+        self._known: dict[int, list[str]] = {}  # the model's own names, which blocks need not have all of
+        if isinstance(model, nn.Module):
+            for name, one in _all_named(model):
+                self._known.setdefault(id(one), []).append(name)
         found: dict[int, list[tuple[int, Place]]] = {}
         for stage, blocks in enumerate(cuts):
             for place in (one for block in blocks for one in places_in(block)):
@@ -106,9 +110,9 @@ class Ties:
 
     def _held(self, where: Sequence[tuple[int, Place]]) -> Held:
         stages = tuple(dict.fromkeys(stage for stage, _ in where))
-        known = self._known.get(id(where[0][1].tensor))
+        known = self._known.get(id(where[0][1].tensor), [])
         return Held(
-            tuple(dict.fromkeys((*([] if known is None else [known]), *(place.name for _, place in where)))),
+            tuple(dict.fromkeys((*known, *(place.name for _, place in where)))),
             stages,
             tuple(sorted({rank for stage in stages for rank in self.placement.ranks_of(stage)})),
             self.placement.homes[stages[0]],
@@ -130,7 +134,7 @@ class Ties:
     @property
     def described(self) -> list[str]:
         """What is held more than once, as text."""
-        return [" = ".join(one.names) for one in self.tensors if one.num_places > 1]
+        return [" = ".join(one.names) for one in self.tensors if one.num_places > 1 or len(one.names) > 1]
 
     @property
     def edges(self) -> list[tuple[int, int]]:
