@@ -153,7 +153,7 @@ class Executor:
         for stage in stages:
             stage.begin()
         if self.scale is not None:
-            self.scale.ignore(*step.inputs, *step.targets)
+            self.scale.begin(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         directly = False
@@ -184,6 +184,7 @@ class Executor:
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
+                    record.peak_stash = self.scale.peak
             else:
                 job.run(job, step)
                 directly = False
@@ -267,6 +268,8 @@ class Executor:
         for part in job.action.parts:
             run = self._run_forward if part.op is Op.FORWARD else self._run_backward
             run(part, step)
+            if self.scale is not None:
+                self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)
