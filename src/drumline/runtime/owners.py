@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
+from drumline.runtime.inner import transformed
 from drumline.runtime.tape import Gradients, Record, Tape
 from drumline.runtime.values import pack, unpack
 
@@ -74,10 +75,10 @@ class _WithFormula(Owner):
         self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
 
     def _as_it_is(self) -> bool:
-        """Whether the module must run as it is: without gradients, or with other parameters put in its place."""
+        """Whether the module must run as it is: without gradients, with others' parameters, or transformed."""
         own = self.module._parameters
         same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
-        return not same or not torch.is_grad_enabled()
+        return not same or not torch.is_grad_enabled() or transformed()
 
     def _checked(self, record: Record, taken: Tensor) -> Tensor:
         if taken._version != record.version:
@@ -212,7 +213,7 @@ class GeneralOwner(Owner):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on a graph apart."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or transformed():
             return self.plain(*args, **kwargs)
         tensors, form = pack((args, kwargs))
 

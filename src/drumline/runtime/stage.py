@@ -24,6 +24,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
+from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
 from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
@@ -61,6 +62,7 @@ class Segment:
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
         self.on_copies = False  # whether the blocks change their input in place
+        self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, freed or exchanged; returns whether any was."""
@@ -163,7 +165,8 @@ class Stage:
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
-                    value = segment.run(value, microbatch, self.randomness)
+                    with Lookout(pack(value)[0] if self.index > 0 or segment is not self.segments[0] else ()):
+                        value = segment.run(value, microbatch, self.randomness)
                 if self.loss is None:
                     return value
                 return value, None if target is None else self.loss(value, target)
@@ -233,19 +236,26 @@ class Stage:
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
     ) -> Any:
         """Run a segment with its graph, and remember where in it the outputs stand."""
-        taped = microbatch in self.split
-        if taped:
-            this.tape = Tape()
-            segment.splitter.start(this.tape)
-        try:
-            with torch.enable_grad():
-                value = self._value(segment, this, microbatch)
-        finally:
+        received = this.leaves if self.index > 0 or segment is not self.segments[0] else ()
+
+        def run(taped: bool) -> Any:
             if taped:
-                segment.splitter.stop()
-        if loss is not None:
-            with torch.enable_grad():
-                value = loss(value)
+                assert this.tape is not None
+                segment.splitter.start(this.tape)
+            try:
+                value = self._value(segment, this, microbatch)
+            finally:
+                if taped:
+                    segment.splitter.stop()
+            return value if loss is None else loss(value)
+
+        with torch.enable_grad():
+            if microbatch in self.split:
+                this.tape = Tape()
+                value = recorded(segment, this.tape, this.leaves, received, run)
+            else:
+                with Lookout(received):
+                    value = run(False)
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
