@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
 from drumline.runtime.inner import transformed
+from drumline.runtime.precision import LOW
 from drumline.runtime.tape import Gradients, Record, Tape
 from drumline.runtime.values import pack, unpack
 
@@ -106,6 +107,7 @@ class LinearOwner(_WithFormula):
         """Compute with the stand-ins."""
         if self._as_it_is():
             return nn.Linear.forward(cast(nn.Linear, self.module), input)
+        input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
         made = functional.linear(input, cast(Tensor, self.weight), self.bias)
         self.reel.records.append(Record(self, input, (_place(made),), input._version))
         return made
@@ -117,14 +119,12 @@ class LinearOwner(_WithFormula):
         found: Gradients = []
         if self.to_weight is not None:
             inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
-            if inputs.dtype is not rows.dtype:  # under autocast
-                inputs = inputs.to(rows.dtype)
-            found.append((self.to_weight, _as(self.to_weight, torch.mm(rows.t(), inputs))))
+            found.append((self.to_weight, torch.mm(rows.t(), inputs)))
         if self.to_bias is not None:
             # Autograd sums over what the product saw: rows, or for scattered memory the dimensions themselves.
             scattered = gradient.dim() > 2 and not taken.is_contiguous()
             summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
-            found.append((self.to_bias, _as(self.to_bias, summed)))
+            found.append((self.to_bias, summed))
         return found
 
     def joined(self, records: Sequence[Record]) -> Sequence[Record]:
@@ -144,6 +144,8 @@ class LayerNormOwner(_WithFormula):
         module = cast(nn.LayerNorm, self.module)
         if self._as_it_is():
             return nn.LayerNorm.forward(module, input)
+        if input.device.type == "cuda" and torch.is_autocast_enabled("cuda") and input.dtype in LOW:
+            input = input.float()  # noqa: A001 - as autocast would, so that what is kept is what the kernel takes
         made, mean, deviation = torch.native_layer_norm(
             input, module.normalized_shape, self.weight, self.bias, module.eps
         )
@@ -159,12 +161,17 @@ class LayerNormOwner(_WithFormula):
             cast(nn.LayerNorm, self.module).normalized_shape,
             mean,
             deviation,
-            self.weight,
-            self.bias,
+            _like(taken, self.weight),
+            _like(taken, self.bias),
             [False, self.to_weight is not None, self.to_bias is not None],
         )
         pairs = ((self.to_weight, weight), (self.to_bias, bias))
-        return [(parameter, _as(parameter, made)) for parameter, made in pairs if parameter is not None]
+        return [(parameter, made) for parameter, made in pairs if parameter is not None]
+
+
+def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return a weight as the kernel took it: autocast gives it an input in full precision, and the weight too."""
+    return weight.float() if weight is not None and weight.dtype in LOW and taken.dtype is torch.float32 else weight
 
 
 class EmbeddingOwner(_WithFormula):
@@ -192,12 +199,15 @@ class EmbeddingOwner(_WithFormula):
             padding,
             module.scale_grad_by_freq,
         )
-        return [] if self.to_weight is None else [(self.to_weight, _as(self.to_weight, made))]
+        return [] if self.to_weight is None else [(self.to_weight, made)]
 
 
-def _as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return a gradient in its parameter's type; under autocast it was computed in another."""
-    return gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype)
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """Return what autocast would make of a product's input."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype not in (torch.float32, *LOW):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class GeneralOwner(Owner):
@@ -337,8 +347,9 @@ class Splitter:
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""
         self.reel.records = tape.records
-        # Autocast treats layer norms as a whole, so there they run as they are, and their gradients come early.
-        places = self._without_norms if torch.is_autocast_enabled(self._device) else self._places
+        # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
+        unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
+        places = self._without_norms if unknown else self._places
         for namespace, forward, _ in places:
             namespace["forward"] = forward
 

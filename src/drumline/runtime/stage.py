@@ -26,6 +26,7 @@ from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
@@ -127,12 +128,14 @@ class Stage:
         checkpointed: Collection[str] = (),
         loss: Loss | None = None,
         split: Collection[int] = (),
+        precision: Precision | None = None,
     ) -> None:
         self.index = index
         self.blocks = tuple(blocks)
         self.loss = loss
         self.split = frozenset(split)
         self.randomness = randomness
+        self.precision = Precision() if precision is None else precision
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
         self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
@@ -162,6 +165,10 @@ class Stage:
 
         With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
         """
+        with self.precision.autocast:
+            return self._forward(microbatch, value, target, keep)
+
+    def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
@@ -169,7 +176,8 @@ class Stage:
                         value = segment.run(value, microbatch, self.randomness)
                 if self.loss is None:
                     return value
-                return value, None if target is None else self.loss(value, target)
+                made = None if target is None else self.loss(value, target)
+                return value, None if made is None else self.precision.full(made)
         passes: list[Pass] = []
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
@@ -185,7 +193,7 @@ class Stage:
                 segment.buffers.learn()
                 segment.unchanged(leaves, versions)
             else:
-                loss = partial(_with_target, self.loss, target) if last and self.loss is not None else None
+                loss = partial(self._loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
             passes.append(this)
         self.held[microbatch] = passes
@@ -261,6 +269,11 @@ class Stage:
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         return unpack([one.detach() for one in outputs], form)
 
+    def _loss(self, target: Any, output: Any) -> Tensor:
+        made = None if self.loss is None else self.loss(output, target)
+        assert made is not None, "a step that trains has a loss"
+        return self.precision.full(made)
+
     def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment's blocks; if they change their input in place, on a copy, since a leaf may not be changed."""
         if not segment.on_copies:
@@ -278,7 +291,7 @@ class Stage:
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if segment.checkpointed and not this.roots:
-            with segment.buffers.as_they_were(this.buffers):
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast:
                 self._through(segment, this, microbatch)
             this.buffers = {}
 
@@ -286,12 +299,6 @@ class Stage:
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside has been changed in place."""
     return [one._version for one in pack(value)[0]]
-
-
-def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:
-    made = loss(output, target)
-    assert made is not None, "a step that trains has a loss"
-    return made
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
