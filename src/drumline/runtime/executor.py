@@ -40,6 +40,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
+    scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -232,8 +233,8 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            loss = step.losses[microbatch]
-            return (step.shares[microbatch].to(loss.dtype),)
+            share = step.shares[microbatch].to(step.losses[microbatch].dtype)
+            return (share if step.scale == 1.0 else share * step.scale,)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
