@@ -14,6 +14,7 @@ from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.tied import Ties
@@ -63,6 +64,7 @@ class Assembly:
     checkpointed: frozenset[str]
     loss: Loss | None
     ties: Ties
+    precision: Precision
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
         """Return a rank's stages, with copies of what is at home on another rank of this process."""
@@ -84,6 +86,7 @@ class Assembly:
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
+                precision=self.precision,
             )
         return found
 
@@ -108,6 +111,7 @@ class Assembly:
             "balance": [len(stage) for stage in self.cuts],
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
+            "precision": self.precision.name,
             **more,
         }
 

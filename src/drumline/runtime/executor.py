@@ -41,6 +41,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
+    scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -155,7 +156,7 @@ class Executor:
         for stage in stages:
             stage.begin()
         if self.scale is not None:
-            self.scale.ignore(*step.inputs, *step.targets)
+            self.scale.begin(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         directly = False
@@ -186,6 +187,7 @@ class Executor:
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
+                    record.peak_stash = self.scale.peak
             else:
                 job.run(job, step)
                 directly = False
@@ -233,8 +235,8 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            loss = step.losses[microbatch]
-            return (step.shares[microbatch].to(loss.dtype),)
+            share = step.shares[microbatch].to(step.losses[microbatch].dtype)
+            return (share if step.scale == 1.0 else share * step.scale,)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
@@ -269,6 +271,8 @@ class Executor:
         for part in job.action.parts:
             run = self._run_forward if part.op is Op.FORWARD else self._run_backward
             run(part, step)
+            if self.scale is not None:
+                self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)

@@ -25,7 +25,9 @@ from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.cut import Block
 from drumline.runtime.foreign import refuse_foreign
+from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
@@ -62,6 +64,7 @@ class Segment:
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
         self.on_copies = False  # whether the blocks change their input in place
+        self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, freed or exchanged; returns whether any was."""
@@ -127,12 +130,14 @@ class Stage:
         checkpointed: Collection[str] = (),
         loss: Loss | None = None,
         split: Collection[int] = (),
+        precision: Precision | None = None,
     ) -> None:
         self.index = index
         self.blocks = tuple(blocks)
         self.loss = loss
         self.split = frozenset(split)
         self.randomness = randomness
+        self.precision = Precision() if precision is None else precision
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
         self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
@@ -162,13 +167,19 @@ class Stage:
 
         With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
         """
+        with self.precision.autocast:
+            return self._forward(microbatch, value, target, keep)
+
+    def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
-                    value = segment.run(value, microbatch, self.randomness)
+                    with Lookout(pack(value)[0] if self.index > 0 or segment is not self.segments[0] else ()):
+                        value = segment.run(value, microbatch, self.randomness)
                 if self.loss is None:
                     return value
-                return value, None if target is None else self.loss(value, target)
+                made = None if target is None else self.loss(value, target)
+                return value, None if made is None else self.precision.full(made)
         passes: list[Pass] = []
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
@@ -184,7 +195,7 @@ class Stage:
                 segment.buffers.learn()
                 segment.unchanged(leaves, versions)
             else:
-                loss = partial(_with_target, self.loss, target) if last and self.loss is not None else None
+                loss = partial(self._loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
             passes.append(this)
         self.held[microbatch] = passes
@@ -235,19 +246,26 @@ class Stage:
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
     ) -> Any:
         """Run a segment with its graph, and remember where in it the outputs stand."""
-        taped = microbatch in self.split
-        if taped:
-            this.tape = Tape()
-            segment.splitter.start(this.tape)
-        try:
-            with torch.enable_grad():
-                value = self._value(segment, this, microbatch)
-        finally:
+        received = this.leaves if self.index > 0 or segment is not self.segments[0] else ()
+
+        def run(taped: bool) -> Any:
             if taped:
-                segment.splitter.stop()
-        if loss is not None:
-            with torch.enable_grad():
-                value = loss(value)
+                assert this.tape is not None
+                segment.splitter.start(this.tape)
+            try:
+                value = self._value(segment, this, microbatch)
+            finally:
+                if taped:
+                    segment.splitter.stop()
+            return value if loss is None else loss(value)
+
+        with torch.enable_grad():
+            if microbatch in self.split:
+                this.tape = Tape()
+                value = recorded(segment, this.tape, this.leaves, received, run)
+            else:
+                with Lookout(received):
+                    value = run(False)
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
@@ -255,6 +273,11 @@ class Stage:
             segment.looked_at = True
             refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks])
         return unpack([one.detach() for one in outputs], form)
+
+    def _loss(self, target: Any, output: Any) -> Tensor:
+        made = None if self.loss is None else self.loss(output, target)
+        assert made is not None, "a step that trains has a loss"
+        return self.precision.full(made)
 
     def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment's blocks; if they change their input in place, on a copy, since a leaf may not be changed."""
@@ -273,7 +296,7 @@ class Stage:
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if segment.checkpointed and not this.roots:
-            with segment.buffers.as_they_were(this.buffers):
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast:
                 self._through(segment, this, microbatch)
             this.buffers = {}
 
@@ -281,12 +304,6 @@ class Stage:
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside has been changed in place."""
     return [one._version for one in pack(value)[0]]
-
-
-def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:
-    made = loss(output, target)
-    assert made is not None, "a step that trains has a loss"
-    return made
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
