@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.action import Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.runtime.cut import Block
@@ -92,6 +93,8 @@ class Assembly:
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
+                kind=self.program.backwards[index],
+                trained_below=index > self.program.backwards.count(Backward.NONE),
             )
         return found
 
@@ -105,7 +108,6 @@ class Assembly:
     def described(self, **more: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return {
-            "schedule": self.program.format(),
             "model": [
                 (name, tuple(one.shape), str(one.dtype), one.requires_grad)
                 for stage in self.cuts
@@ -113,6 +115,7 @@ class Assembly:
                 for name, one in block.named_parameters()
             ],
             "balance": [len(stage) for stage in self.cuts],
+            "schedule": self.program.format(),  # behind what it is pruned by
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
             **more,

@@ -15,6 +15,7 @@ from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.frozen import Frozen, follow
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.programs import attempt, forwards_of, program_for
@@ -107,9 +108,10 @@ class Pipeline:
             # A rank that was given something wrong connects all the same, so that the others learn of it.
             if program is None:
                 raise problem
-            self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             stages = cut(blocks_of(model), program.num_stages, balance, cuts)
+            self._frozen = Frozen(program, stages)
+            self.program = program = self._frozen.program
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
                 stages,
@@ -202,11 +204,13 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
+            self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, batch, target, self._ends, self.rank)
             if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
                 self._captured.run(step)
@@ -259,6 +263,8 @@ class Pipeline:
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
+        if self._crew.alone:
+            follow(stages, self._assembly.cuts)
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None

@@ -32,6 +32,11 @@ class Block:
         prefix = self.name if self.prefix is None else self.prefix
         return self.module.named_parameters(prefix=prefix)
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(one.requires_grad for one in self.module.parameters())
+
 
 def blocks_of(model: Model) -> list[Block]:
     """Return the model's blocks in order.
