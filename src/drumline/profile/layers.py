@@ -4,13 +4,14 @@ One run takes a microbatch through all blocks and back, each a stage of its own,
 
     F of block 0, 1, ..., n-1      B (or I) of block n-1, ..., 1, 0      W of block 0, ..., n-1
 
-(without W for blocks that are frozen, and without B and I for those with nothing trained up to them) and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
+and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
 them. What n stages take longer than the one is what being called costs (`Profile.overhead`): the blocks of a stage pay
-for it once.
+for it once. A block that is frozen has no W, and one with nothing trained up to it neither B nor I.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -43,18 +44,19 @@ Ops = list[list[float]]  # seconds, by op and stage
 
 
 def profile(
-    model: Model,
+    model: Model | Sequence[Block],
     microbatch: Any,
     *,
     target: Any = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor | None] | None = None,
     num_runs: int = 10,
+    max_seconds: float | None = None,
     seed: int = 0,
 ) -> Profile:
     """Measure every block of `model`, where it is, with one microbatch; the last includes the loss.
 
     Parameters, their gradients, buffers and random numbers are afterwards what they were. The whole model and one
-    microbatch's activations have to fit on the device.
+    microbatch's activations have to fit on the device. After `max_seconds` no further run is begun.
 
     >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
@@ -78,9 +80,9 @@ def profile(
         chains = [
             _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
         ]
-        runs = [[one.run(microbatch, target, clock) for one in chains] for _ in range(_NUM_WARM_UPS + num_runs)]
+        runs = _repeated(lambda: [one.run(microbatch, target, clock) for one in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
-    whole, whole_at_once, halves, halves_at_once = zip(*runs[_NUM_WARM_UPS:], strict=True)
+    whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     seconds, overhead = _told_apart(
         [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
         [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
@@ -94,6 +96,17 @@ def profile(
         str(device),
         num_runs,
     )
+
+
+def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | None) -> list[list[Ops]]:
+    """Return what runs found after some to warm up, fewer of both once `max_seconds` are over; at least one."""
+    begun = time.perf_counter()
+    found = [run()]
+    while len(found) < _NUM_WARM_UPS + num_runs:
+        if max_seconds is not None and time.perf_counter() - begun > max_seconds:
+            break
+        found.append(run())
+    return found[min(_NUM_WARM_UPS, len(found) - 1) :]
 
 
 @contextmanager
