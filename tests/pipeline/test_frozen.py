@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -316,3 +317,52 @@ def test_a_cut_that_is_guessed_counts_what_frozen_blocks_do() -> None:
     for at in range(4):
         model[at].requires_grad_(False)
     assert len(pipeline(model, "1f1b", balance=None)._assembly.cuts[0]) == 5  # four of one product, and one of three
+
+
+class Skips(nn.Module):
+    """Two values cross several cuts: one made below what trains, one where it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = first = self.table(ids)
+        kept = x
+        for at, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * mask.unsqueeze(-1)
+            if at == 1:
+                kept = x
+        made: Tensor = self.head(x + first + kept).mean(1)
+        return made
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
+def test_values_that_cross_several_cuts_keep_their_gradients(name: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    ids, mask, target = torch.randint(11, (8, 5)), torch.rand(8, 5), torch.randn(8, 3)
+    for frozen in (("table", "layers.0"), ("table", "layers.0", "layers.1", "layers.2"), ("layers.5", "head")):
+        model: Any = Skips()
+        for path in frozen:
+            model.get_submodule(path).requires_grad_(False)
+        whole = copy.deepcopy(model)
+        torch.autograd.backward(functional.mse_loss(whole(ids, mask), target))
+        pipe = Pipeline(
+            model,
+            loss_fn=functional.mse_loss,
+            schedule=name,
+            num_microbatches=4,
+            num_ranks=2,
+            example=(ids, mask),
+            balance="even",
+            checkpoint=checkpoint,
+        )
+        pipe.step(ids, mask, target=target)
+        pipe.settle()
+        for (path, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None) == path.startswith(frozen)
+            if one.grad is not None:
+                torch.testing.assert_close(one.grad, other.grad)
