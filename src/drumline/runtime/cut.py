@@ -15,7 +15,7 @@ from drumline.core.frozen import needed
 from drumline.plan.chain import BlockCosts
 from drumline.plan.partition import partition
 
-Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module] | Mapping[str, nn.Module]
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
+from pathlib import Path as Path_
 from typing import Any
 
 import torch
@@ -288,11 +290,22 @@ class _Tracer(TorchFunctionMode):
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             return ModelError(
-                f"the model's forward decides by the numbers in a tensor{where}: {str(error).splitlines()[0]}",
+                f"the model's forward decides by the numbers in a tensor{where}{_line_of(error)}",
                 expected="decisions by shapes and plain values only, between blocks",
                 fix="move it into a block",
             )
-        return ModelError(f"the model's forward failed{where} while it was followed: {kind}: {error}")
+        told = f"while it was followed: {kind}: {error}{_line_of(error)}"
+        return ModelError(f"the model's forward failed{where} {told}")
+
+
+_TORCH = Path_(torch.__file__).parent
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of the model's own code that an error came up in."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if _TORCH not in Path_(one.filename).parents]
+    frame = next((one for one in reversed(frames) if Path_(one.filename) != Path_(__file__)), None)
+    return "" if frame is None else f", in `{frame.line}` ({Path_(frame.filename).name}:{frame.lineno})"
 
 
 @contextmanager
