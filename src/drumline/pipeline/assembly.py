@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from drumline.core.action import Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.runtime.copies import Copies
@@ -87,6 +88,8 @@ class Assembly:
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
                 precision=self.precision,
+                kind=self.program.backwards[index],
+                trained_below=index > self.program.backwards.count(Backward.NONE),
             )
         return found
 
@@ -100,7 +103,6 @@ class Assembly:
     def described(self, **more: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return {
-            "schedule": self.program.format(),
             "model": [
                 (name, tuple(one.shape), str(one.dtype), one.requires_grad)
                 for stage in self.cuts
@@ -109,6 +111,7 @@ class Assembly:
             ],
             "set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],
+            "schedule": self.program.format(),  # behind what it is pruned by
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
             "precision": self.precision.name,

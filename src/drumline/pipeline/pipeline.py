@@ -15,6 +15,7 @@ from drumline.core.program import Program
 from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.frozen import Frozen, follow
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
@@ -121,7 +122,6 @@ class Pipeline:
             # A rank that was given something wrong connects all the same, so that the others learn of it.
             if program is None:
                 raise problem
-            self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
             numbers = Precision(precision, self.device)
@@ -135,6 +135,8 @@ class Pipeline:
                     self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
+            self._frozen = Frozen(program, stages)
+            self.program = program = self._frozen.program
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
                 stages,
@@ -217,11 +219,13 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
+            self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
             if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
                 self._captured.run(step)
@@ -278,6 +282,8 @@ class Pipeline:
         """Follow what happened to the parameters since the last step."""
         self._holdings.follow()
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
+        if self._crew.alone:
+            follow(stages, self._assembly.cuts)
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
@@ -81,6 +82,7 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
         self.exchange = Exchange(rank, stages, channel, self.placement, ties)
@@ -249,14 +251,14 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
-        if index > 0:
+        if index > self.lowest:
             self._gradients[index, microbatch] = made
 
     def _backward_input(self, job: Job, step: Step) -> None:
         action, microbatch = job.action, job.microbatch
         assert job.stage is not None
         made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > 0:
+        if action.stage > self.lowest:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
