@@ -2,7 +2,8 @@
 
 Every microbatch runs through the whole model at once. Its gradients are then added stage by stage in the order of the
 program's W (or B) actions, which is the order in which the pipelined stages add theirs: so the two agree to the last
-bit.
+bit. A parameter that several stages share is the exception: here its uses are added microbatch by microbatch, there
+rank by rank.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def reference_step(
     targets = cut_batch(target, program.num_microbatches, what="the target")
     parts = shares([num_rows(one) if loss_weight is None else loss_weight(one) for one in targets])
     blocks = [block for stage in stages for block in stage]
-    owned = [[p for block in stage for p in block.module.parameters() if p.requires_grad] for stage in stages]
-    parameters: list[nn.Parameter] = [one for stage in owned for one in stage]
+    owned = _owned(stages)
+    parameters = [one for stage in owned for one in stage]
     for one in parameters:
         one.grad_dtype = torch.float32 if master_weights else one.dtype
     numbers = Precision(precision, parameters[0].device)
@@ -91,3 +92,14 @@ def reference_step(
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     assert total is not None
     return total
+
+
+def _owned(stages: Sequence[Sequence[Block]]) -> list[list[nn.Parameter]]:
+    """Return the trainable parameters of every stage; one that several stages share belongs to the first of them."""
+    seen: set[nn.Parameter] = set()
+    found = []
+    for stage in stages:
+        here = dict.fromkeys(one for block in stage for one in block.module.parameters() if one.requires_grad)
+        found.append([one for one in here if one not in seen])
+        seen.update(here)
+    return found

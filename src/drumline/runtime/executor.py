@@ -12,18 +12,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
+from drumline.runtime.exchange import Exchange
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import Ties
 from drumline.runtime.values import pack, unpack
 
 Gradients = tuple[Tensor | None, ...]
@@ -72,6 +74,7 @@ class Executor:
         *,
         merge_weight_gradients: bool = False,
         scale: Scale | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -79,13 +82,14 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
+        self.exchange = Exchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._arrived: dict[Action, Delivery] = {}
-        self._exchanged: list[tuple[Job, int]] = []
         self.jobs = self._translate(program.rows[rank])
 
     # ---- translation -------------------------------------------------------------------------------------------------
@@ -189,7 +193,7 @@ class Executor:
             else:
                 job.run(job, step)
                 directly = False
-        yield from self._sum_exchanged(step, record)
+        yield from self.exchange.finish(clock, record)
         record.end_ns = clock.now()
         self.current = None
 
@@ -197,7 +201,7 @@ class Executor:
         self._made.clear()
         self._gradients.clear()
         self._arrived.clear()
-        self._exchanged.clear()
+        self.exchange.begin()
 
     # ---- what actions do ---------------------------------------------------------------------------------------------
 
@@ -247,14 +251,14 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
-        if index > 0:
+        if index > self.lowest:
             self._gradients[index, microbatch] = made
 
     def _backward_input(self, job: Job, step: Step) -> None:
         action, microbatch = job.action, job.microbatch
         assert job.stage is not None
         made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > 0:
+        if action.stage > self.lowest:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
@@ -288,38 +292,11 @@ class Executor:
         else:
             self.channel.send(receive, job.other, *pack(gradients))
 
-    # ---- two copies of a stage ---------------------------------------------------------------------------------------
-
     def _exchange(self, job: Job, step: Step) -> None:
         """Offer this copy's gradients to the other; they are summed when the row has ended."""
-        if job.other < 0:
-            return
-        assert job.stage is not None
-        self.channel.post(job.action, job.other)
-        tensors, form = pack([parameter.grad for parameter in job.stage.parameters])
-        self.channel.send(job.action, job.other, tensors, form)
-        self._exchanged.append((job, self.clock.now()))
-
-    def _sum_exchanged(self, step: Step, record: Record) -> Generator[Wait, None, None]:
-        for job, start in self._exchanged:
-            delivery = self.channel.take(job.action, job.other)
-            while delivery is None:
-                yield Wait(self.rank, job.action, job.action, job.other)
-                delivery = self.channel.take(job.action, job.other)
+        if job.other >= 0:
             assert job.stage is not None
-            at_home = self.placement.homes[job.action.stage] == self.rank
-            theirs = unpack(delivery.tensors, delivery.form)
-            with torch.no_grad():
-                for parameter, other in zip(job.stage.parameters, theirs, strict=True):
-                    parameter.grad = _summed(parameter.grad, other) if at_home else _summed(other, parameter.grad)
-            record.exchanges.extend((job.action.stage, start, self.clock.now()))
-
-
-def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the sum of two copies' gradients in one order, so that both copies get the same bits."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+            self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
 
 def _merge(jobs: list[Job]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
+from drumline.runtime.foreign import refuse_foreign
 from drumline.runtime.inner import transformed
 from drumline.runtime.precision import LOW
 from drumline.runtime.tape import Gradients, Record, Tape
@@ -219,6 +220,7 @@ class GeneralOwner(Owner):
         super().__init__(module, reel)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
+        self.looked_at = False  # whether all parameters in its graph are its own
         self.spark = torch.zeros((), requires_grad=True)  # an input that wants a gradient, or there would be no graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +237,9 @@ class GeneralOwner(Owner):
         made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
         ends, output_form = own
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
+        if not self.looked_at:
+            self.looked_at = True
+            refuse_foreign([_place(ends[index]) for index in reached], self.parameters, [type(self.module).__name__])
         places = tuple(_place(made[index]) for index in reached)
         self.reel.records.append(Record(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)

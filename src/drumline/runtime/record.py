@@ -53,6 +53,7 @@ class Record:
     waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
     messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
     exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
+    waited_ns: int = 0  # in exchanges, for other ranks' gradients
 
     def waited(self, index: int, receive: Action, source: int, start: int, end: int) -> None:
         """Note a wait before the timed action `index`."""
@@ -160,7 +161,7 @@ class Measured(Timeline):
         """Seconds of each rank's step that were neither compute nor waiting: the executor's own."""
         return tuple(
             (record.end_ns - record.begin_ns - sum(record.ends) + sum(record.starts)) * NANO
-            - sum(end - start for *_, start, end in _rows(record.waits, 7)) * NANO
+            - (record.waited_ns + sum(end - start for *_, start, end in _rows(record.waits, 7))) * NANO
             for record in self.records
         )
 
