@@ -24,10 +24,10 @@ class Smooth(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.5, 36).view(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.weight)
+        return torch.tanh(x @ self.weight)
 
 
 class Energy(nn.Module):
