@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from drumline.core.action import Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.tied import Ties
@@ -63,6 +65,7 @@ class Assembly:
     checkpointed: frozenset[str]
     loss: Loss | None
     ties: Ties
+    precision: Precision
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
         """Return a rank's stages, with copies of what is at home on another rank of this process."""
@@ -84,6 +87,9 @@ class Assembly:
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
+                precision=self.precision,
+                kind=self.program.backwards[index],
+                trained_below=index > self.program.backwards.count(Backward.NONE),
             )
         return found
 
@@ -97,7 +103,6 @@ class Assembly:
     def described(self, **more: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return {
-            "schedule": self.program.format(),
             "model": [
                 (name, tuple(one.shape), str(one.dtype), one.requires_grad)
                 for stage in self.cuts
@@ -106,8 +111,10 @@ class Assembly:
             ],
             "set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],
+            "schedule": self.program.format(),  # behind what it is pruned by
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
+            "precision": self.precision.name,
             **more,
         }
 

@@ -15,13 +15,16 @@ from drumline.core.program import Program
 from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.frozen import Frozen, follow
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
+from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
+from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
 from drumline.runtime.channel import Channel
 from drumline.runtime.copies import Copies
@@ -29,6 +32,7 @@ from drumline.runtime.cuda import CapturedStep, clock_for
 from drumline.runtime.cut import Model, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
@@ -59,6 +63,8 @@ class Pipeline:
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
+    - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
+    - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
     - `check_finite`: raise NonFiniteError on all ranks before an optimizer steps on a NaN.
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
@@ -85,6 +91,8 @@ class Pipeline:
         transport: str = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
+        precision: str = "fp32",
+        master_weights: bool = False,
         check_finite: bool = True,
         merge_weight_gradients: bool = False,
         timeout: float = 300.0,
@@ -114,18 +122,21 @@ class Pipeline:
             # A rank that was given something wrong connects all the same, so that the others learn of it.
             if program is None:
                 raise problem
-            self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
+            numbers = Precision(precision, self.device)
             blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
             self.balance = None
             if auto.is_asked(balance, cuts, example):
                 inputs = example_inputs(model, example)
                 wanted = inputs if self._intake.own else example_target
                 loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
-                self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
+                with numbers.autocast:
+                    self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
+            self._frozen = Frozen(program, stages)
+            self.program = program = self._frozen.program
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
                 stages,
@@ -134,8 +145,10 @@ class Pipeline:
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if self._intake.has_loss else None,
                 Ties(stages, program.placement, model),
+                numbers,
             )
-            described = self._assembly.described(check_finite=check_finite)
+            self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
+            described = self._assembly.described(check_finite=check_finite, master_weights=master_weights)
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
             self._crew.connect(self._assembly.ties.edges)
             ties, alone = self._assembly.ties, self._crew.alone
@@ -146,10 +159,11 @@ class Pipeline:
             ]
             self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
+            self._updates.follow(self._all_parameters())
             self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
-        self._guard = Guard(list(self.parameters()), self.settle)
+        self._guard = Guard(list(self.parameters()), self._before_update)
 
     @property
     def num_ranks(self) -> int:
@@ -182,9 +196,10 @@ class Pipeline:
         )
 
     def _capturer(self) -> CapturedStep:
-        if self.device.type != "cuda" or self.num_ranks > 1:
+        if self.device.type != "cuda" or self.num_ranks > 1 or self.scaler is not None:
             raise ModelError(
-                f"capture=True with {self.num_ranks} ranks on {self.device.type}", expected="one rank on a CUDA device"
+                f"capture=True with {self.num_ranks} ranks on {self.device.type} in {self._assembly.precision.name}",
+                expected="one rank on a CUDA device, in fp32 or bf16",
             )
         return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
 
@@ -204,18 +219,22 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
+            self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
             if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
                 self._captured.run(step)
             else:
                 self._intake.cut(step)
                 before = self._holdings.put_aside(list(self.parameters()))
+                self._updates.begin(step, self.parameters())
                 self._run(self._executors, step, records)
+                self._updates.end(step, self.parameters())
                 self._holdings.put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
@@ -255,20 +274,28 @@ class Pipeline:
             self._captured.run(step)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
-        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False):
+        kept = self._assembly.precision.step()
+        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
             self._crew.drive([one.run(step, record) for one, record in zip(executors, records, strict=True)])
 
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
         self._holdings.follow()
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
+        if self._crew.alone:
+            follow(stages, self._assembly.cuts)
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None
             for executor in self._executors:
                 executor.exchange.renew()
-            self._guard = Guard(list(self.parameters()), self.settle)
+            self._updates.follow(self._all_parameters())
+            self._guard = Guard(list(self.parameters()), self._before_update)
             self._ledger.reached = False
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of all stages here, second copies included."""
+        return [one for executor in self._executors for stage in executor.stages.values() for one in stage.parameters]
 
     def _action(self) -> str:
         """Return the action that this process is at, if it is in the middle of a step."""
@@ -287,7 +314,8 @@ class Pipeline:
             checked.append(parts)
             told.dtype = str(losses.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()
-        if step.train and self.check_finite:
+        if step.train and (self.check_finite or self.scaler is not None):
+            told.scale = None if self.scaler is None else step.scale
             finite = all_finite(checked)
             told.finite = finite if alone else bool(finite)
         if step.train and not self._ledger.reached:
@@ -299,7 +327,7 @@ class Pipeline:
         topic = f"step/{step.number}"
         self._crew.tell(topic, each)
         clocks = [executor.clock for executor in self._executors] if alone else []
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks)
+        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks, self.scaler)
         self._ledger.add(tally, trained=step.train)
         self._number += 1
         return tally
@@ -313,6 +341,15 @@ class Pipeline:
 
     def _settle(self, *, until: int | None) -> None:
         self._ledger.settle(until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters()))
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._updates.check(optimizer)
+        self.settle()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale, the same on all ranks; None unless `precision` is "fp16"."""
+        return self._updates.scaler
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
@@ -337,8 +374,13 @@ class Pipeline:
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """Return a torch optimizer over this process's trainable parameters."""
-        return kind([{"params": [one for one in self.parameters() if one.requires_grad]}], **settings)
+        """Return a torch optimizer over this process's trainable parameters, or their float32 copies."""
+        return self._updates.optimizer(kind, [one for one in self.parameters() if one.requires_grad], settings)
+
+    def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""
+        masters = self._updates.masters
+        return self.named_parameters() if masters is None else masters.named(self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the names of the unsplit model; a tied one once, by its first name."""
@@ -354,6 +396,7 @@ class Pipeline:
         """Forget this process's gradients."""
         for one in self.parameters():
             one.grad = None
+        self._updates.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this process's parameters and persistent buffers under the names of the unsplit model.

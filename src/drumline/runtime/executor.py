@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
@@ -41,6 +42,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
+    scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -80,6 +82,7 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
         self.exchange = Exchange(rank, stages, channel, self.placement, ties)
@@ -155,7 +158,7 @@ class Executor:
         for stage in stages:
             stage.begin()
         if self.scale is not None:
-            self.scale.ignore(*step.inputs, *step.targets)
+            self.scale.begin(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         directly = False
@@ -186,6 +189,7 @@ class Executor:
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
+                    record.peak_stash = self.scale.peak
             else:
                 job.run(job, step)
                 directly = False
@@ -233,8 +237,8 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            loss = step.losses[microbatch]
-            return (step.shares[microbatch].to(loss.dtype),)
+            share = step.shares[microbatch].to(step.losses[microbatch].dtype)
+            return (share if step.scale == 1.0 else share * step.scale,)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
@@ -247,14 +251,14 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
-        if index > 0:
+        if index > self.lowest:
             self._gradients[index, microbatch] = made
 
     def _backward_input(self, job: Job, step: Step) -> None:
         action, microbatch = job.action, job.microbatch
         assert job.stage is not None
         made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > 0:
+        if action.stage > self.lowest:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
@@ -269,6 +273,8 @@ class Executor:
         for part in job.action.parts:
             run = self._run_forward if part.op is Op.FORWARD else self._run_backward
             run(part, step)
+            if self.scale is not None:
+                self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)

@@ -49,6 +49,7 @@ class Record:
     ends: array[int] = field(default_factory=_numbers)
     held: array[int] = field(default_factory=_numbers)  # pairs held once it has ended
     stash: array[int] = field(default_factory=_numbers)  # bytes held once it has ended, where they were weighed
+    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
     waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
     messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
     exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
@@ -120,6 +121,11 @@ class Measured(Timeline):
         if not all(record.stash for record in self.records):
             return None
         return tuple(tuple(record.stash) for record in self.records)
+
+    @property
+    def peak_stash(self) -> tuple[int, ...] | None:
+        """Per rank, the most activation bytes that were really held at once; None if not weighed."""
+        return None if self.stash is None else tuple(record.peak_stash for record in self.records)
 
     @cached_property
     def exchanges(self) -> Sequence[Span]:
