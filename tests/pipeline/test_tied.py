@@ -154,6 +154,28 @@ def test_gradients_of_several_steps_add_up(name: str) -> None:
         assert all(one.grad is None for one in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16"}, {"master_weights": True}])
+def test_low_precision_leaves_sums_and_copies_right(name: str, settings: dict[str, Any]) -> None:
+    found = []
+    for num_ranks in (1, 2):
+        model = language_model()
+        if "master_weights" in settings:
+            model.bfloat16()
+        pipe = pipeline(model, name if num_ranks > 1 else "gpipe", num_ranks=num_ranks, **settings)
+        for step in range(2):  # gradients of the first are put aside in the second
+            batch, target = tokens(8, seed=step)
+            pipe.step(batch, target=target)
+        found.append({one: parameter.grad for one, parameter in pipe.named_parameters()})
+        for copies in copies_of(pipe).values():
+            assert copies[0].grad is not None
+            assert all(one.grad is not None and one.grad.dtype is copies[0].grad.dtype for one in copies)
+    for one, expected in found[0].items():
+        assert expected is not None
+        assert expected.dtype is torch.float32
+        assert (found[1][one] - expected).norm() <= 1e-6 * expected.norm(), one  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "zb-v"])
 def test_the_clipping_norm_counts_a_tied_weight_once(name: str) -> None:
     (program,) = programs(name, 2, (4,))

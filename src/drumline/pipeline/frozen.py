@@ -70,15 +70,6 @@ class Frozen:
         )
 
 
-def follow(stages: Iterable[Stage], cuts: Cuts) -> None:
-    """Freeze and free the second copies of stages as the first ones, where both are in this process."""
-    for stage in stages:
-        for copy, first in zip(stage.blocks, cuts[stage.index], strict=True):
-            if copy.module is not first.module:
-                for one, other in zip(copy.module.parameters(), first.module.parameters(), strict=True):
-                    one.requires_grad_(other.requires_grad)
-
-
 def _parameters(blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
     for block in blocks:
         yield from block.named_parameters()

@@ -15,7 +15,7 @@ from drumline.core.program import Program
 from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.frozen import Frozen, follow
+from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
@@ -282,8 +282,6 @@ class Pipeline:
         """Follow what happened to the parameters since the last step."""
         self._holdings.follow()
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
-        if self._crew.alone:
-            follow(stages, self._assembly.cuts)
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None
