@@ -43,11 +43,6 @@ class Intake:
                 raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
-    def same_as_before(self, step: Step) -> bool:
-        """Give a step of known shapes the shares that it has for certain, if that can be said without cutting it."""
-        step.shares = self._shares
-        return self.weigh is None
-
     def cut(self, step: Step) -> None:
         """Cut batch and target into microbatches, and weigh these."""
         if step.batch is not None:

@@ -21,8 +21,9 @@ from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.runtime import clip
+from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
-from drumline.runtime.cuda import CapturedStep, clock_for
+from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Model, blocks_of, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
@@ -59,7 +60,8 @@ class Pipeline:
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
-    - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
+    - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
+      numbers.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Pipeline:
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if loss_fn is not None else None,
             )
-            described = self._assembly.described(check_finite=check_finite)
+            described = self._assembly.described(check_finite=check_finite, capture=capture)
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
             self._executors = [
                 self._executor(channel, merge_weight_gradients, weigh) for channel in self._crew.channels
@@ -158,12 +160,11 @@ class Pipeline:
             scale=Scale(stages.values()) if weigh else None,
         )
 
-    def _capturer(self) -> CapturedStep:
-        if self.device.type != "cuda" or self.num_ranks > 1:
-            raise ModelError(
-                f"capture=True with {self.num_ranks} ranks on {self.device.type}", expected="one rank on a CUDA device"
-            )
-        return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
+    def _capturer(self) -> Capture:
+        randomness, recorder, crew = self._assembly.randomness, recorder_for(self.device), self._crew
+        return Capture(
+            self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
+        )
 
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
@@ -208,13 +209,12 @@ class Pipeline:
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
             self._intake.take(step, batch, target, self._ends, self.rank)
-            if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
-                self._captured.run(step)
-            else:
+            fits = self._captured is not None and self._captured.fits(step)
+            if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
                 self._intake.cut(step)
-                before = self._put_aside()
-                self._run(self._executors, step, records)
-                self._put_back(before)
+            before = self._put_aside()
+            self._run(self._executors, step, records)
+            self._put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
@@ -250,7 +250,7 @@ class Pipeline:
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step)
+            self._captured.run(step, records, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
         with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False):
