@@ -36,8 +36,8 @@ class Pair:
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         with recording() as self.recorder:
             settings.setdefault("loss_fn", functional.mse_loss)
-            self.captured = Pipeline(copy.deepcopy(model), capture=True, **settings)  # type: ignore[arg-type]
-            self.plain = Pipeline(model, **settings)  # type: ignore[arg-type]
+            self.captured = Pipeline(copy.deepcopy(model), capture=True, **settings)
+            self.plain = Pipeline(model, **settings)
 
     def step(self, *batches: Any) -> None:
         """Take a step with each batch on both, and compare every bit."""
@@ -175,6 +175,34 @@ def test_messages_of_several_tensors_and_plain_values_are_captured() -> None:
     model = nn.Sequential(Nested(), Nested(), Nested(), Last())
     pair = Pair(model, schedule="1f1b", num_microbatches=4, num_ranks=4)
     pair.step(*(data(8, seed=seed) for seed in range(4)))
+    assert pair.counts()[1] > 0
+
+
+class Skips(nn.Module):
+    """A model of its own kind: what it begins with is used again by every layer, on whichever rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        first = x.tanh()
+        for layer in self.layers:
+            x = layer(x).relu() + first * factor
+        return x
+
+
+def test_models_that_are_no_chain_are_captured() -> None:
+    torch.manual_seed(0)
+    example = {"x": data(8)[0], "factor": data(8)[0]}
+    pair = Pair(Skips(), schedule="zb-h1", num_microbatches=4, num_ranks=2, example=example, balance="even")
+    for seed in range(4):
+        batch, target = data(8, seed=seed)
+        losses = [pipe.step(batch, factor=batch + 1, target=target).loss for pipe in (pair.captured, pair.plain)]
+        assert losses[0] is not None
+        assert losses[1] is not None
+        assert torch.equal(losses[0], losses[1])
+        pair.compare()
     assert pair.counts()[1] > 0
 
 
