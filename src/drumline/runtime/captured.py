@@ -54,13 +54,13 @@ class CapturedRow:
 
     def state(self) -> Any:
         """Return what graphs take for granted: where parameters and buffers are, what is frozen, and modes."""
-        tensors = [
-            (id(one), one.data_ptr(), one.requires_grad)
-            for space in self._spaces
-            for one in space.values()
-            if one is not None
-        ]
-        return tensors, [module.training for module in self._modules]
+        tensors = [one for space in self._spaces for one in space.values() if one is not None]
+        return (
+            list(map(id, tensors)),
+            list(map(Tensor.data_ptr, tensors)),
+            [one.requires_grad for one in tensors],
+            [module.training for module in self._modules],
+        )
 
     def prepare(self) -> None:
         """Make room for graphs."""
