@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import transformers
@@ -34,9 +38,11 @@ def built() -> tuple[nn.Module, dict[str, Tensor]]:
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model: Any = transformers.LlamaForCausalLM(config)
+        kind: Any = transformers.LlamaForCausalLM
+        model = kind(config)
     ids = torch.randint(3, 32_000, (MICROBATCHES * ROWS, TOKENS), device="cuda")
-    return model.to(torch.bfloat16).train(), {"input_ids": ids, "labels": ids}
+    trained: nn.Module = model.to(torch.bfloat16).train()
+    return trained, {"input_ids": ids, "labels": ids}
 
 
 def unsplit(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -57,6 +63,7 @@ def cleared(model: nn.Module) -> None:
 
 def checked(model: nn.Module, batch: dict[str, Tensor], pipes: dict[str, dl.Pipeline]) -> dict[str, Any]:
     """Return each schedule's differences from the unsplit model: of the loss, and the largest of a gradient."""
+    torch.use_deterministic_algorithms(True)  # or attention's backward differs from run to run by 1e-2 in bf16
     cleared(model)
     wanted = float(unsplit(model, batch))
     gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
@@ -72,7 +79,9 @@ def checked(model: nn.Module, batch: dict[str, Tensor], pipes: dict[str, dl.Pipe
         }
         assert gaps.keys() == gradients.keys(), "a gradient is missing"
         found[name] = {"loss": abs(float(loss) - wanted), "gradient": max(gaps.values())}
-        assert found[name]["gradient"] <= 2e-2, (name, found[name])
+    torch.use_deterministic_algorithms(False)
+    for name, one in found.items():
+        assert one["gradient"] <= 1e-3, (name, one)
     return found
 
 
@@ -102,7 +111,7 @@ def main() -> None:
     differences = checked(model, batch, pipes)
     steps: dict[str, Callable[[], Any]] = {
         "unsplit": lambda: unsplit(model, batch),
-        **{name: (lambda pipe=pipe: pipe.step(**batch)) for name, pipe in pipes.items()},
+        **{name: partial(pipe.step, **batch) for name, pipe in pipes.items()},
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(arguments.steps + 2):

@@ -206,6 +206,45 @@ def test_models_that_are_no_chain_are_captured() -> None:
     assert pair.counts()[1] > 0
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_and_a_changing_loss_scale_are_captured(precision: str) -> None:
+    pair = Pair(mlp(), schedule="zb-h1", num_microbatches=4, num_ranks=2, precision=precision)
+    optimizers = [pipe.optimizer(torch.optim.SGD, lr=0.1) for pipe in (pair.captured, pair.plain)]
+    scales = []
+    for seed in range(6):
+        pair.step(data(8, seed=seed))
+        for pipe, optimizer in zip((pair.captured, pair.plain), optimizers, strict=True):
+            if pipe.scaler is not None:
+                pipe.scaler.growth_interval = 2
+                scales.append(pipe.scaler.scale)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.counts()[1] > 0
+    assert precision == "bf16" or len(set(scales)) > 1
+
+
+def test_tied_and_frozen_parameters_are_captured() -> None:
+    class Tied(nn.Linear):
+        """Has its weight from elsewhere."""
+
+    torch.manual_seed(0)
+    first, last = nn.Linear(WIDTH, WIDTH), Tied(WIDTH, WIDTH)
+    last.weight = first.weight
+    blocks = nn.Sequential(*mlp(2), first, *mlp(2), last)
+    for parameter in blocks[0].parameters():
+        parameter.requires_grad_(False)
+    for schedule in ("1f1b", "zb-v"):
+        pair = Pair(copy.deepcopy(blocks), schedule=schedule, num_microbatches=4, num_ranks=2)
+        optimizers = [pipe.optimizer(torch.optim.SGD, lr=0.1) for pipe in (pair.captured, pair.plain)]
+        for seed in range(5):
+            pair.step(data(8, seed=seed))
+            if seed % 2:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert pair.counts()[1] > 0
+
+
 def test_microbatches_that_weigh_nothing_may_be_others_in_every_step() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         counted = target[:, 0] >= 0
@@ -257,7 +296,7 @@ def test_what_a_graph_could_not_repeat_is_refused() -> None:
     for model, says in (
         (mlp(dropout=0.5), "the block 0 draws random numbers.*use capture=False"),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "changes its buffers.*use capture=False"),
-        (nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads()), r"\[1F0 1B0\] cannot be captured.*use capture=False"),
+        (nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads()), r"\[1F0 1I0\] cannot be captured.*use capture=False"),
     ):
         with recording():
             pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, capture=True)

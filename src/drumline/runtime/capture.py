@@ -21,6 +21,7 @@ from drumline.runtime.batch import cut
 from drumline.runtime.captured import CapturedRow
 from drumline.runtime.channel import Wait
 from drumline.runtime.executor import Executor, Step
+from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Record
 from drumline.runtime.recorder import Recorder
@@ -53,7 +54,8 @@ class Capture:
         self._known: Sequence[int] | None = None
         self._is_captured = False
         self._static = Step(-1)
-        self._shares: Sequence[Tensor] = ()
+        self._shares: Sequence[Tensor] = ()  # what the microbatches of the last step counted, and its scale
+        self._scale = 1.0
 
     def fits(self, step: Step) -> bool:
         """Whether a step can be replayed, on every rank alike; asks the others, so it is called once a step."""
@@ -87,6 +89,7 @@ class Capture:
         with (
             self.randomness.kept_aside(),
             torch.autograd.set_multithreading_enabled(False),
+            casts_kept(),
             self.recorder.aside(),
             self.randomness.listening() as drawing,
         ):
@@ -101,12 +104,14 @@ class Capture:
         for place, value in zip(_tensors(static), _tensors(step), strict=True):
             place.copy_(value, non_blocking=True)
         step.shares = step.shares or self._shares  # one that was not cut weighs what the last one did
-        if step.shares is not self._shares:
-            torch._foreach_copy_(list(static.shares), list(step.shares))
-            self._shares = step.shares
+        if step.shares is not self._shares or step.scale != self._scale:
+            # Gradients begin with shares, so that these bring a scale in that may be another in every step.
+            torch._foreach_copy_(list(static.shares), [share * step.scale for share in step.shares])
+            self._shares, self._scale = step.shares, step.scale
         for row in self.rows:
             row.attach()
-        with self.randomness.silenced(), torch.autograd.set_multithreading_enabled(False):
+        # Casts of weights are made by the graphs themselves, or they would go on with old ones.
+        with self.randomness.silenced(), torch.autograd.set_multithreading_enabled(False), casts_kept():
             drive([row.executor.run(static, record, row.jobs) for row, record in zip(self.rows, records, strict=True)])
         step.losses = dict(static.losses)
 

@@ -23,6 +23,7 @@ from drumline.core.action import SEND_OPS, Action
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.runtime.channel import Delivery
 from drumline.runtime.executor import Executor, Job, Step
+from drumline.runtime.precision import gradient_dtype
 from drumline.runtime.recorder import Recorder
 from drumline.runtime.stretches import Stretch, stretches
 
@@ -67,7 +68,7 @@ class CapturedRow:
         self._pool = self.recorder.new_pool()
         stages = self.executor.stages.values()
         self._parameters = list(dict.fromkeys(one for stage in stages for one in stage.parameters))
-        self._gradients = [torch.zeros_like(one) for one in self._parameters]
+        self._gradients = [torch.zeros_like(one, dtype=gradient_dtype(one)) for one in self._parameters]
 
     def attach(self) -> None:
         """Let every parameter's gradient be the one that the graphs add to."""
