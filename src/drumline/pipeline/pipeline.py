@@ -26,9 +26,10 @@ from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
+from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
 from drumline.runtime.copies import Copies
-from drumline.runtime.cuda import CapturedStep, clock_for
+from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Model, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
@@ -70,7 +71,8 @@ class Pipeline:
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
-    - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
+    - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
+      numbers.
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class Pipeline:
                 numbers,
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            described = self._assembly.described(check_finite=check_finite, master_weights=master_weights)
+            described = self._assembly.described(
+                check_finite=check_finite, master_weights=master_weights, capture=capture
+            )
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
             self._crew.connect(self._assembly.ties.edges)
             ties, alone = self._assembly.ties, self._crew.alone
@@ -195,13 +199,11 @@ class Pipeline:
             ties=self._assembly.ties,
         )
 
-    def _capturer(self) -> CapturedStep:
-        if self.device.type != "cuda" or self.num_ranks > 1 or self.scaler is not None:
-            raise ModelError(
-                f"capture=True with {self.num_ranks} ranks on {self.device.type} in {self._assembly.precision.name}",
-                expected="one rank on a CUDA device, in fp32 or bf16",
-            )
-        return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
+    def _capturer(self) -> Capture:
+        randomness, recorder, crew = self._assembly.randomness, recorder_for(self.device), self._crew
+        return Capture(
+            self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
+        )
 
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
@@ -227,15 +229,14 @@ class Pipeline:
         with self._crew.together("the start of a step"):
             self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
-            if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
-                self._captured.run(step)
-            else:
+            fits = self._captured is not None and self._captured.fits(step)
+            if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
                 self._intake.cut(step)
-                before = self._holdings.put_aside(list(self.parameters()))
-                self._updates.begin(step, self.parameters())
-                self._run(self._executors, step, records)
-                self._updates.end(step, self.parameters())
-                self._holdings.put_back(before)
+            before = self._holdings.put_aside(list(self.parameters()))
+            self._updates.begin(step, self.parameters())
+            self._run(self._executors, step, records)
+            self._updates.end(step, self.parameters())
+            self._holdings.put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
@@ -271,7 +272,7 @@ class Pipeline:
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step)
+            self._captured.run(step, records, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
         kept = self._assembly.precision.step()
