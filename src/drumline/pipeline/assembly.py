@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drumline.core.action import Op
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
+from drumline.pipeline import transports
 from drumline.runtime.cut import Block
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
@@ -21,11 +22,16 @@ Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device that the model is on: that of its first parameter or buffer, else the host."""
+    """Return the device that the model is on: that of its first parameter or buffer, else the host.
+
+    What is on the meta device is nowhere yet, and goes where this rank computes.
+    """
     listed = model.values() if isinstance(model, Mapping) else model if isinstance(model, Iterable) else [model]
     modules = (one for one in listed if isinstance(one, nn.Module))
     tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-    return next((one.device for one in tensors), torch.device("cpu"))
+    devices = dict.fromkeys(one.device for one in tensors)
+    there = [one for one in devices if one.type != "meta"]
+    return there[0] if there else transports.default_device() if devices else torch.device("cpu")
 
 
 def named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,6 +78,14 @@ class Assembly:
     randomness: Randomness
     checkpointed: frozenset[str]
     loss: Loss | None
+    order: Sequence[str] = ()  # the names of all parameters of the unsplit model
+
+    def of_ranks(self, ranks: Iterable[int]) -> Assembly:
+        """Return the same without the blocks of other ranks, so that these can be freed; all names stay."""
+        held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
+        cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
+        names = [name for stage in self.cuts for block in stage for name, _ in block.named_parameters()]
+        return replace(self, cuts=cuts, order=names)
 
     def stages_of(self, rank: int, *, apart: bool) -> dict[int, Stage]:
         """Return a rank's stages; `apart` copies the modules of those whose home is another rank of this process."""

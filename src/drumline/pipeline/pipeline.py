@@ -14,9 +14,11 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
+from drumline.pipeline.copies import share_copies
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
@@ -31,6 +33,7 @@ from drumline.runtime.record import Measured, Record
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.values import joined
+from drumline.runtime.weights import Weights
 
 
 class Pipeline:
@@ -50,6 +53,8 @@ class Pipeline:
     - `model`: an nn.Sequential, or an ordered list of blocks.
     - `balance`: how many blocks each stage gets ("even" unless given; `dl.balance` finds the best); or `cuts`, the
       names of the blocks with which stages 1, 2, ... begin.
+    - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
+      device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
@@ -73,6 +78,7 @@ class Pipeline:
         stages_per_rank: int | None = None,
         balance: Sequence[int] | str | None = None,
         cuts: Sequence[str] | None = None,
+        weights: str | Path | Weights | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
         transport: str = "auto",
@@ -118,12 +124,16 @@ class Pipeline:
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if loss_fn is not None else None,
             )
-            described = self._assembly.described(check_finite=check_finite)
+            stored = opened(weights)
+            described = self._assembly.described(check_finite=check_finite, weights=stored and stored.described())
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+            ranks = [channel.rank for channel in self._crew.channels]
+            materialise_stages(self._assembly, ranks, model, stored)
             self._executors = [
                 self._executor(channel, merge_weight_gradients, weigh) for channel in self._crew.channels
             ]
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
+            self._assembly = self._assembly.of_ranks(ranks)
             self._share_copies()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
@@ -171,20 +181,8 @@ class Pipeline:
 
     def _share_copies(self) -> None:
         """Give the second copy of every stage the weights of the first."""
-        if not self.program.placement.mirrored:
-            return
-        mine = [
-            {index: [tensor.detach().cpu() for tensor in assembly.state(stage)] for index, stage in at_home}
-            for at_home in map(self._at_home, self._executors)
-        ]
-        weights = {index: state for one in self._crew.all_told("weights", mine) for index, state in one.items()}
-        with torch.no_grad():
-            for executor in self._executors:
-                home = dict(self._at_home(executor))
-                for index, stage in executor.stages.items():
-                    if index not in home:
-                        for tensor, value in zip(assembly.state(stage), weights[index], strict=True):
-                            tensor.copy_(value)
+        if self.program.placement.mirrored:
+            share_copies(self._crew, self._executors, self.program.placement.homes)
 
     def _at_home(self, executor: Executor) -> list[tuple[int, Stage]]:
         """Return a rank's stages without those that are a second copy."""
@@ -333,9 +331,7 @@ class Pipeline:
         with self._crew.together("clip_grad_norm_"):
             own = [self._norms(executor, norm_type) for executor in self._executors]
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-        blocks = (block for stage in self._assembly.cuts for block in stage)
-        order = (name for block in blocks for name, _ in block.named_parameters())
-        total = clip.total_norm([norms[name] for name in order if name in norms], norm_type)
+        total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total
 
