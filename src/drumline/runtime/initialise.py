@@ -146,6 +146,10 @@ class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.key = key
         self.num_draws = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and saying so to the compiler would import it: seconds, 40 MB
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
