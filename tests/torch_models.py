@@ -34,6 +34,12 @@ def mlp(num_blocks: int = 8, *, dropout: float = 0.0, seed: int = 1) -> nn.Seque
     )
 
 
+def on_meta(make: Callable[[], Any]) -> Any:
+    """Make a model without memory."""
+    with torch.device("meta"):
+        return make()
+
+
 class Unused(nn.Module):
     """Has a layer that no loss reaches."""
 

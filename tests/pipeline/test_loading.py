@@ -19,14 +19,9 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.reference import reference_step
 from drumline.runtime.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
-from hugging_face import llama_blocks, makers, on_meta
-from torch_models import CPU, TWO_WAYS, WIDTH, data, mlp, programs
+from torch_models import CPU, TWO_WAYS, WIDTH, data, mlp, on_meta, programs
 
 pytestmark = pytest.mark.torch
-
-
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def expected_of(blocks: Any, program: Program, batch: Tensor, target: Tensor, loss_fn: Any) -> dict[str, Any]:
@@ -54,32 +49,6 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], *, exact: bool) -> No
             assert torch.equal(one, wanted[name]), name
         else:
             assert (one - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    return torch.randint(64, (8, 6)), torch.randint(64, (8, 6))
-
-
-def whole_again(make: Any, folder: Path) -> Any:
-    """Return what transformers itself reads from the folder."""
-    return type(make()).from_pretrained(folder)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
-def test_a_llama_folder_trains_as_in_one_process(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("transformers")
-    make = makers()["llama"]
-    make().save_pretrained(tmp_path, max_shard_size="40KB")
-    (program,) = programs(name, 2, (4,))
-    whole = dl.materialise(on_meta(make), tmp_path)
-    wanted = expected_of(llama_blocks(whole), program, *tokens(), cross_entropy)
-    blocks = llama_blocks(on_meta(make))
-    found = stepped(blocks, program, *tokens(), cross_entropy, weights=tmp_path)
-    assert set(found) == {"loss", *(name for name, _ in whole.named_parameters())}
-    # The split backward of a Llama adds the branches of its residuals in another order, with or without loading.
-    compare(found, wanted, exact=name == "1f1b")
-    compare(found, stepped(llama_blocks(whole_again(make, tmp_path)), program, *tokens(), cross_entropy), exact=True)
 
 
 def deep() -> nn.Sequential:

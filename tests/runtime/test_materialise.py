@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +15,10 @@ from drumline.core.errors import ModelError
 from drumline.runtime.cut import Block, blocks_of
 from drumline.runtime.materialise import materialise
 from drumline.runtime.weights import Weights
-from hugging_face import makers, on_meta, pieces
-from torch_models import CPU
+from materials import assert_same, by_parts, values
+from torch_models import CPU, on_meta
 
 pytestmark = pytest.mark.torch
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-
-
-def by_parts(
-    make: Callable[[], Any],
-    cut: Callable[[Any], Sequence[Block]],
-    num_ranks: int,
-    weights: Weights | None,
-    seed: int = 0,
-) -> dict[str, Tensor]:
-    """Materialise a model as that many ranks would, each from a model of its own; returns what all of them hold."""
-    found: dict[str, Tensor] = {}
-    for rank in range(num_ranks):
-        model = on_meta(make)
-        blocks = list(cut(model))
-        start, end = list(pairwise(len(blocks) * one // num_ranks for one in range(num_ranks + 1)))[rank]
-        materialise(blocks, blocks[start:end], root=model, weights=weights, device=CPU, seed=seed)
-        held = {id(one) for block in blocks[start:end] for one in values(block.module).values()}
-        for name, one in values(model).items():
-            assert one.is_meta == (id(one) not in held), f"{name} on rank {rank}"
-            if id(one) in held:
-                assert torch.equal(found.setdefault(name, one), one), f"{name} differs between ranks"
-    return found
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name, one in wanted.items():
-        assert found[name].dtype == one.dtype
-        assert found[name].requires_grad == one.requires_grad
-        assert torch.equal(found[name], one), name
-
-
-HUGGING_FACE = ["llama", "llama, tied", "qwen2", "gpt2", "bert", "t5", "t5, not tied", "mixtral", "vit"]
-
-
-def hugging_face(name: str) -> Callable[[], Any]:
-    pytest.importorskip("transformers")
-    assert sorted(makers()) == sorted(HUGGING_FACE)
-    return makers()[name]
-
-
-def all_of(model: Any) -> list[Block]:
-    """Return blocks that hold every tensor of the model."""
-    blocks = list(pieces(model))
-    held = {id(one) for block in blocks for one in values(block.module).values()}
-    assert all(id(one) in held for one in values(model).values())
-    return blocks
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_each_rank_reads_its_own_part_of_a_hugging_face_folder(tmp_path: Path, name: str) -> None:
-    make = hugging_face(name)
-    torch.manual_seed(3)
-    whole = make()
-    whole.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or name == "vit"
-    assert_same(by_parts(make, all_of, 3, Weights(tmp_path)), values(whole))
-    assert_same(values(dl.materialise(on_meta(make), tmp_path)), values(whole))
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models_are_initialised_alike_whatever_the_cut(name: str) -> None:
-    make = hugging_face(name)
-    whole = dl.materialise(on_meta(make), seed=5)
-    for num_ranks in (2, 5):
-        assert_same(by_parts(make, all_of, num_ranks, None, seed=5), values(whole))
-    again = values(dl.materialise(on_meta(make), seed=6))
-    assert any(not torch.equal(again[name], one) for name, one in values(whole).items())
-
-
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_models_are_initialised_as_transformers_does(name: str) -> None:
-    make = hugging_face(name)
-    torch.manual_seed(0)
-    expected, found = values(make()), values(dl.materialise(on_meta(make)))
-    for which, one in expected.items():
-        mine = found[which]
-        if not one.is_floating_point() or (one.numel() > 1 and one.std() == 0) or "inv_freq" in which:
-            assert torch.equal(mine, one), which
-        elif one.numel() > 500:
-            assert 0.8 < (mine.std() / one.std()).item() < 1.25, which
-            assert abs((mine.mean() - one.mean()).item()) < 0.2 * one.std().item(), which
 
 
 class Custom(nn.Module):

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.pipeline import assembly, transports
+from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.copies import share_copies
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.runtime import clip
 from drumline.runtime.channel import Channel
 from drumline.runtime.cuda import CapturedStep, clock_for
-from drumline.runtime.cut import Model, blocks_of, cut
+from drumline.runtime.cut import Model, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
 from drumline.runtime.randomness import Randomness
@@ -50,9 +51,11 @@ class Pipeline:
 
     Under torchrun or `dl.launch` every process is one rank; otherwise `num_ranks` ranks take turns in this process.
 
-    - `model`: an nn.Sequential, or an ordered list of blocks.
-    - `balance`: how many blocks each stage gets ("even" unless given; `dl.balance` finds the best); or `cuts`, the
-      names of the blocks with which stages 1, 2, ... begin.
+    - `model`: an nn.Sequential, an ordered list of blocks, or any module, which is cut at its own children.
+    - `example`: a batch as `step` will get it (a dict by name, a tuple in order), with `example_target`: blocks are
+      measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
+    - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
+      the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
     - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
@@ -78,6 +81,8 @@ class Pipeline:
         stages_per_rank: int | None = None,
         balance: Sequence[int] | str | None = None,
         cuts: Sequence[str] | None = None,
+        example: Any = None,
+        example_target: Any = None,
         weights: str | Path | Weights | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
@@ -115,14 +120,23 @@ class Pipeline:
                 raise problem
             self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
-            stages = cut(blocks_of(model), program.num_stages, balance, cuts)
+            self._intake.follow(model)
+            blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
+            self.balance = None
+            if auto.is_asked(balance, cuts, example):
+                inputs = example_inputs(model, example)
+                wanted = inputs if self._intake.own else example_target
+                loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
+                self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
+                balance = None if self.balance is None else self.balance.counts
+            stages = cut(blocks, program.num_stages, balance, cuts)
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
                 stages,
                 self.device,
                 Randomness(seed, self.device),
                 assembly.checkpointed(checkpoint, stages),
-                self._intake.loss if loss_fn is not None else None,
+                self._intake.loss if self._intake.has_loss else None,
             )
             stored = opened(weights)
             described = self._assembly.described(check_finite=check_finite, weights=stored and stored.described())
@@ -191,12 +205,13 @@ class Pipeline:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Any = None, *, target: Any = None) -> StepResult:
+    def step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
-        Only ranks with the first stage need `batch`, only those with the last need `target`.
+        The batch is what the model is called with: the first block's input, or a model's arguments in order and by
+        name. Only ranks with the first stage need it, only those with the last need `target`.
         """
-        if self._intake.loss_fn is None:
+        if not self._intake.has_loss:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
@@ -205,7 +220,7 @@ class Pipeline:
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
-            self._intake.take(step, batch, target, self._ends, self.rank)
+            self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
             if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
                 self._captured.run(step)
             else:
@@ -216,7 +231,7 @@ class Pipeline:
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
-    def eval_step(self, batch: Any = None, *, target: Any = None) -> StepResult:
+    def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
         self._settle(until=self._number - 2)
         self._renew()
@@ -224,7 +239,7 @@ class Pipeline:
         blocks = [block for one in self._executors for stage in one.stages.values() for block in stage.blocks]
         training = [module for block in blocks for module in block.module.modules() if module.training]
         with self._crew.together("the start of a step"):
-            self._intake.take(step, batch, target, self._ends, self.rank)
+            self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
             self._intake.cut(step)
             for module in training:
                 module.training = False
@@ -234,7 +249,7 @@ class Pipeline:
                 for module in training:
                     module.training = True
             tally = self._told(step, [])
-        output = joined([step.outputs[one] for one in sorted(step.outputs)]) if step.outputs else None
+        output = joined([step.outputs[one] for one in sorted(step.outputs)], step.shares) if step.outputs else None
         return StepResult(step.number, lambda: tally.loss, output)
 
     @property

@@ -11,6 +11,7 @@ for it once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -41,18 +42,19 @@ Ops = list[list[float]]  # seconds, by op and stage
 
 
 def profile(
-    model: Model,
+    model: Model | Sequence[Block],
     microbatch: Any,
     *,
     target: Any = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Tensor | None] | None = None,
     num_runs: int = 10,
+    max_seconds: float | None = None,
     seed: int = 0,
 ) -> Profile:
     """Measure every block of `model`, where it is, with one microbatch; the last includes the loss.
 
     Parameters, their gradients, buffers and random numbers are afterwards what they were. The whole model and one
-    microbatch's activations have to fit on the device.
+    microbatch's activations have to fit on the device. After `max_seconds` no further run is begun.
 
     >>> found = profile(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), torch.randn(2, 4), num_runs=1)
     >>> [(one.name, one.weight_bytes, one.output_bytes) for one in found.layers]
@@ -82,9 +84,9 @@ def profile(
         chains = [
             _Chain(stages, randomness, loss_fn, split=split) for split in (False, True) for stages in (apart, [blocks])
         ]
-        runs = [[one.run(microbatch, target, clock) for one in chains] for _ in range(_NUM_WARM_UPS + num_runs)]
+        runs = _repeated(lambda: [one.run(microbatch, target, clock) for one in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
-    whole, whole_at_once, halves, halves_at_once = zip(*runs[_NUM_WARM_UPS:], strict=True)
+    whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     seconds, overhead = _told_apart(
         [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
         [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
@@ -98,6 +100,17 @@ def profile(
         str(device),
         num_runs,
     )
+
+
+def _repeated(run: Callable[[], list[Ops]], num_runs: int, max_seconds: float | None) -> list[list[Ops]]:
+    """Return what runs found after some to warm up, fewer of both once `max_seconds` are over; at least one."""
+    begun = time.perf_counter()
+    found = [run()]
+    while len(found) < _NUM_WARM_UPS + num_runs:
+        if max_seconds is not None and time.perf_counter() - begun > max_seconds:
+            break
+        found.append(run())
+    return found[min(_NUM_WARM_UPS, len(found) - 1) :]
 
 
 @contextmanager

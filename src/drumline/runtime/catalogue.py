@@ -55,8 +55,8 @@ class Entry:
 
     @property
     def saved(self) -> bool:
-        """Whether files of weights hold it."""
-        return any(place.saved for place in self.places)
+        """Whether files of weights hold it, as the owner says."""
+        return self.places[0].saved
 
     @property
     def kind(self) -> str:

@@ -29,7 +29,7 @@ from drumline.runtime.randomness import Randomness, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
-Loss = Callable[[Any, Any], Tensor]
+Loss = Callable[[Any, Any], Tensor | None]
 
 
 class Pass:
@@ -51,6 +51,7 @@ class Segment:
 
     def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
         self.blocks = [(block.name, block.module) for block in blocks]
+        self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
         self.checkpointed = checkpointed
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
@@ -82,7 +83,7 @@ class Segment:
             for _, module in self.blocks:
                 made = module(made)
             if not self._suspects or not randomness.drew():
-                return made
+                return made if self.seal is None else self.seal(made)
             self.quiet = False  # what was drawn was not seeded: all is run again
             self.unchanged(value, versions)
             if tape is not None:
@@ -91,7 +92,7 @@ class Segment:
             if name in self._suspects:
                 randomness.apply(microbatch, name)
             value = module(value)
-        return value
+        return value if self.seal is None else self.seal(value)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
         """Refuse to run again on an input that the first run has changed."""
@@ -132,6 +133,7 @@ class Stage:
         self.randomness = randomness
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
         self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
+        self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
@@ -277,7 +279,9 @@ def versions_of(value: Any) -> list[int]:
 
 
 def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:
-    return loss(output, target)
+    made = loss(output, target)
+    assert made is not None, "a step that trains has a loss"
+    return made
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
