@@ -33,7 +33,7 @@ class Emitter:
 
     def function(self, takes: Sequence[int], calls: Iterable[int], returns: str, kept: Iterable[int] = ()) -> Any:
         """Return a function of a piece and the values `takes` that makes `calls` and returns an expression."""
-        order = list(calls)
+        order = [at for at in calls if at not in self.graph.idle]
         self.lines = [f"def run({', '.join(['piece', *(f'v{value}' for value in takes)])}):"]
         last: dict[int, int] = {}
         for at in order:

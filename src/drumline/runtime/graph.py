@@ -82,9 +82,23 @@ class Graph:
         """The last call that uses each value, `len(calls)` for those of the output."""
         found: dict[int, int] = {}
         for at, call in enumerate(self.calls):
-            found.update(dict.fromkeys(call.takes, at))
+            if at not in self.idle:
+                found.update(dict.fromkeys(call.takes, at))
         found.update(dict.fromkeys(self.outputs, len(self.calls)))
         return found
+
+    @cached_property
+    def idle(self) -> frozenset[int]:
+        """The calls that nothing comes of: what they make is not used, and they change and draw nothing."""
+        wanted = set(self.outputs)
+        found = set()
+        for at in reversed(range(len(self.calls))):
+            call = self.calls[at]
+            if call.block or call.changes or _may_draw(call) or not wanted.isdisjoint(one for _, one in call.makes):
+                wanted.update(call.takes)
+            else:
+                found.add(at)
+        return frozenset(found)
 
     def live(self, at: int) -> list[int]:
         """Return the values made before call `at` and used there or later, in the order they were made."""

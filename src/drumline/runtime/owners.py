@@ -1,9 +1,9 @@
 """Modules that own parameters, and how their weight gradients are made apart from the rest of the backward.
 
-Owners come in three kinds. Linear, LayerNorm and Embedding know their own formulas. Any other module that has
-parameters and no children with parameters keeps a small graph of its own, cut off from the rest, and W runs that. What
-belongs to a module with such children, and any use of a parameter outside of its owner, is seen by I as an ordinary
-gradient, is kept, and is added by W: never lost, only early.
+Linear, LayerNorm and Embedding know their own formulas. Any other module that has parameters with two or more
+dimensions and no children with parameters keeps a small graph of its own, cut off from the rest, and W runs that. What
+belongs to a module with such children, what is only a vector (the scale of a norm), and any use of a parameter outside
+of its owner, is seen by I as an ordinary gradient, is kept, and is added by W: never lost, only early.
 """
 
 from __future__ import annotations
@@ -277,15 +277,19 @@ _WHOLE = (nn.MultiheadAttention,)
 def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
     """Yield the owners in a module's tree.
 
-    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Reel())]
+    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Reel())]
     ['LinearOwner', 'GeneralOwner']
+
+    Modules that own vectors only, as norms do, are none: their gradients are sums, which cost less than keeping a graph
+    for them would.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return
     if formula := _formula(module):
         yield formula(module, reel)
     elif isinstance(module, _WHOLE) or not any(True for child in module.children() for _ in child.parameters()):
-        yield GeneralOwner(module, reel)
+        if any(parameter.dim() > 1 for parameter in module.parameters() if parameter.requires_grad):
+            yield GeneralOwner(module, reel)
     else:
         for child in dict.fromkeys(module.children()):
             yield from owners_in(child, reel)

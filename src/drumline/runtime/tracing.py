@@ -4,6 +4,9 @@ The forward runs once on a `Skeleton`, with two watchers. Calls of blocks are no
 other calls into torch are noted one by one; Python's own flow of control is not, so a graph belongs to one kind of
 input (structure, shapes, plain values), and another kind is followed anew.
 
+Between blocks only what depends on the inputs or on parameters is a stand-in. The rest (positions counted up from
+nothing) is real, so that the model may decide by it.
+
 Inside a block the watcher only looks for what would break a cut: a tensor that another block made and that did not come
 in through the block's arguments.
 """
@@ -140,7 +143,7 @@ class _Tracer(TorchFunctionMode):
 
     def _look(self, one: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
-        if id(one) in self.taken or self.where.get(id(one)) == at or not isinstance(one, FakeTensor):
+        if id(one) in self.taken or self.where.get(id(one)) == at:
             return
         if name := self.skeleton.states.get(id(one)):
             self.reads.add(name)
@@ -161,7 +164,7 @@ class _Tracer(TorchFunctionMode):
         versions = [one._version for one in given]
         made = func(*args, **kwargs)
         changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
-        if changed or _tensors(made):
+        if changed or any(id(one) not in self.numbers for one in _tensors(made)):
             self._note(func, args, kwargs, made, changed)
         return made
 
@@ -236,7 +239,7 @@ class _Tracer(TorchFunctionMode):
         if alike in self.known:  # one like it could not run on stand-ins
             return self._remembered(self.known[alike], tensors)
         try:
-            with _quiet():
+            with _quiet(), self.skeleton.mode:
                 made = call(*args, **kwargs)
         except ModelError:
             raise
@@ -267,7 +270,6 @@ class _Tracer(TorchFunctionMode):
                 module.training = False
         try:
             with ExitStack() as stack:
-                stack.enter_context(self.skeleton.mode)
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(_calls_go_to(self))
                 stack.enter_context(self)
