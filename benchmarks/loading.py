@@ -1,12 +1,13 @@
 """What a rank needs to load its stages, under a limit that the whole model breaks.
 
-    python benchmarks/loading.py [--blocks 72] [--width 2048] [--schedule 1f1b] [--json FILE]
+    python benchmarks/loading.py [--models chain llama] [--blocks 72] [--width 2048] [--schedule 1f1b] [--json FILE]
 
-The model is a chain of Linear(2048, 2048) + Tanh in fp32, 1.2 GB, built on the meta device. Its values come from a
-folder of safetensors, written here tensor by tensor, or from its modules' initialisers. Each rank lowers its own limit
-on private memory (RLIMIT_DATA) to what it uses after its imports and a share of the whole model's bytes, then makes the
-pipeline and takes a step. One process with the same limit is the counter-proof. Growth is that of the peak resident set
-(VmHWM, reset before) over the resident set before. Linux only.
+The models are built on the meta device: a chain of Linear(2048, 2048) + Tanh in fp32, 1.2 GB, and an unmodified Llama
+of transformers of about the same size. Values come from a folder of safetensors, written here tensor by tensor, or from
+the modules' initialisers. Each rank lowers its own limit on private memory (RLIMIT_DATA) to what it uses after its
+imports and a share of the whole model's bytes, then makes the pipeline and takes a step. One process with the same
+limit is the counter-proof. Growth is that of the peak resident set (VmHWM, reset before) over the resident set before.
+Linux only.
 """
 
 from __future__ import annotations
@@ -23,26 +24,43 @@ SHARDS = 4
 MIB = 2**20
 
 
-def write(folder: Path, blocks: int, width: int) -> None:
-    """Write the model's weights, holding one tensor at a time."""
+def build(kind: str, blocks: int, width: int) -> Any:
+    """Return a model without memory."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        if kind == "chain":
+            return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+        import transformers as hf
+
+        transformers: Any = hf
+        model, config = transformers.LlamaForCausalLM, transformers.LlamaConfig
+        half = width // 2
+        sizes = {"hidden_size": half, "intermediate_size": 8 * half // 3 // 64 * 64, "num_attention_heads": half // 32}
+        return model(config(**sizes, num_hidden_layers=blocks // 3, vocab_size=1000))  # a layer is three blocks
+
+
+def write(folder: Path, model: Any) -> None:
+    """Write values for all of the model's tensors, holding one of them at a time."""
     import torch
 
-    names = [f"{block}.0.{kind}" for block in range(blocks) for kind in ("weight", "bias")]
-    shapes = {name: [width, width] if name.endswith("weight") else [width] for name in names}
+    state = model.state_dict()
+    names = list(state)
     where = {}
     for shard in range(SHARDS):
         file = f"model-{shard + 1:05d}-of-{SHARDS:05d}.safetensors"
         mine = names[len(names) * shard // SHARDS : len(names) * (shard + 1) // SHARDS]
         header, end = {}, 0
         for name in mine:
-            start, end = end, end + 4 * width * (width if len(shapes[name]) == 2 else 1)
-            header[name] = {"dtype": "F32", "shape": shapes[name], "data_offsets": [start, end]}
+            start, end = end, end + state[name].nbytes
+            header[name] = {"dtype": "F32", "shape": list(state[name].shape), "data_offsets": [start, end]}
             where[name] = file
         text = json.dumps(header).encode()
         with (folder / file).open("wb") as target:
             target.write(struct.pack("<Q", len(text)) + text)
             for name in mine:
-                target.write((torch.randn(shapes[name]) / width**0.5).numpy().data)
+                target.write((torch.randn(state[name].shape) / state[name].shape[-1] ** 0.5).numpy().data)
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -74,31 +92,40 @@ def limited(num_bytes: int) -> Any:
     return ballast
 
 
-def measure(blocks: int, width: int, folder: Path | None, limit: int, *, train: bool, schedule: str) -> dict[str, Any]:
-    """Make the pipeline and take a step on this rank; `limit` is in bytes beyond what is used before."""
+def pipelined(kind: str, model: Any, width: int, schedule: str, **settings: Any) -> tuple[Any, Any]:
+    """Return a pipeline, and a function that has its `step` or `eval_step` called with what the model takes."""
     import torch
-    from torch import nn
 
     import drumline as dl
 
-    # What is imported and set up once (the pipeline, the library of matrix products) is not counted.
-    mse = nn.functional.mse_loss
-    small = dl.Pipeline([nn.Linear(64, 64)], loss_fn=mse, num_microbatches=1, transport="in-process")
-    small.step(torch.randn(2, 64), target=torch.randn(2, 64))
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
-    x = torch.randn(8, width)
+    settings |= {"schedule": schedule, "num_microbatches": 4}
+    if kind == "chain":
+        x = torch.zeros(8, width)
+        pipe = dl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, balance="even", **settings)
+        return pipe, lambda step: step(x, target=x)
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    return dl.Pipeline(model, example=batch, **settings), lambda step: step(**batch)
+
+
+def measure(
+    kind: str, blocks: int, width: int, folder: Path | None, limit: int, *, train: bool, schedule: str
+) -> dict[str, Any]:
+    """Make the pipeline and take a step on this rank; `limit` is in bytes beyond what is used before."""
+    # What is imported and set up once (tracing, the library of matrix products) is not counted.
+    small, take = pipelined(kind, build(kind, 24, 64), 64, schedule, transport="in-process", num_ranks=2)
+    take(small.step)
+    model = build(kind, blocks, width)
     ballast = limited(limit)
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = used("VmRSS"), time.perf_counter()
     found: dict[str, Any] = {"whole": sum(one.nbytes for one in model.parameters()), "failed": ""}
     try:
-        pipe = dl.Pipeline(model, loss_fn=mse, schedule=schedule, num_microbatches=4, weights=folder)
+        pipe, take = pipelined(kind, model, width, schedule, weights=folder)
         found["seconds"] = time.perf_counter() - begin
         found["own"] = sum(one.nbytes for one in pipe.parameters())
         found["made"] = used("VmHWM") - before
-        run = pipe.step if train else pipe.eval_step
-        assert run(x, target=x).loss is not None
+        assert take(pipe.step if train else pipe.eval_step).loss is not None
         found["stepped"] = used("VmHWM") - before
         pipe.close()
     except (RuntimeError, MemoryError) as error:
@@ -110,36 +137,46 @@ def measure(blocks: int, width: int, folder: Path | None, limit: int, *, train: 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["chain", "llama"])
     parser.add_argument("--blocks", type=int, default=72)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    import drumline as dl
-
-    whole = 4 * args.blocks * (args.width**2 + args.width)
     rows = []
-    print(f"{whole / MIB:.0f} MiB of weights, {args.schedule}; MiB a rank")
-    print("values from   step   ranks  limit  own weights  peak growth: made  with a step  seconds to make")
-    with tempfile.TemporaryDirectory() as made:
-        write(Path(made), args.blocks, args.width)
-        cases = [(2, False, 0.7), (1, False, 0.7), (4, True, 0.7), (1, True, 0.7), (2, True, 1.5), (1, True, 1.5)]
-        for folder in (Path(made), None):
-            for num_ranks, train, share in cases:
-                limit = int(share * whole)
-                settings = {"train": train, "schedule": args.schedule}
-                ranks = dl.launch(
-                    measure, args.blocks, args.width, folder, limit, num_ranks=num_ranks, kwargs=settings, timeout=600
-                )
-                rows.append(
-                    {"ranks": num_ranks, "train": train, "limit": limit, "files": folder is not None, "each": ranks}
-                )
-                show(rows[-1])
+    for kind in args.models:
+        model = build(kind, args.blocks, args.width)
+        whole = sum(one.nbytes for one in model.parameters())
+        print(f"{kind}, {whole / MIB:.0f} MiB of weights, {args.schedule}; MiB a rank")
+        print("values from   step   ranks  limit  own weights  peak growth: made  with a step  seconds to make")
+        with tempfile.TemporaryDirectory() as made:
+            write(Path(made), model)
+            for folder in (Path(made), None):
+                rows += [show(one) for one in cases(kind, args, folder, whole)]
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
 
 
-def show(row: dict[str, Any]) -> None:
+def cases(kind: str, args: argparse.Namespace, folder: Path | None, whole: int) -> Any:
+    """Yield the figures of some ranks and of one process under the same limit, one pair after the other."""
+    import drumline as dl
+
+    for num_ranks, train, share in ((2, False, 0.7), (4, True, 0.8), (2, True, 1.5)):
+        for number in (num_ranks, 1):
+            given = (kind, args.blocks, args.width, folder, int(share * whole))
+            settings = {"train": train, "schedule": args.schedule}
+            ranks = dl.launch(measure, *given, num_ranks=number, kwargs=settings, timeout=900)
+            yield {
+                "model": kind,
+                "ranks": number,
+                "train": train,
+                "limit": given[-1],
+                "files": folder is not None,
+                "each": ranks,
+            }
+
+
+def show(row: dict[str, Any]) -> dict[str, Any]:
     """Print one case, one line a rank."""
     for each in row["each"]:
         start = f"{'files' if row['files'] else 'initialisers':12s}  {'train' if row['train'] else 'eval':5s}"
@@ -149,6 +186,7 @@ def show(row: dict[str, Any]) -> None:
         else:
             own, made, stepped = (each[one] / MIB for one in ("own", "made", "stepped"))
             print(f"{start}  {own:11.0f}  {made:17.0f}  {stepped:11.0f}  {each['seconds']:15.1f}")
+    return row
 
 
 if __name__ == "__main__":

@@ -34,14 +34,19 @@ def stepped(name: str, model: nn.Module, schedule: str, folder: Path | None = No
         return {"loss": loss, **{path: one.grad for path, one in pipe.named_parameters()}}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
-@pytest.mark.parametrize("name", MODELS)
+NOT_TIED = ("LlamaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification")
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*((name, "1f1b") for name in MODELS), *((name, one) for name in NOT_TIED for one in ("zb-v", "dualpipe"))],
+)
 def test_a_folder_trains_as_the_model_that_was_saved(tmp_path: Path, name: str, schedule: str) -> None:
     whole: Any = tiny(name, seed=3)
     whole.save_pretrained(tmp_path, max_shard_size="40KB")
     found = stepped(name, on_meta(partial(tiny, name)), schedule, tmp_path)
     wanted = stepped(name, copy.deepcopy(whole), schedule)
-    assert set(found) == {"loss", *(path for path, _ in whole.named_parameters())}
+    assert set(found) == set(wanted)
     for path, one in wanted.items():
         assert torch.equal(found[path], one), path
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import drumline as dl
-from loading import measure, write
+from loading import build, measure, write
 
 pytestmark = [
     pytest.mark.torch,
@@ -24,15 +24,15 @@ WHOLE = 4 * BLOCKS * (WIDTH**2 + WIDTH)
 LIMIT = int(0.9 * WHOLE)
 
 
-def run(folder: Path | None, *, num_ranks: int, train: bool, schedule: str = "1f1b") -> list[dict[str, Any]]:
-    settings = {"train": train, "schedule": schedule}
-    return dl.launch(measure, BLOCKS, WIDTH, folder, LIMIT, num_ranks=num_ranks, kwargs=settings, timeout=250)
+def run(folder: Path | None, *, num_ranks: int, train: bool) -> list[dict[str, Any]]:
+    settings = {"train": train, "schedule": "1f1b"}
+    return dl.launch(measure, "chain", BLOCKS, WIDTH, folder, LIMIT, num_ranks=num_ranks, kwargs=settings, timeout=250)
 
 
 @pytest.mark.parametrize("from_files", [True, False])
 def test_ranks_load_and_run_under_a_limit_that_the_whole_model_breaks(tmp_path: Path, from_files: bool) -> None:
     if from_files:
-        write(tmp_path, BLOCKS, WIDTH)
+        write(tmp_path, build("chain", BLOCKS, WIDTH))
     folder = tmp_path if from_files else None
     (alone,) = run(folder, num_ranks=1, train=False)
     assert "not enough memory" in alone["failed"] or "can't allocate memory" in alone["failed"]

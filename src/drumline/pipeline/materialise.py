@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from drumline.core.errors import ModelError
 from drumline.pipeline.assembly import Assembly, device_of
 from drumline.runtime import materialise as runtime
 from drumline.runtime.cut import Block, blocks_of
@@ -58,4 +59,8 @@ def root_of(model: object) -> nn.Module | None:
 
 def opened(weights: str | Path | Weights | None) -> Weights | None:
     """Return the weights of a path, read no further than their names and shapes."""
-    return Weights(weights) if isinstance(weights, str | Path) else weights
+    if weights is None or isinstance(weights, Weights):
+        return weights
+    if not isinstance(weights, str | Path):
+        raise ModelError(f"weights is a {type(weights).__name__}", expected="a folder, a file, or dl.Weights")
+    return Weights(weights)

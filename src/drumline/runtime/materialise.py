@@ -37,6 +37,9 @@ def materialise(
 
     With weights, tensors that have values already are given those of the files.
     """
+    tensors = (one for block in mine for one in (*block.module.parameters(), *block.module.buffers()))
+    if weights is None and not any(one.is_meta for one in tensors):
+        return
     catalogue = Catalogue(blocks, root)
     entries = catalogue.of(mine)
     empty = [entry for entry in entries if entry.tensor.is_meta]
