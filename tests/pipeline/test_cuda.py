@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError, NonFiniteError
 from drumline.pipeline.launch import launch
+from drumline.pipeline.materialise import materialise
 from drumline.pipeline.pipeline import Pipeline
-from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, on_meta, programs
 
 pytestmark = [
     pytest.mark.torch,
@@ -289,3 +291,28 @@ def two_captured_ranks(transport: str) -> list[str]:
 def test_two_captured_ranks_on_one_device_with_host_staged_transfers(transport: str) -> None:
     tried = launch(two_captured_ranks, transport, num_ranks=2)
     assert set(tried[0]) == set(SYNCHRONOUS)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_a_model_without_memory_is_read_or_drawn_on_the_device(tmp_path: Path, name: str, from_files: bool) -> None:
+    if from_files:
+        torch.save(mlp().state_dict(), tmp_path / "pytorch_model.bin")
+    folder = tmp_path if from_files else None
+    (program,) = programs(name, 2, (4,))
+    state = torch.cuda.get_rng_state()
+    whole = materialise(on_meta(mlp), folder)
+    assert {one.device.type for one in whole.parameters()} == {"cuda"}
+    with Pipeline(
+        on_meta(mlp), loss_fn=functional.mse_loss, schedule=program, num_ranks=2, transport="in-process", weights=folder
+    ) as pipe:
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        wanted = dict((mlp() if from_files else whole).named_parameters())
+        for path, one in pipe.named_parameters():
+            assert one.device.type == "cuda"
+            assert torch.equal(one.cpu(), wanted[path].cpu()), path
+        reference = Reference(whole, program, functional.mse_loss, device=CUDA)
+        batch, target = (one.to(CUDA) for one in data(8))
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        reference.compare(pipe, exact=False, tolerance=1e-5)

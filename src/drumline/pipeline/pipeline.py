@@ -19,6 +19,7 @@ from drumline.pipeline.frozen import Frozen, follow
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
@@ -39,6 +40,7 @@ from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
+from drumline.runtime.weights import Weights
 
 
 class Pipeline:
@@ -60,6 +62,8 @@ class Pipeline:
       measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
     - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
       the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
+    - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
+      device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
@@ -88,6 +92,7 @@ class Pipeline:
         cuts: Sequence[str] | None = None,
         example: Any = None,
         example_target: Any = None,
+        weights: str | Path | Weights | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
         transport: str = "auto",
@@ -137,6 +142,8 @@ class Pipeline:
                     self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
+            stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
+            materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)
             self.program = program = self._frozen.program
             self._assembly = Assembly(
@@ -151,7 +158,10 @@ class Pipeline:
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
             described = self._assembly.described(
-                check_finite=check_finite, master_weights=master_weights, capture=capture
+                check_finite=check_finite,
+                master_weights=master_weights,
+                capture=capture,
+                weights=stored and stored.described(),
             )
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
             self._crew.connect(self._assembly.ties.edges)
@@ -163,6 +173,8 @@ class Pipeline:
             ]
             self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
+            self._assembly = self._assembly.of_ranks(ranks)
+            self._frozen.forget_all_but(self._assembly.cuts)
             self._updates.follow(self._all_parameters())
             self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
@@ -358,11 +370,7 @@ class Pipeline:
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-        blocks = (block for stage in self._assembly.cuts for block in stage)
-        order = dict.fromkeys(
-            self._assembly.ties.first(name) for block in blocks for name, _ in block.named_parameters()
-        )
-        total = clip.total_norm([norms[name] for name in order if name in norms], norm_type)
+        total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total
 
