@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drumline.core.action import Op
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
+from drumline.runtime.compiled import Compiler
 from drumline.runtime.cut import Block
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
@@ -72,6 +73,7 @@ class Assembly:
     randomness: Randomness
     checkpointed: frozenset[str]
     loss: Loss | None
+    compiler: Compiler | None = None
 
     def stages_of(self, rank: int, *, apart: bool) -> dict[int, Stage]:
         """Return a rank's stages; `apart` copies the modules of those whose home is another rank of this process."""
@@ -92,6 +94,7 @@ class Assembly:
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
+                compiler=self.compiler,
             )
         return found
 
@@ -115,6 +118,7 @@ class Assembly:
             "balance": [len(stage) for stage in self.cuts],
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
+            "compile": None if self.compiler is None else str(self.compiler.settings),
             **more,
         }
 

@@ -22,6 +22,7 @@ from drumline.pipeline.result import StepResult
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.runtime import clip
 from drumline.runtime.channel import Channel
+from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.cuda import CapturedStep, clock_for
 from drumline.runtime.cut import Model, blocks_of, cut
 from drumline.runtime.executor import Executor, Step
@@ -59,6 +60,7 @@ class Pipeline:
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
+    - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
     """
 
@@ -84,6 +86,7 @@ class Pipeline:
         ahead: int = 2,
         capture: bool = False,
         weigh: bool = False,
+        compile: Compile = False,  # noqa: A002 - as torch calls it
     ) -> None:
         transports.check(transport)
         self.device = torch.device(device) if device is not None else assembly.device_of(model)
@@ -117,6 +120,7 @@ class Pipeline:
                 Randomness(seed, self.device),
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if loss_fn is not None else None,
+                compiler_for(compile, self.device),
             )
             described = self._assembly.described(check_finite=check_finite)
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))

@@ -23,9 +23,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
+from drumline.runtime.compiled import Compiler, Named
 from drumline.runtime.cut import Block
 from drumline.runtime.owners import Splitter
-from drumline.runtime.randomness import Randomness, may_draw
+from drumline.runtime.randomness import Randomness, draws, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
@@ -49,8 +50,20 @@ class Pass:
 class Segment:
     """Consecutive blocks that are run, kept and gone back through together."""
 
-    def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        checkpointed: bool,
+        compiled: Callable[[Named], Callable[[Any], Any]] | None = None,
+    ) -> None:
         self.blocks = [(block.name, block.module) for block in blocks]
+        self.compiled = compiled
+        self.whole: list[Callable[[Any], Any]] = [block.module for block in blocks]
+        self.pieces: list[tuple[str, Callable[[Any], Any]]] = list(self.blocks)
+        if compiled is not None and blocks:
+            self.whole = [compiled(self.blocks)]
+            self.pieces = [(name, compiled([(name, module)])) for name, module in self.blocks]
         self.checkpointed = checkpointed
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
@@ -59,6 +72,8 @@ class Segment:
         self._suspects = {block.name for block in blocks if may_draw(block.module)}
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
+        if compiled is not None and any(draws(module) for _, module in self.blocks):
+            self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
 
     def renew(self) -> bool:
@@ -69,7 +84,8 @@ class Segment:
             return False
         self._signature = signature
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
-        self.splitter = Splitter([module for _, module in self.blocks])
+        # What is compiled splits its backward by itself.
+        self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
         return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
@@ -79,18 +95,18 @@ class Segment:
             if self._suspects:
                 randomness.watch()
             made = value
-            for _, module in self.blocks:
-                made = module(made)
+            for run in self.whole:
+                made = run(made)
             if not self._suspects or not randomness.drew():
                 return made
             self.quiet = False  # what was drawn was not seeded: all is run again
             self.unchanged(value, versions)
             if tape is not None:
                 tape.records.clear()
-        for name, module in self.blocks:
+        for name, run in self.pieces:
             if name in self._suspects:
                 randomness.apply(microbatch, name)
-            value = module(value)
+            value = run(value)
         return value
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
@@ -124,14 +140,16 @@ class Stage:
         checkpointed: Collection[str] = (),
         loss: Loss | None = None,
         split: Collection[int] = (),
+        compiler: Compiler | None = None,
     ) -> None:
         self.index = index
         self.blocks = tuple(blocks)
         self.loss = loss
         self.split = frozenset(split)
         self.randomness = randomness
+        compiled = None if compiler is None else partial(compiler.function, stage=index, split=bool(split))
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
-        self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
+        self.segments = [Segment(list(run), checkpointed=checkpoint, compiled=compiled) for checkpoint, run in grouped]
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
