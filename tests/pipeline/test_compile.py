@@ -166,17 +166,17 @@ def test_shapes_may_change_between_microbatches_and_steps() -> None:
     reference.compare(pipe, exact=True)
 
 
-@pytest.mark.parametrize("name", ["dropout", "batch norm", "breaks"])
+@pytest.mark.parametrize("name", ["dropout", "batch norm"])
 def test_recomputed_blocks_get_the_same_gradients_and_buffers(name: str) -> None:
     (program,) = programs("zb-h1", 2, (4,))
-    for checkpoint in ("full", ["1", "2"]):
+    for checkpoint in ("full", ["0", "3"]):
         model = model_of(name, 4)
         reference = Reference(model, program, loss_fn)
         pipe = pipeline(model, program, checkpoint=checkpoint)
         for seed in range(2):
             batch, target = data(8, seed=seed)
             assert torch.equal(pipe.step(batch, target=target).loss, reference.step(batch, target))  # type: ignore[arg-type]
-        reference.compare(pipe, exact=name != "breaks")
+        reference.compare(pipe, exact=True)
         for one, other in zip(model.buffers(), reference.model.buffers(), strict=True):
             assert torch.equal(one, other)
 
@@ -196,7 +196,7 @@ def test_training_follows_the_uncompiled_pipeline_with_evaluations_between() -> 
             found.append(pipe.eval_step(batch, target=target).output)
         outcomes.append([*found, *model.parameters()])
     for one, other in zip(*outcomes, strict=True):
-        assert torch.equal(one, other)  # type: ignore[arg-type]
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("settings", [{"merge_weight_gradients": True}, {"weigh": True}, {"stages_per_rank": 2}])
@@ -210,7 +210,9 @@ def test_other_options_go_together_with_it(settings: dict[str, Any]) -> None:
         pipe.step(batch, target=target)
         pipe.settle()
         if "weigh" in settings:
-            assert min(min(each) for each in pipe.timeline().stash) == 0 < max(max(each) for each in pipe.timeline().stash)
+            stash = pipe.timeline().stash
+            assert stash is not None
+            assert all(max(each) > 0 == each[-1] for each in stash)
     agree(model, other, tolerance=1e-6)
 
 
@@ -223,32 +225,10 @@ def test_gradients_under_autocast_are_those_without_compiling() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             pipe.step(batch, target=target)
         pipe.settle()
-    agree(model, other, tolerance=1e-2)  # of numbers with 8 bits: what is not cast between two operators is rounded less
+    agree(
+        model, other, tolerance=1e-2
+    )  # of numbers with 8 bits: what is not cast between two operators is rounded less
     assert all(one.grad is not None and one.grad.dtype is torch.float32 for one in model.parameters())
-
-
-def test_gradients_that_share_memory_stay_apart() -> None:
-    class Terms(nn.Module):
-        """One memory is the gradient of two parameters, and of what went to the stage before."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH**2))
-            self.shift = nn.Parameter(torch.randn(2, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.shift) @ (self.first + self.second.view(WIDTH, WIDTH)) + self.shift
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Terms(), Terms(), Terms(), Terms())
-    other = copy.deepcopy(model)
-    batch, target = data(8)
-    for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, compile=choice)
-        for _ in range(2):
-            pipe.step(batch, target=target)
-        pipe.settle()
-    agree(model, other, tolerance=1e-6)
 
 
 def test_parameters_may_be_frozen_freed_and_hooked_between_steps() -> None:
@@ -271,7 +251,7 @@ def test_parameters_may_be_frozen_freed_and_hooked_between_steps() -> None:
 
 
 def test_a_weight_gradient_waits_for_w() -> None:
-    model = model_of("transformer", 2)
+    model = model_of("mlp", 2)
     pipe = pipeline(model, num_microbatches=2)
     batch, target = data(8)
     pipe.step(batch, target=target)
@@ -333,7 +313,7 @@ def test_a_block_that_cannot_be_compiled_is_named() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Unmade())
     pipe = pipeline(model, compile={"backend": EAGER, "fullgraph": True})
     batch, target = data(8)
-    with pytest.raises(ModelError, match="stage 1, block 3, cannot be compiled: Unsupported: .*; use compile=False"):
+    with pytest.raises(ModelError, match=r"stage 1, block 3, cannot be compiled: Unsupported: .*; use compile=False"):
         pipe.step(batch, target=target)
 
 
@@ -414,6 +394,32 @@ def test_inductor_gives_the_same_gradients() -> None:
     reference.compare(pipe, exact=False, tolerance=1e-5)
 
 
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_that_share_memory_stay_apart(schedule: str) -> None:
+    class Terms(nn.Module):
+        """One memory is the gradient of two parameters, and of what went to the stage before."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH**2))
+            self.shift = nn.Parameter(torch.randn(2, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.shift) @ (self.first + self.second.view(WIDTH, WIDTH)) + self.shift
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Terms(), Terms())
+    other = copy.deepcopy(model)
+    batch, target = data(8)
+    for one, choice in ((model, "inductor"), (other, False)):
+        pipe = pipeline(one, schedule, compile=choice)
+        for _ in range(2):
+            pipe.step(batch, target=target)
+        pipe.settle()
+    agree(model, other, tolerance=1e-5)
+
+
 def _trained() -> dict[str, Tensor | None]:
     pipe = pipeline(model_of("dropout", 2), "zb-h1", num_ranks=None, compile=True)
     batch, target = data(8)
@@ -433,5 +439,7 @@ def test_inductor_in_ranks_of_their_own() -> None:
     found = {name: gradient for rank in ranks for name, gradient in rank.items()}
     assert found.keys() == expected.keys()
     for name, one in expected.items():
+        mine = found[name]
         assert one.grad is not None
-        assert (found[name] - one.grad).norm() <= 1e-5 * one.grad.norm(), name
+        assert mine is not None
+        assert (mine - one.grad).norm() <= 1e-5 * one.grad.norm(), name

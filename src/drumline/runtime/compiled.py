@@ -114,7 +114,7 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
     if isinstance(backend, str):
         from torch._dynamo import list_backends
 
-        known = list_backends(exclude_tags=())  # type: ignore[no-untyped-call]
+        known = list_backends(exclude_tags=())
         if backend not in known:
             raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
     if backend == "inductor":
@@ -132,7 +132,9 @@ def settings_of(choice: Compile) -> dict[str, Any]:
     if isinstance(choice, Mapping):
         for name in choice:
             if name not in _SETTINGS:
-                raise ModelError(f"compile has {name!r}", expected="arguments of torch.compile", fix=nearest(str(name), _SETTINGS))
+                raise ModelError(
+                    f"compile has {name!r}", expected="arguments of torch.compile", fix=nearest(str(name), _SETTINGS)
+                )
         return {"backend": "inductor", **choice}
     if isinstance(choice, bool | str):
         return {"backend": choice if isinstance(choice, str) else "inductor"}

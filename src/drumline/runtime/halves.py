@@ -110,8 +110,8 @@ def _separate(graph: Graph, first: set[Node]) -> None:
         waiting = {user.args[1] for user in late}
         with graph.inserting_after(node):
             twin = graph.node_copy(node, lambda one: one)
-        for one, own in ((node, lambda at: at not in waiting), (twin, waiting.__contains__)):
-            mask = [want and bool(own(at)) for at, want in enumerate(wanted)]
+        for one, waits in ((node, False), (twin, True)):
+            mask = [want and (at in waiting) is waits for at, want in enumerate(wanted)]
             one.args = (*one.args[:place], mask, *one.args[place + 1 :])
             value = one.meta.get("val")
             if value is not None:

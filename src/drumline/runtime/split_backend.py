@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,10 @@ class Waiting(Record):
 
     __slots__ = ("parameters", "versions")
 
-    def __init__(self, owner: WeightHalf, inputs: list[Any], parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(owner, inputs, ())
+    def __init__(self, owner: WeightHalf, left: list[Any], parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(owner, left, ())
         self.parameters = parameters
-        self.versions = _versions(inputs)
+        self.versions = _versions(left)
 
     @property
     def reached(self) -> bool:
@@ -58,16 +59,17 @@ class WeightHalf:
     def gradients(self, record: Record) -> Gradients:
         """Run the half with what was left for it."""
         assert isinstance(record, Waiting)
-        if _versions(record.inputs) != record.versions:
+        left, record.inputs = record.inputs, []
+        if _versions(left) != record.versions:
             raise RuntimeError("a tensor that a weight gradient needs was changed in place after it was used")
-        return list(zip(record.parameters, self.results(record.inputs), strict=True))
+        return list(zip(record.parameters, self.results(left), strict=True))
 
-    def results(self, inputs: list[Any]) -> list[Tensor]:
-        """Return the gradients."""
+    def results(self, left: list[Any]) -> list[Tensor]:
+        """Return the gradients; what was left is let go of on the way."""
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():  # the graph has its casts
-                return self.run(list(inputs))
-        return self.run(list(inputs))
+                return self.run(left)
+        return self.run(left)
 
     def joined(self, records: Sequence[Record]) -> Sequence[Record]:
         """Return the records as they are: compiled code runs once for each microbatch."""
@@ -97,6 +99,8 @@ def split(whole: GraphModule, examples: Sequence[Any], places: Places, compile_h
     if not places.parameters or num_outputs != places.num_inputs:
         return compile_half(whole, examples)
     cut = halves(whole, places.parameters)
+    if not cut.weights:
+        return compile_half(whole, examples)
     given = [node.meta["val"] for node in cut.weight.graph.find_nodes(op="placeholder")]
     input_half, owner = compile_half(cut.input, examples), WeightHalf(_apart(compile_half(cut.weight, given)))
     edges = [places.tensors.index(place) for place in cut.weights]  # autograd counts the tensors alone
@@ -130,13 +134,15 @@ def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
     """
 
     def run_apart(arguments: list[Any]) -> list[Any]:
-        seen = {one.untyped_storage().data_ptr() for one in arguments if isinstance(one, Tensor)}
+        given = [(ref(one), _memory(one)) for one in arguments if isinstance(one, Tensor)]
         found = []
-        for one in run(arguments):
+        made = run(arguments)
+        seen = {memory for one, memory in given if one() is not None}
+        for one in made:
             if isinstance(one, Tensor) and one.layout is torch.strided:
-                place = one.untyped_storage().data_ptr()
-                found.append(one.clone() if place in seen else one)
-                seen.add(place)
+                memory = _memory(one)
+                found.append(one.clone() if memory in seen or _is_shared(one) else one)
+                seen.add(memory)
             else:
                 found.append(one)
         return found
@@ -145,13 +151,23 @@ def _apart(run: Boxed) -> Callable[[list[Any]], list[Any]]:
     return run_apart
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether somebody else holds the tensor's memory; a plain view's base does, and goes with it."""
+    storage = tensor.untyped_storage()
+    return tensor._base is None and torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and `storage`
+
+
 def _owners(edges: Sequence[int], num_inputs: int) -> list[nn.Parameter] | None:
     """Return the parameters at some edges of the node that autograd runs; None if the gradients cannot wait."""
     node: Any = torch._C._current_autograd_node()
     following = node.next_functions
     if len(following) != num_inputs:
         return None
-    found = [getattr(following[edge][0], "variable", None) for edge in edges]
+    found: list[Any] = [getattr(following[edge][0], "variable", None) for edge in edges]
     # A hook wants to see the gradient when autograd comes by.
     plain = all(isinstance(one, nn.Parameter) and not one._backward_hooks for one in found)
     return found if plain else None
@@ -204,19 +220,20 @@ class AotEager:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph that was traced for these inputs."""
-        from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.debugging import boxed_nop
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         places = Places.among(inputs)
+        plain: Any = boxed_nop
 
         def backward(whole: GraphModule, examples: Sequence[Any]) -> Boxed:
             if self.can_split:
-                return split(whole, examples, places, boxed_nop)
-            return _apart(boxed_nop(whole, list(examples)))
+                return split(whole, examples, places, plain)
+            return _apart(plain(whole, examples))
 
         compiled: Any = aot_autograd(
-            fw_compiler=boxed_nop,
+            fw_compiler=plain,
             bw_compiler=_named(at.title, backward),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,

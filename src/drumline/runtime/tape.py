@@ -24,7 +24,9 @@ from torch.autograd.graph import GradientEdge
 from drumline.runtime.engine import gradients_at
 
 if TYPE_CHECKING:
-    from drumline.runtime.owners import Owner
+    from drumline.runtime import owners, split_backend
+
+    Owner = owners.Owner | split_backend.WeightHalf
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
