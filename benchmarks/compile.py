@@ -1,11 +1,12 @@
 """Compiled stages against plain ones on CPU ranks of one machine, and what torch's own schedules make of them.
 
-    python benchmarks/compile.py [--rounds 15] [--width 256] [--rows 64] [--json FILE]
+    python benchmarks/compile.py [--rounds 15] [--sizes 64x64 ...] [--json FILE]
 
 Two ranks, one thread each, 8 blocks with a layer norm, a gated linear layer and a residual, M = 8. The contenders take
 turns, step by step, in one run; a step is timed from a barrier to the end of the last rank. Printed: medians, and the
-ratio of compiled to plain of the same round with its quartiles. The gradients of compiled and plain are compared. Below
-that, torch.distributed.pipelining with the same blocks compiled: its step, or the error that it raises.
+ratio of compiled to plain of the same round with its quartiles; the same for the processor seconds of rank 0, which
+other work on the machine disturbs less; how long the first, compiling step took; and how far the gradients of compiled
+and plain lie apart. Below that, torch.distributed.pipelining with the same blocks compiled: what came of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULES = ("1f1b", "zb-h1")
+SIZES = ("64x64", "256x64")
 BLOCKS = 8
 MICROBATCHES = 8
 
@@ -67,14 +69,16 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
                 timeout=1800,
             )
     seconds: dict[tuple[str, str], list[float]] = {one: [] for one in contenders}
+    processor: dict[tuple[str, str], list[float]] = {one: [] for one in contenders}
     gradients: dict[tuple[str, str], dict[str, Any]] = {}
     first: dict[tuple[str, str], float] = {}
     for turn in range(rounds + 2):
         for one, pipe in contenders.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             pipe.step(x, target=y)
             pipe.settle()
+            took_cpu = time.process_time() - start_cpu
             dist.barrier()
             took = time.perf_counter() - start
             if turn == 0:
@@ -82,20 +86,16 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
                 gradients[one] = {name: parameter.grad for name, parameter in pipe.named_parameters()}
             if turn >= 2:
                 seconds[one].append(took)
+                processor[one].append(took_cpu)
             pipe.zero_grad()
     found = []
     for name in SCHEDULES:
-        plain, compiled = seconds[name, "plain"], seconds[name, "compiled"]
-        ratios = sorted(mine / other for mine, other in zip(compiled, plain, strict=True))
         expected = gradients[name, "plain"]
         found.append(
             {
                 "schedule": name,
-                "plain_ms": statistics.median(plain) * 1e3,
-                "compiled_ms": statistics.median(compiled) * 1e3,
-                "ratio": statistics.median(ratios),
-                "low": ratios[len(ratios) // 4],
-                "high": ratios[3 * len(ratios) // 4],
+                "wall": summary(seconds[name, "plain"], seconds[name, "compiled"]),
+                "processor": summary(processor[name, "plain"], processor[name, "compiled"]),
                 "first_step_s": first[name, "compiled"],
                 "gradients_within": max(
                     float((one - expected[key]).norm() / expected[key].norm())
@@ -104,6 +104,18 @@ def measure(width: int, rows: int, rounds: int) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def summary(plain: list[float], compiled: list[float]) -> dict[str, float]:
+    """Return medians, and the ratio of the same round with its quartiles."""
+    ratios = sorted(mine / other for mine, other in zip(compiled, plain, strict=True))
+    return {
+        "plain_ms": statistics.median(plain) * 1e3,
+        "compiled_ms": statistics.median(compiled) * 1e3,
+        "ratio": statistics.median(ratios),
+        "low": ratios[len(ratios) // 4],
+        "high": ratios[3 * len(ratios) // 4],
+    }
 
 
 def torch_step(kind: str, width: int, rows: int, port: int) -> str:
@@ -159,27 +171,33 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--sizes", nargs="*", default=SIZES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import drumline as dl
 
-    rows = dl.launch(measure, args.width, args.rows, args.rounds, num_ranks=2)[0]
-    print(f"two ranks, one thread each, D = {args.width}, {args.rows} rows, M = {MICROBATCHES}; ms a step")
-    print("schedule   plain  compiled        ratio (quartiles)   first step   gradients within")
-    for row in rows:
-        print(
-            f"{row['schedule']:8s} {row['plain_ms']:7.2f}  {row['compiled_ms']:8.2f}   {row['ratio']:.2f}"
-            f" ({row['low']:.2f} to {row['high']:.2f})   {row['first_step_s']:8.1f} s   {row['gradients_within']:.1e}"
-        )
+    print(f"two ranks, one thread each, M = {MICROBATCHES}; ms a step")
+    print("D/rows   schedule                plain  compiled        ratio (quartiles)   first step   gradients within")
+    found = []
+    for size in args.sizes:
+        width, depth = map(int, size.split("x"))
+        for row in dl.launch(measure, width, depth, args.rounds, num_ranks=2)[0]:
+            found.append({"size": size, **row})
+            for kind in ("wall", "processor"):
+                one = row[kind]
+                title = f"{width:4d}/{depth:<4d}{row['schedule']:9s}" if kind == "wall" else ""
+                more = f"   {row['first_step_s']:8.1f} s   {row['gradients_within']:.1e}" if title else ""
+                print(
+                    f"{title:18s}{kind:11s} {one['plain_ms']:7.2f}   {one['compiled_ms']:7.2f}"
+                    f"        {one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f}){more}"
+                )
     print("torch.distributed.pipelining, a zero-bubble program with compiled stages")
     theirs = {}
     for number, kind in enumerate(("its own class", "from our CSV", "from our CSV, donated buffers off")):
-        theirs[kind] = torch_step(kind, args.width, args.rows, port=29650 + number)
+        theirs[kind] = torch_step(kind, 64, 64, port=29650 + number)
         print(f"   {kind:34s} {theirs[kind]}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "torch": theirs}, indent=2))
+        args.json.write_text(json.dumps({"rows": found, "torch": theirs}, indent=2))
 
 
 if __name__ == "__main__":
