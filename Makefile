@@ -23,7 +23,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train]"
+	$(PIP) --editable ".[dev,train,hf]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp

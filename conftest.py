@@ -14,7 +14,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave the torch half out, so that collecting it does not import torch."""
     parts = collection_path.relative_to(config.rootpath).parts if config.rootpath in collection_path.parents else ()
     needs_torch = any(part in TORCH_HALF for part in parts) and parts[0] in ("src", "tests")
-    needs_torch |= collection_path.name == "torch_models.py"
+    needs_torch |= collection_path.name in ("torch_models.py", "hf_models.py")
+    if collection_path.name == "hf_models.py" and find_spec("transformers") is None:
+        return True
     if needs_torch and ("not torch" in config.option.markexpr or find_spec("torch") is None):
         return True
     return None

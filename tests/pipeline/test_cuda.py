@@ -104,6 +104,48 @@ def test_bfloat16_gradients_are_those_of_one_process() -> None:
         reference.compare(pipe, exact=False, tolerance=1e-2)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_autocast_on_the_device_gives_one_processs_gradients(name: str, precision: str) -> None:
+    scale = 2.0**10 if precision == "fp16" else 1.0
+    for program in programs(name, 2, (4,)):
+        for checkpoint in ("none", "full"):
+            model = mlp(dropout=0.2).to(CUDA)
+            reference = Reference(model, program, functional.mse_loss, device=CUDA, precision=precision, scale=scale)
+            pipe = Pipeline(
+                model,
+                loss_fn=functional.mse_loss,
+                schedule=program,
+                num_ranks=2,
+                checkpoint=checkpoint,
+                precision=precision,
+            )
+            if pipe.scaler is not None:
+                pipe.scaler.scale = scale
+            batch, target = (one.to(CUDA) for one in data(8))
+            pipe.step(batch, target=target)
+            reference.step(batch, target)
+            for one in reference.model.parameters():
+                assert one.grad is not None
+                one.grad /= scale
+            reference.compare(pipe, exact=name not in TWO_WAYS, tolerance=1e-5)
+
+
+def test_captured_autocast_follows_the_weights() -> None:
+    (program,) = programs("zb-v", 1, (4,))
+    model = mlp().to(CUDA)
+    reference = Reference(model, program, functional.mse_loss, device=CUDA, precision="bf16")
+    pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, capture=True, precision="bf16")
+    for step in range(3):
+        batch, target = (one.to(CUDA) for one in data(8, seed=step))
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        reference.compare(pipe, exact=False, tolerance=1e-5)
+        for one in (model, reference.model):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+
+
 def test_times_are_taken_on_the_device() -> None:
     pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, schedule="zb-v", num_microbatches=4, num_ranks=2)
     batch, target = (one.to(CUDA) for one in data(8))

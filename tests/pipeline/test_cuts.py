@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, ModelError, PlanError
@@ -20,6 +20,15 @@ pytestmark = pytest.mark.torch
 
 def pipeline(model: Any, *, num_ranks: int = 3, **settings: Any) -> Pipeline:
     return Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=num_ranks, **settings)
+
+
+class Slow(nn.Module):
+    """Computes much with nothing to show for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(200):
+            x = (x + 1.0) - 1.0
+        return x
 
 
 def counts(pipe: Pipeline) -> list[int]:
@@ -39,8 +48,25 @@ def test_cuts_name_the_first_block_of_every_stage_but_the_first() -> None:
     assert counts(pipeline(mlp(8), cuts=[], num_ranks=1)) == [8]
 
 
-def test_even_is_the_default() -> None:
-    assert counts(pipeline(mlp(8), balance="even")) == counts(pipeline(mlp(8))) == [3, 3, 2]
+def test_blocks_are_dealt_evenly_if_asked() -> None:
+    assert counts(pipeline(mlp(8), balance="even")) == [3, 3, 2]
+
+
+def test_without_a_word_the_number_of_parameters_decides_and_looking_up_is_free() -> None:
+    heavy = [nn.Embedding(10_000, 8), *(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 64), nn.Linear(64, 2)]
+    assert counts(pipeline(heavy, num_ranks=2)) == [7, 2]
+
+
+def test_with_an_example_the_cut_is_measured_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    batch, target = data(12)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Sequential(Slow(), nn.Linear(WIDTH, WIDTH)))
+    pipe = pipeline(model, num_ranks=2, example=batch, example_target=target)
+    assert counts(pipe) == [3, 1]
+    assert pipe.balance is not None
+    assert pipe.balance.counts == (3, 1)
+    told = capsys.readouterr().err
+    assert "balance=[3, 1], measured on cpu" in told
+    assert "milliseconds" in told
 
 
 def test_a_model_cut_by_names_trains_like_one_process() -> None:
@@ -64,8 +90,8 @@ def test_a_model_cut_by_names_trains_like_one_process() -> None:
         ({"cuts": ["3"]}, r"cuts is \['3'\]; expected 2 names, one for each of 3 stages but the first"),
         ({"cuts": "35"}, r"cuts is \['35'\]; expected 2 names"),
         ({"cuts": ["3", "5"], "balance": [3, 2, 3]}, r"balance is \[3, 2, 3\] and cuts is .*expected one of the two"),
-        ({"balance": "auto"}, r"balance is 'auto'; .*measure it: balance=dl.balance\(model, batch"),
-        ({"balance": "evn"}, "balance is 'evn'; expected \"even\", or how many blocks"),
+        ({"balance": "auto"}, r"balance is 'auto' and there is no example; .*pass example="),
+        ({"balance": "evn"}, 'balance is \'evn\'; expected "auto", "even", or how many blocks'),
     ],
 )
 def test_cuts_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:

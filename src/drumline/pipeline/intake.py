@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.models import inputs_for, is_chain
+from drumline.pipeline.own_loss import OwnWeight, own_loss
 from drumline.runtime.batch import cut, num_rows, shares
+from drumline.runtime.cut import Model
 from drumline.runtime.executor import Step
 from drumline.runtime.values import moved, pack
 
@@ -28,20 +31,52 @@ class Intake:
         self.weigh = weigh
         self.device = device
         self.num_microbatches = num_microbatches
+        self._is_chain = True
+        self._trains = True
+        self.own = False  # whether the model computes its loss itself
         self.precise = False  # whether shares of the loss are needed in double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
 
+    def follow(self, model: Model) -> None:
+        """Learn what the model is called with, and whether it computes its loss itself."""
+        self._is_chain = is_chain(model)
+        if not self._is_chain and self.loss_fn is None:
+            self.own = True
+            self.weigh = self.weigh or OwnWeight(cast(nn.Module, model))
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss to train by."""
+        return self.own or self.loss_fn is not None
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a step was called with as the value that the first block takes."""
+        return inputs_for(args, kwargs, is_chain=self._is_chain)
+
     def take(self, step: Step, batch: Any, target: Any, ends: Collection[str], rank: int) -> None:
         """Take batch and target in where `ends`, "first" and "last", say that their stages are."""
+        self._trains = step.train
         if "first" in ends:
             if batch is None:
                 raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
             step.batch = moved(batch, self.device)
-        if "last" in ends and (target is not None or step.train):
+        if self.own:
+            self._take_own(step, batch, ends, rank)
+        elif "last" in ends and (target is not None or step.train):
             if target is None:
                 raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
+
+    def _take_own(self, step: Step, batch: Any, ends: Collection[str], rank: int) -> None:
+        """Take in the batch where the last stage is, for how much each microbatch counts is seen in it."""
+        if "last" in ends:
+            if batch is None:
+                raise BatchError(
+                    f"rank {rank} holds the last stage and got no batch",
+                    expected="the batch there too: the model computes its loss itself, and the labels are counted",
+                )
+            step.target = moved(batch, self.device) if step.batch is None else step.batch
 
     def same_as_before(self, step: Step) -> bool:
         """Give a step of known shapes the shares that it has for certain, if that can be said without cutting it."""
@@ -77,13 +112,15 @@ class Intake:
             self._weights = weights
         return self._shares
 
-    def loss(self, output: Any, target: Any) -> Tensor:
-        """Return the loss of one microbatch's output."""
-        assert self.loss_fn is not None
+    def loss(self, output: Any, target: Any) -> Tensor | None:
+        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated."""
         if target is _NOTHING:
             # A mean over nothing is NaN, and its gradient too: a microbatch without weight adds zeros instead.
-            made = [one for one in pack(output)[0] if one.requires_grad]
+            made = [one for one in pack(output)[0] if one.requires_grad and not (self.own and one.dim() == 0)]
             return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
+        if self.own:
+            return own_loss(output, needed=self._trains)
+        assert self.loss_fn is not None
         loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -14,6 +14,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime.batch import cut
 from drumline.runtime.clock import Clock
 from drumline.runtime.executor import Executor, Step
+from drumline.runtime.precision import casts_kept, gradient_dtype
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Record
 from drumline.runtime.values import pack, unpack
@@ -115,7 +116,8 @@ class CapturedStep:
 
     def _capture(self, step: Step) -> None:
         before = [one.grad for one in self.parameters]
-        self._graph, self._gradients = None, [torch.zeros_like(one) for one in self.parameters]
+        self._graph = None
+        self._gradients = [torch.zeros_like(one, dtype=gradient_dtype(one)) for one in self.parameters]
         batch, target = _copied(step.batch), _copied(step.target)
         self._static = Step(
             -1,
@@ -161,8 +163,9 @@ class CapturedStep:
     def _through(self) -> None:
         clock, self.executor.clock = self.executor.clock, Clock()  # a graph would replay marks as well
         try:
-            for wait in self.executor.run(self._static, Record(self.executor.rank)):
-                raise AssertionError(f"a captured step cannot wait: {wait}")
+            with casts_kept():  # made by the graph itself, or it would go on with old weights
+                for wait in self.executor.run(self._static, Record(self.executor.rank)):
+                    raise AssertionError(f"a captured step cannot wait: {wait}")
         finally:
             self.executor.clock = clock
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, cast
 
 from torch import nn
 
+from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
+from drumline.core.frozen import needed
+from drumline.plan.chain import BlockCosts
+from drumline.plan.partition import partition
 
-Model = nn.Sequential | nn.ModuleList | Sequence[nn.Module] | Mapping[str, nn.Module]
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +37,25 @@ class Block:
         prefix = self.name if self.prefix is None else self.prefix
         return self.module.named_parameters(prefix=prefix)
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(one.requires_grad for one in self.module.parameters())
 
-def blocks_of(model: Model) -> list[Block]:
+
+def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
     """Return the model's blocks in order.
 
     >>> [block.name for block in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
     ['0', '1']
     """
+    named: list[tuple[str, Any]]
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named = [(name, block) for name, block in model._modules.items() if block is not None]
     elif isinstance(model, Mapping):
         named = list(model.items())
+    elif isinstance(model, Sequence) and model and all(isinstance(one, Block) for one in model):
+        return list(cast(Sequence[Block], model))
     elif isinstance(model, Sequence) and not isinstance(model, str):
         named = [(str(index), block) for index, block in enumerate(model)]
     else:
@@ -55,22 +68,7 @@ def blocks_of(model: Model) -> list[Block]:
             raise ModelError(f"block {name!r} is a {type(block).__name__}", expected="an nn.Module")
     if not named:
         raise ModelError("the model has no blocks", expected="at least one per stage")
-    _once(named)
     return [Block(name, module) for name, module in named]
-
-
-def _once(named: list[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters that two blocks share: on two stages they would drift apart."""
-    owner: dict[int, str] = {}
-    for name, block in named:
-        for path, parameter in block.named_parameters(remove_duplicate=False):
-            first = owner.setdefault(id(parameter), name)
-            if first != name:
-                raise ModelError(
-                    f"blocks {first!r} and {name!r} share the parameter {name}.{path}",
-                    expected="every parameter in one block",
-                    fix="give each block its own",
-                )
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
@@ -85,11 +83,7 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
             f"cuts is {named}",
             expected=f"{counted(num_stages - 1, 'name')}, one for each of {counted(num_stages, 'stage')} but the first",
         )
-    place = {block.name: at for at, block in enumerate(blocks)}
-    for name in named:
-        if name not in place:
-            raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), place))
-    ends = [0, *(place[name] for name in named), len(blocks)]
+    ends = [0, *(_place(blocks, name) for name in named), len(blocks)]
     for first, (start, end) in zip(["", *named], pairwise(ends), strict=True):
         if start >= end:
             second = blocks[end].name
@@ -104,6 +98,37 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
     return [end - start for start, end in pairwise(ends)]
 
 
+def _place(blocks: Sequence[Block], name: str) -> int:
+    """Return which block a cut names: by its own name, or by that of a module that it is the first block of."""
+    for at, block in enumerate(blocks):
+        if block.name == name or block.name.startswith(f"{name}."):
+            return at
+        if reason := getattr(block.module, "merged", {}).get(name):
+            other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
+            raise ModelError(
+                f"no cut may stand before {name!r}: {reason}",
+                fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
+            )
+    names = [block.name for block in blocks]
+    raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
+
+
+def _guessed(blocks: Sequence[Block]) -> list[float]:
+    """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
+
+    What is frozen has no W, and where nothing is trained up to it no I.
+    """
+    kinds = needed([block.trains for block in blocks])
+    counts = [
+        sum(one.numel() * (1 + (kind is not Backward.NONE) + one.requires_grad)
+            for part in block.module.modules() if not isinstance(part, nn.Embedding)
+            for one in part._parameters.values() if one is not None)
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]  # fmt: skip
+    least = max(sum(counts) / len(counts) / 50, 1.0)  # nothing is free
+    return [count + least for count in counts]
+
+
 def cut(
     blocks: Sequence[Block],
     num_stages: int,
@@ -112,11 +137,12 @@ def cut(
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 
-    Without either, or with "even", they are dealt as evenly as they go.
+    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
+    a first guess at what they cost.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
-    ([3, 2], [1, 4])
+    ([2, 3], [1, 4])
     """
     if len(blocks) < num_stages:
         raise ModelError(
@@ -129,13 +155,10 @@ def cut(
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
         balance = counts_of(blocks, num_stages, cuts)
     if isinstance(balance, str) and balance != "even":
-        measured = "dl.balance(model, batch, target=..., loss_fn=...).counts"
-        raise ModelError(
-            f"balance is {balance!r}",
-            expected='"even", or how many blocks each stage gets',
-            fix=f"measure it: balance={measured}" if balance == "auto" else "",
-        )
-    if balance is None or isinstance(balance, str):
+        raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
+    if balance is None:
+        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages).counts
+    if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
     balance = list(balance)

@@ -12,18 +12,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
+from drumline.runtime.exchange import Exchange
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import Ties
 from drumline.runtime.values import pack, unpack
 
 Gradients = tuple[Tensor | None, ...]
@@ -40,6 +42,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
+    scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -71,6 +74,7 @@ class Executor:
         *,
         merge_weight_gradients: bool = False,
         scale: Scale | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -78,13 +82,14 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
+        self.exchange = Exchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self._arrived: dict[Action, Delivery] = {}
-        self._exchanged: list[tuple[Job, int]] = []
         self.jobs = self._translate(program.rows[rank])
 
     # ---- translation -------------------------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ class Executor:
         for stage in stages:
             stage.begin()
         if self.scale is not None:
-            self.scale.ignore(*step.inputs, *step.targets)
+            self.scale.begin(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         directly = False
@@ -184,10 +189,11 @@ class Executor:
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
+                    record.peak_stash = self.scale.peak
             else:
                 job.run(job, step)
                 directly = False
-        yield from self._sum_exchanged(step, record)
+        yield from self.exchange.finish(clock, record)
         record.end_ns = clock.now()
         self.current = None
 
@@ -195,7 +201,7 @@ class Executor:
         self._made.clear()
         self._gradients.clear()
         self._arrived.clear()
-        self._exchanged.clear()
+        self.exchange.begin()
 
     # ---- what actions do ---------------------------------------------------------------------------------------------
 
@@ -231,8 +237,8 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            loss = step.losses[microbatch]
-            return (step.shares[microbatch].to(loss.dtype),)
+            share = step.shares[microbatch].to(step.losses[microbatch].dtype)
+            return (share if step.scale == 1.0 else share * step.scale,)
         delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
@@ -245,14 +251,14 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
-        if index > 0:
+        if index > self.lowest:
             self._gradients[index, microbatch] = made
 
     def _backward_input(self, job: Job, step: Step) -> None:
         action, microbatch = job.action, job.microbatch
         assert job.stage is not None
         made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > 0:
+        if action.stage > self.lowest:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
@@ -267,6 +273,8 @@ class Executor:
         for part in job.action.parts:
             run = self._run_forward if part.op is Op.FORWARD else self._run_backward
             run(part, step)
+            if self.scale is not None:
+                self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)
@@ -284,38 +292,11 @@ class Executor:
         else:
             self.channel.send(receive, job.other, *pack(gradients))
 
-    # ---- two copies of a stage ---------------------------------------------------------------------------------------
-
     def _exchange(self, job: Job, step: Step) -> None:
         """Offer this copy's gradients to the other; they are summed when the row has ended."""
-        if job.other < 0:
-            return
-        assert job.stage is not None
-        self.channel.post(job.action, job.other)
-        tensors, form = pack([parameter.grad for parameter in job.stage.parameters])
-        self.channel.send(job.action, job.other, tensors, form)
-        self._exchanged.append((job, self.clock.now()))
-
-    def _sum_exchanged(self, step: Step, record: Record) -> Generator[Wait, None, None]:
-        for job, start in self._exchanged:
-            delivery = self.channel.take(job.action, job.other)
-            while delivery is None:
-                yield Wait(self.rank, job.action, job.action, job.other)
-                delivery = self.channel.take(job.action, job.other)
+        if job.other >= 0:
             assert job.stage is not None
-            at_home = self.placement.homes[job.action.stage] == self.rank
-            theirs = unpack(delivery.tensors, delivery.form)
-            with torch.no_grad():
-                for parameter, other in zip(job.stage.parameters, theirs, strict=True):
-                    parameter.grad = _summed(parameter.grad, other) if at_home else _summed(other, parameter.grad)
-            record.exchanges.extend((job.action.stage, start, self.clock.now()))
-
-
-def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the sum of two copies' gradients in one order, so that both copies get the same bits."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+            self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
 
 def _merge(jobs: list[Job]) -> None:

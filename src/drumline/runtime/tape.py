@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from drumline.runtime.engine import gradients_at
+from drumline.runtime.precision import gradient_dtype
 
 if TYPE_CHECKING:
     from drumline.runtime import owners, split_backend
@@ -100,7 +101,8 @@ class Tape:
                 for parameter, gradient in record.owner.gradients(record):
                     total[parameter] = gradient if parameter not in total else total[parameter] + gradient
         for parameter, gradient in total.items():
-            total[parameter] = _hooked(parameter, gradient)
+            # Under autocast all uses share one cast of the parameter, so autograd adds them before it casts back.
+            total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
         for record in reached:
             if record.owner.by_autograd:
                 for parameter, gradient in record.owner.gradients(record):
@@ -149,11 +151,12 @@ def accumulate(gradients: Gradients) -> None:
     sums: list[Tensor] = []
     added: list[Tensor] = []
     for parameter, gradient in gradients:
+        gradient = gradient.to(gradient_dtype(parameter))
         if gradient.layout is not torch.strided:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         elif parameter.grad is None:
             fits = gradient._base is None and gradient.stride() == parameter.stride()
-            parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         else:
             sums.append(parameter.grad)
             added.append(gradient)

@@ -7,7 +7,7 @@ One tensor alone, the common case, has the form None. A tensor that stands in tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 
+# How many parts of a form come before the values in it: names, a type, or both.
+_HEADERS = {"dict": 1, "named": 1, "fields": 2, "mapping": 2}
 _CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {"tuple": tuple, "list": list}
 
 
@@ -54,6 +56,8 @@ def _form(value: Any, tensors: dict[int, Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         names = tuple(one.name for one in fields(value))
         return ("fields", type(value), names, *(_form(getattr(value, name), tensors) for name in names))
+    if type(value) is slice:
+        return ("slice", *(_form(one, tensors) for one in (value.start, value.stop, value.step)))
     if isinstance(value, dict):
         return ("mapping", type(value), tuple(value), *(_form(one, tensors) for one in value.values()))
     _refuse_hidden(value)
@@ -82,9 +86,26 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
     if kind in ("fields", "mapping"):
         made = {name: _value(tensors, part) for name, part in zip(parts[1], parts[2:], strict=True)}
         return parts[0](**made) if kind == "fields" else parts[0](made)
+    if kind == "slice":
+        return slice(*(_value(tensors, part) for part in parts))
     if kind == "dict":
         return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
     return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
+
+
+def plain_in(form: Any) -> Iterator[Any]:
+    """Yield the plain values in a form.
+
+    >>> list(plain_in(pack(("a", {"b": [1, None]}))[1]))
+    ['a', 1, None]
+    """
+    if isinstance(form, tuple):
+        kind, *parts = form
+        if kind == "plain":
+            yield parts[0]
+        else:
+            for part in parts[_HEADERS.get(kind, 0) :]:
+                yield from plain_in(part)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -93,12 +114,20 @@ def moved(value: Any, device: torch.device) -> Any:
     return unpack([one.to(device, non_blocking=True) for one in tensors], form)
 
 
-def joined(values: Sequence[Any]) -> Any:
+def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:
     """Return several microbatches' values as one, their tensors joined along the first dimension.
+
+    Of tensors without dimensions (losses) it is the mean, by the microbatches' shares if they are given.
 
     >>> joined([(torch.zeros(1, 2), "a"), (torch.ones(2, 2), "a")])[0].shape
     torch.Size([3, 2])
     """
     packed = [pack(value) for value in values]
-    tensors = [torch.cat(column) for column in zip(*(each for each, _ in packed), strict=True)]
+    columns = zip(*(each for each, _ in packed), strict=True)
+    tensors = [torch.cat(column) if column[0].dim() else _mean(column, shares) for column in columns]
     return unpack(tensors, packed[0][1])
+
+
+def _mean(column: Sequence[Tensor], shares: Sequence[Tensor]) -> Tensor:
+    stacked = torch.stack(list(column))
+    return (stacked * torch.stack(list(shares)).to(stacked.dtype)).sum() if len(shares) else stacked.float().mean()

@@ -1,0 +1,76 @@
+"""Where a pipeline is cut if nobody says so: by measurement, given an example of a batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.core.program import Program
+from drumline.pipeline.balance import Balance, balanced
+from drumline.pipeline.crew import Crew
+from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.cut import Block
+from drumline.runtime.values import moved
+
+_SECONDS = 10.0  # how long measuring may take, beyond the first run of everything
+
+
+def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
+    """Whether the cut is to be found by measurement.
+
+    >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
+    (False, True, False)
+    """
+    if balance == "auto" and example is None:
+        raise ModelError(
+            "balance is 'auto' and there is no example",
+            expected="a batch to measure the blocks with",
+            fix="pass example=, a batch as step will get it, and example_target= if there is a loss_fn",
+        )
+    return balance == "auto" or (balance is None and cuts is None and example is not None)
+
+
+def measured(
+    crew: Crew,
+    blocks: Sequence[Block],
+    program: Program,
+    inputs: Any,
+    target: Any,
+    loss: Callable[[Any, Any], Tensor | None] | None,
+    device: torch.device,
+) -> Balance | None:
+    """Measure the blocks on all ranks at once and return rank 0's best cut, which it also prints; None on meta."""
+    if any(one.is_meta for block in blocks for one in block.module.parameters()):
+        return None
+    for block in blocks:
+        block.module.to(device)
+
+    def first(value: Any, what: str) -> Any:
+        return None if value is None else moved(cut_batch(value, program.num_microbatches, what=what)[0], device)
+
+    mine: Balance | DrumlineError
+    crew.all_told("ready to measure", [None] * len(crew.channels))
+    try:
+        mine = balanced(
+            blocks,
+            program,
+            first(inputs, "the example"),
+            target=first(target, "the example's target"),
+            loss_fn=loss,
+            seconds=_SECONDS,
+        )
+    except DrumlineError as error:
+        mine = error
+    told = crew.all_told("balance", [mine] * len(crew.channels))
+    for one in told:
+        if isinstance(one, DrumlineError):
+            raise one
+    found: Balance = told[0]
+    if crew.rank == 0:
+        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+    return found

@@ -1,0 +1,178 @@
+"""A model's forward as it was traced: calls of blocks and of functions between them, and the values they pass on.
+
+    value 0 ──► model.embed ──► 2 ──► mul ──► 3 ──► model.layers.0 ──► 4 ──► ...        calls, in the order they ran
+    value 1 ──► arange ... ──► 7 ────────────────────┘                                   values, one per tensor
+
+A cut between two calls must carry every value that was made before it and is used after it. Values that were made from
+the model's inputs alone (masks, positions) need not travel: what they were made from may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+Path = tuple[tuple[str, Any], ...]  # how to get at a tensor inside of what a call returned: ("item", 0), ("field", "x")
+Autocast = tuple[str, bool, torch.dtype]  # device type, whether it is on, to which type it casts
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: of a block if `block` names one, otherwise of `function`."""
+
+    function: Callable[..., Any] | None
+    block: str
+    form: Any  # of (args, kwargs), as `pack` tells it
+    takes: tuple[int, ...]  # the values in it
+    makes: tuple[tuple[Path, int], ...]  # the new values in what it returns
+    changes: tuple[int, ...] = ()  # values that it changes in place
+    has_grad: bool = True
+    autocast: Autocast | None = None
+    reads: tuple[str, ...] = ()  # parameters and buffers that the block uses and does not own
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: made by a call, given as an input, or of the model's own state."""
+
+    num_bytes: int
+    storage: int  # the same number for values that share memory
+    state: str = ""  # the name of the parameter or buffer that it is
+    constant: Any = None  # a tensor that is neither, and was there before
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Why no cut may stand after call `first` and up to call `last`."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass(eq=False)
+class Graph:
+    """The calls of one forward, and what they are about."""
+
+    values: list[Value] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    output_form: Any = None
+    outputs: tuple[int, ...] = ()
+    barriers: list[Barrier] = field(default_factory=list)
+
+    def is_carried(self, value: int) -> bool:
+        """Whether a value has to be handed from call to call: it is not there on every rank anyway."""
+        return not self.values[value].state and self.values[value].constant is None
+
+    @cached_property
+    def made_at(self) -> dict[int, int]:
+        """The call that makes each carried value; -1 for inputs."""
+        found = dict.fromkeys(self.inputs, -1)
+        for at, call in enumerate(self.calls):
+            found.update((value, at) for _, value in call.makes)
+        return found
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """The last call that uses each value, `len(calls)` for those of the output."""
+        found: dict[int, int] = {}
+        for at, call in enumerate(self.calls):
+            if at not in self.idle:
+                found.update(dict.fromkeys(call.takes, at))
+        found.update(dict.fromkeys(self.outputs, len(self.calls)))
+        return found
+
+    @cached_property
+    def idle(self) -> frozenset[int]:
+        """The calls that nothing comes of: what they make is not used, and they change and draw nothing."""
+        wanted = set(self.outputs)
+        found = set()
+        for at in reversed(range(len(self.calls))):
+            call = self.calls[at]
+            if call.block or call.changes or _may_draw(call) or not wanted.isdisjoint(one for _, one in call.makes):
+                wanted.update(call.takes)
+            else:
+                found.add(at)
+        return frozenset(found)
+
+    def live(self, at: int) -> list[int]:
+        """Return the values made before call `at` and used there or later, in the order they were made."""
+        return [value for value, where in self.made_at.items() if where < at <= self.last_use.get(value, -1)]
+
+    @cached_property
+    def repeatable(self) -> frozenset[int]:
+        """The values that plain functions, without state or chance, make from the inputs alone."""
+        changed = {self.values[value].storage for call in self.calls for value in call.changes}
+        found = {value for value in self.inputs if self.values[value].storage not in changed}
+        for call in self.calls:
+            if call.block or call.changes or _may_draw(call):
+                continue
+            fits = all(value in found or self.values[value].constant is not None for value in call.takes)
+            if fits and not any(self.values[value].storage in changed for _, value in call.makes):
+                found |= {value for _, value in call.makes}
+        return frozenset(found)
+
+    def bytes_of(self, values: Iterable[int]) -> int:
+        """Return what values weigh together."""
+        return sum(self.values[value].num_bytes for value in values)
+
+    def origins(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
+        """Return the inputs that values were made from, and the calls that made them."""
+        seen: set[int] = set()
+        todo = list(wanted)
+        while todo:
+            value = todo.pop()
+            if value not in seen and self.is_carried(value):
+                seen.add(value)
+                todo += self.calls[self.made_at[value]].takes if self.made_at[value] >= 0 else ()
+        return seen & set(self.inputs), {self.made_at[value] for value in seen} - {-1}
+
+
+_CHANCE = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "rrelu", "poisson")
+
+
+def _may_draw(call: Call) -> bool:
+    return any(part in getattr(call.function, "__name__", "") for part in _CHANCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What is handed over before a call: inside of a stage all of `whole`; over a cut `sent`, the rest made again."""
+
+    whole: tuple[int, ...]
+    sent: tuple[int, ...]
+    again: tuple[int, ...]  # the calls that make the rest
+
+
+_EFFORT = 16  # how many bytes may be computed for each that need not travel
+
+
+def crossings(graph: Graph, starts: Sequence[int]) -> list[Crossing]:
+    """Return what is handed over before each of the calls in `starts`, which are in order."""
+    found: list[Crossing] = []
+    kept: set[int] = set()  # inputs that a later cut sends, so that all before have to
+    for at in reversed(starts):
+        live = graph.live(at)
+        whole = [*live, *sorted(kept - set(live))]
+        crossing = _made_again(graph, whole)
+        kept |= set(crossing.sent) & set(graph.inputs)
+        found.append(crossing)
+    return found[::-1]
+
+
+def _made_again(graph: Graph, whole: Sequence[int]) -> Crossing:
+    """Leave out of what travels the values that are made again, where that moves fewer bytes."""
+    again = {value for value in whole if value in graph.repeatable} - set(graph.inputs)
+    inputs, calls = graph.origins(again)
+    rest = [value for value in whole if value not in again]
+    sent = [*rest, *sorted(inputs - set(rest))]
+    effort = graph.bytes_of(value for call in calls for _, value in graph.calls[call].makes)
+    saved = graph.bytes_of(whole) - graph.bytes_of(sent)
+    if saved <= 0 or effort > _EFFORT * saved:
+        return Crossing(tuple(whole), tuple(whole), ())
+    return Crossing((*whole, *sorted(inputs - set(whole))), tuple(sent), tuple(sorted(calls)))

@@ -1,0 +1,299 @@
+"""Any model as a chain of blocks: each runs one of the model's own modules and what the forward does around it.
+
+    model.embed, mask, positions │ model.layers.0 │ model.layers.1 │ model.norm │ model.lm_head, loss
+
+A piece takes the values that are alive before it and returns those alive after it, so a value that is used five blocks
+later rides along. At the end of a stage only what has to travel is handed on (`Piece.seal`), and the first piece of the
+next stage makes the rest again.
+
+Pieces hold the model's own modules and parameters, under the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.runtime.cut import Block
+from drumline.runtime.emit import Emitter
+from drumline.runtime.graph import Crossing, Graph, crossings
+from drumline.runtime.opened import is_list, opened
+from drumline.runtime.skeleton import Skeleton
+from drumline.runtime.tracing import Known, Shapes, trace
+from drumline.runtime.values import pack
+
+
+class Inputs(NamedTuple):
+    """What the model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
+
+    form: Any
+    shapes: Shapes
+    train: bool
+
+
+class Live(NamedTuple):
+    """What one piece hands to the next: all values alive, or of these only what travels."""
+
+    kind: Kind
+    sealed: bool
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a piece does for one kind of input."""
+
+    run: Callable[..., Any]
+    resume: Callable[..., Any]  # from what travelled
+    sent: tuple[int, ...]  # which of the values that the piece returns travel on
+
+
+class Piece(nn.Module):
+    """One block of a chain made of a graph."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        super().__init__()
+        self._plan = plan
+        self._number = number
+        self._callees: dict[str, nn.Module] = {}
+        self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
+        self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
+
+    def forward(self, value: Any) -> Any:
+        """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output."""
+        if self._number == 0:
+            tensors, form = pack((value.args, value.kwargs))
+            shapes = tuple((one.shape, one.dtype) for one in tensors)
+            value = Live(Kind(form, shapes, self.training), False, tensors)
+        kind, sealed, tensors = value
+        code = self._plan.codes(kind)[self._number]
+        made = (code.resume if sealed else code.run)(self, *tensors)
+        return made if self._number == self._plan.num_pieces - 1 else Live(kind, False, made)
+
+    def seal(self, value: Any) -> Any:
+        """Return of what the piece returned only what travels to the next stage."""
+        if not isinstance(value, Live):
+            return value
+        sent = self._plan.codes(value.kind)[self._number].sent
+        return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
+
+    def adopt(self, name: str, module: nn.Module) -> None:
+        """Take a module in under its own name."""
+        *path, last = name.split(".")
+        self._shell(path)._modules.setdefault(last, module)
+        self._callees[name] = module
+
+    def lend(self, name: str, tensor: Tensor) -> None:
+        """Take in a parameter or buffer that is used outside of its module."""
+        *path, last = name.split(".")
+        home = self._shell(path)
+        if isinstance(tensor, nn.Parameter):
+            home._parameters.setdefault(last, tensor)
+        elif last not in home._buffers:
+            home.register_buffer(last, tensor)
+        self._homes[name] = home
+
+    def _shell(self, path: Sequence[str]) -> nn.Module:
+        """Return the module at a path, empty modules on the way where the model has some that are not here."""
+        home: nn.Module = self
+        for part in path:
+            home = home._modules.setdefault(part, Shell())  # type: ignore[assignment]
+        return home
+
+
+class Shell(nn.Module):
+    """Stands where the model has a module of which only parts are here."""
+
+
+@dataclass(eq=False)
+class Plan:
+    """How a model is cut into pieces, for every kind of input that has come along."""
+
+    skeleton: Skeleton
+    inside: frozenset[str]
+    names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
+    _known: Known = field(default_factory=dict)
+    _codes: dict[Kind, list[Code]] = field(default_factory=dict)
+    _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.names)
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def graph(self, kind: Kind) -> Graph:
+        """Follow the model's forward on inputs of a kind."""
+        return trace(self.skeleton, self.inside, kind.form, kind.shapes, train=kind.train, known=self._known)
+
+    def codes(self, kind: Kind) -> list[Code]:
+        """Return what every piece does for inputs of a kind."""
+        found = self._codes.get(kind)
+        if found is None:
+            graph = self.graph(kind)
+            found = self._codes[kind] = self._written(graph, self._starts(graph))
+        return found
+
+    def _starts(self, graph: Graph) -> list[int]:
+        """Return the call with which each piece begins, in a graph of another kind of input."""
+        at = {name: call for call, name in named_calls(graph)}
+        missing = [name for name in self.names if name not in at]
+        order = [at[name] for name in self.names if name in at]
+        if missing or order != sorted(order):
+            raise ModelError(
+                f"for this input the model does not call {missing[0]!r}"
+                if missing
+                else "for this input the model calls its blocks in another order",
+                expected=f"the blocks that it was cut at: {', '.join(self.names)}",
+            )
+        return [0, *order[1:]]
+
+    def _written(self, graph: Graph, starts: Sequence[int]) -> list[Code]:
+        bounds = [*starts, len(graph.calls)]
+        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossings(graph, starts[1:])]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            for name in states_of(graph, range(start, end)) - self._states[number]:
+                raise ModelError(
+                    f"for this input the model uses {name!r} in {self.names[number]!r}",
+                    expected="the parameters that it uses for the inputs that it was cut with",
+                )
+        return [
+            self._code(graph, cut, range(start, end), after)
+            for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
+        ]
+
+    def _code(self, graph: Graph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
+        emitter = Emitter(graph, "piece._callees[{!r}]".format, _state)
+        if after is None:
+            kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
+        else:
+            kept = after.whole
+            returns = f"({''.join(f'v{value}, ' for value in kept)})"
+        write = partial(emitter.function, returns=returns, kept=kept)
+        run = write(cut.whole, calls)
+        resume = write(cut.sent, [*cut.again, *calls]) if cut.again else run
+        sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
+        return Code(run, resume, sent)
+
+    def lent(self, states: Sequence[Collection[str]]) -> None:
+        """Note which parameters and buffers each piece holds for use between blocks."""
+        self._states = [frozenset(one) for one in states]
+
+
+def _state(name: str) -> str:
+    last = name.rpartition(".")[2]
+    return f"getattr(piece._homes[{name!r}], {last!r})"
+
+
+def states_of(graph: Graph, calls: range) -> set[str]:
+    """Return the parameters and buffers that calls use and that no block of theirs brings along."""
+    found: set[str] = set()
+    for at in calls:
+        call = graph.calls[at]
+        found.update(call.reads, (graph.values[one].state for one in call.takes))
+    return found - {""}
+
+
+def named_calls(graph: Graph) -> list[tuple[int, str]]:
+    """Return the calls of blocks with their names; the second call of `x` is `x#2`."""
+    seen: dict[str, count[int]] = {}
+    found = []
+    for at, call in enumerate(graph.calls):
+        if call.block:
+            number = next(seen.setdefault(call.block, count(1)))
+            found.append((at, call.block if number == 1 else f"{call.block}#{number}"))
+    return found
+
+
+def pieces_of(
+    model: nn.Module, inputs: Inputs, *, device: torch.device | None = None, cuts: Collection[str] = ()
+) -> list[Block]:
+    """Return the model as a chain of blocks, as it runs on inputs like these.
+
+    >>> class Skips(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    ...     def forward(self, x, scale=1.0):
+    ...         first = self.layers[0](x) * scale
+    ...         return self.layers[2](self.layers[1](first) + first)
+    >>> model, x = Skips(), torch.randn(4, 2)
+    >>> blocks = pieces_of(model, Inputs((x,), {"scale": 2.0}))
+    >>> value = Inputs((x,), {"scale": 2.0})
+    >>> for block in blocks:
+    ...     value = block.module(value)
+    >>> [block.name for block in blocks], bool((value == model(x, scale=2.0)).all())
+    (['layers.0', 'layers.1', 'layers.2'], True)
+    """
+    if device is None:
+        device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    tensors, form = pack((inputs.args, inputs.kwargs))
+    kind = Kind(form, tuple((one.shape, one.dtype) for one in tensors), True)
+    there = dict(model.named_modules())
+    plan = Plan(Skeleton(model, device), opened(model, [name for name in cuts if name in there]))
+    graph = plan.graph(kind)
+    pieces, starts = _begun(plan, graph, there)
+    bounds = [*starts, len(graph.calls)]
+    states = []
+    named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    for piece, (start, end) in zip(pieces, pairwise(bounds), strict=True):
+        for at in range(start, end):
+            if graph.calls[at].block:
+                piece.adopt(graph.calls[at].block, there[graph.calls[at].block])
+        states.append(states_of(graph, range(start, end)))
+        for name in sorted(states[-1]):
+            piece.lend(name, named[name])
+    plan.lent(states)
+    _rest(pieces, plan.inside, model, named)
+    plan.codes(kind)
+    return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
+
+
+def _begun(plan: Plan, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
+    """Return the pieces and the calls with which they begin: at every block that a cut may stand before."""
+    if not any(call.block for call in graph.calls):
+        raise ModelError("the model calls none of its modules", expected="a model made of modules")
+    pieces: list[Piece] = []
+    starts: list[int] = []
+    for at, name in named_calls(graph):
+        block = graph.calls[at].block
+        counts = is_list(there[block.rpartition(".")[0]]) or any(True for _ in there[block].parameters())
+        barred = next((one for one in graph.barriers if one.first < at <= one.last), None)
+        if pieces and (barred is not None or not counts):
+            if barred is not None:
+                pieces[-1].merged[name] = barred.reason
+            continue
+        if counts or not pieces:
+            pieces.append(Piece(plan, len(pieces)))
+            starts.append(at if len(pieces) > 1 else 0)
+            plan.names.append(name)
+    return pieces, starts
+
+
+def _rest(pieces: Sequence[Piece], inside: frozenset[str], model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Give what the forward never used to the last piece, so that nothing of the model is lost."""
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if name not in inside and parent in inside and not any(name in piece._callees for piece in pieces):
+            pieces[-1].adopt(name, module)
+    held = {id(one) for piece in pieces for one in (*piece.parameters(), *piece.buffers())}
+    for name, tensor in named.items():
+        if id(tensor) not in held:
+            pieces[-1].lend(name, tensor)
+            held.add(id(tensor))

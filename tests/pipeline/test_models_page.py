@@ -1,0 +1,62 @@
+"""The tables of docs/models.md: made from the models that are tested. `python THIS --update` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+from drumline.runtime.pieces import Inputs, pieces_of
+from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
+
+pytestmark = pytest.mark.torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def models_table() -> str:
+    lines = [
+        "| model | blocks | values that travel over a cut in the middle | tied weights |",
+        "|---|---|---|---|",
+    ]
+    for name in MODELS:
+        model = tiny(name)
+        inputs = Inputs((), batch_for(name, 2))
+        blocks = pieces_of(model, inputs)
+        value: Any = inputs
+        for block in blocks[: len(blocks) // 2]:
+            piece: Any = block.module
+            value = piece.seal(piece(value))
+        tied = sum(1 for _ in model.named_parameters(remove_duplicate=False)) > sum(1 for _ in model.parameters())
+        lines.append(f"| `{name}` | {len(blocks)} | {len(value.tensors)} | {'yes' if tied else 'no'} |")
+    return "\n".join(lines)
+
+
+def families_list() -> str:
+    return ", ".join(f"`{name}`" for name in families() if name not in UNRUNNABLE)
+
+
+TABLES = {"models": models_table, "families": families_list}
+
+
+def between(page: str, name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert found is not None
+    return found.group(1).strip()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_shows_what_is_tested(name: str) -> None:
+    assert between(PAGE.read_text(), name) == TABLES[name](), f"run: python {Path(__file__).name} --update"
+
+
+if __name__ == "__main__" and "--update" in sys.argv:
+    text = PAGE.read_text()
+    for name, make in TABLES.items():
+        text = text.replace(f"<!-- {name} -->\n{between(text, name)}".rstrip(), f"<!-- {name} -->\n{make()}")
+    PAGE.write_text(text)
