@@ -216,19 +216,61 @@ def test_other_options_go_together_with_it(settings: dict[str, Any]) -> None:
     agree(model, other, tolerance=1e-6)
 
 
-def test_gradients_under_autocast_are_those_without_compiling() -> None:
+class Skips(nn.Module):
+    """No chain of blocks: it has to be followed, and a value crosses several cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(4)])
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        first: Tensor = self.layers[0](x) * scale
+        made = first
+        for layer in self.layers[1:]:
+            made = layer(made) + first
+        return made
+
+
+def test_a_followed_model_gets_the_same_gradients_at_every_shape() -> None:
+    torch.manual_seed(0)
+    model = Skips()
+    other = copy.deepcopy(model)
+    for one, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(one, "zb-v", compile=choice, example=data(8)[0])  # type: ignore[arg-type]
+        for rows in (8, 12):
+            batch, target = data(rows)
+            pipe.step(batch, target=target)
+        pipe.settle()
+        assert pipe.eval_step(batch).output is not None
+    agree(model, other, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_goes_together_with_it(precision: str) -> None:
     model = model_of("mlp", 2)
     other = copy.deepcopy(model)
     batch, target = data(8)
     for one, choice in ((model, EAGER), (other, False)):
-        pipe = pipeline(one, compile=choice)
-        with torch.autocast("cpu", torch.bfloat16):
-            pipe.step(batch, target=target)
+        pipe = pipeline(one, compile=choice, precision=precision)
+        pipe.step(batch, target=target)
         pipe.settle()
-    agree(
-        model, other, tolerance=1e-2
-    )  # of numbers with 8 bits: what is not cast between two operators is rounded less
+    agree(model, other, tolerance=1e-6)
     assert all(one.grad is not None and one.grad.dtype is torch.float32 for one in model.parameters())
+
+
+def test_frozen_stages_go_together_with_it() -> None:
+    model = model_of("mlp", 4)
+    for frozen in (0, 2):
+        model[frozen].requires_grad_(False)
+    other = copy.deepcopy(model)
+    batch, target = data(8)
+    for one, choice in ((model, EAGER), (other, False)):
+        pipe = pipeline(one, "zb-v", compile=choice)
+        pipe.step(batch, target=target)
+        pipe.settle()
+    for first, second in zip(model.parameters(), other.parameters(), strict=True):
+        assert (first.grad is None) == (second.grad is None) == (not first.requires_grad)
+        torch.testing.assert_close(first.grad, second.grad, rtol=0, atol=0)
 
 
 def test_parameters_may_be_frozen_freed_and_hooked_between_steps() -> None:

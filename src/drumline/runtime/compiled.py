@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -45,6 +46,8 @@ class Compiler:
 
     def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
         """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
+        if any(hasattr(module, "run_by") for _, module in blocks):
+            return partial(_through, [_CompiledPiece(self, [block], stage, split) for block in blocks])
         return _Compiled(self, blocks, stage, split)
 
     def shared(self, modules: Sequence[nn.Module], split: bool) -> Any:
@@ -52,8 +55,14 @@ class Compiler:
         made_like = tuple((type(one), repr(one), _shapes(one)) for one in modules)
         key = (split, made_like)
         if key not in self._shared:
-            self._shared[key] = torch.compile(_fresh(), backend=self._backend(split), **self._rest())
+            self._shared[key] = self.compiled(_through, split)
         return self._shared[key]
+
+    def compiled(self, function: Any, split: bool) -> Any:
+        """Compile a function, with code of its own: torch counts recompilations, and learns shapes, by code."""
+        name = f"blocks_{next(_numbers)}"
+        fresh = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        return torch.compile(fresh, backend=self._backend(split), **self._rest())
 
     def _backend(self, split: bool) -> Any:
         backend = self.settings["backend"]
@@ -80,13 +89,17 @@ class _Compiled:
         self.errors = TorchDynamoException
         names = ", ".join(name for name, _ in blocks)
         self.title = f"stage {stage}, {'block' if len(blocks) == 1 else 'blocks'} {names},"
-        self.run = compiler.shared(self.modules, split)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Get what is compiled ready."""
+        self.run = partial(self.compiler.shared(self.modules, self.split), self.modules)
 
     def __call__(self, value: Any) -> Any:
         """Run the blocks; what cannot be compiled is refused by its name."""
         at.title = self.title
         try:
-            return self.run(self.modules, value)
+            return self.run(value)
         except self.errors as error:
             if "a leaf Variable that requires grad" in str(error):
                 raise  # the stage will hand over a copy
@@ -98,6 +111,14 @@ class _Compiled:
         """Run every block as a function of its own, so that the one which cannot be compiled says so."""
         for block in self.blocks:
             value = self.compiler.function([block], stage=self.stage, split=self.split)(value)
+
+
+class _CompiledPiece(_Compiled):
+    """A piece of a model that is followed: the code that was written for it is compiled, one for each kind of input."""
+
+    def prepare(self) -> None:
+        piece: Any = self.modules[0]
+        self.run = partial(piece.run_by, cache(partial(self.compiler.compiled, split=self.split)))
 
 
 def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
@@ -170,13 +191,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in named)
 
 
-def _through(modules: Sequence[nn.Module], value: Any) -> Any:
+def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
-
-
-def _fresh() -> Any:
-    """Return a function with code of its own: torch counts recompilations, and learns shapes, by code."""
-    name = f"blocks_{next(_numbers)}"
-    return FunctionType(_through.__code__.replace(co_name=name), _through.__globals__, name)
