@@ -14,6 +14,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
+from drumline.runtime.compiled import Compiler
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
 from drumline.runtime.precision import Precision
@@ -72,6 +73,7 @@ class Assembly:
     loss: Loss | None
     ties: Ties
     precision: Precision
+    compiler: Compiler | None = None
     order: Sequence[str] = ()  # the names of all parameters of the unsplit model
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
@@ -105,6 +107,7 @@ class Assembly:
                 precision=self.precision,
                 kind=self.program.backwards[index],
                 trained_below=index > self.program.backwards.count(Backward.NONE),
+                compiler=self.compiler,
             )
         return found
 
@@ -130,6 +133,7 @@ class Assembly:
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
             "precision": self.precision.name,
+            "compile": None if self.compiler is None else str(self.compiler.settings),
             **more,
         }
 

@@ -29,6 +29,7 @@ from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
 from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
+from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Model, cut
@@ -75,6 +76,7 @@ class Pipeline:
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
+    - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
       numbers.
     """
@@ -106,6 +108,7 @@ class Pipeline:
         ahead: int = 2,
         capture: bool = False,
         weigh: bool = False,
+        compile: Compile = False,  # noqa: A002 - as torch calls it
     ) -> None:
         transports.check(transport)
         self.device = torch.device(device) if device is not None else assembly.device_of(model)
@@ -155,6 +158,7 @@ class Pipeline:
                 self._intake.loss if self._intake.has_loss else None,
                 Ties(stages, program.placement, model),
                 numbers,
+                compiler_for(compile, self.device),
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
             described = self._assembly.described(

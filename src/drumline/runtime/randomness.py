@@ -44,6 +44,15 @@ def may_draw(block: nn.Module) -> bool:
     )
 
 
+def draws(block: nn.Module) -> bool:
+    """Whether the block has a dropout that draws when it trains; others may draw as well.
+
+    >>> draws(nn.Dropout(0.1)), draws(nn.Dropout(0.0))
+    (True, False)
+    """
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
+
+
 class Randomness:
     """Seeds a device's generators for one block of one microbatch."""
 
