@@ -58,6 +58,12 @@ def low_rank_upper_half(num_blocks: int = 8, *, dropout: float = 0.0, seed: int 
     return nn.Sequential(*lower, *(LowRank() for _ in range(num_blocks - half)))
 
 
+def on_meta(make: Callable[[], Any]) -> Any:
+    """Make a model without memory."""
+    with torch.device("meta"):
+        return make()
+
+
 class Unused(nn.Module):
     """Has a layer that no loss reaches."""
 

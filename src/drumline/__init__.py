@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from drumline.core.violation import Violation
     from drumline.pipeline.balance import balance
     from drumline.pipeline.launch import launch
+    from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
     from drumline.report.compare import compare
@@ -53,6 +54,7 @@ _HOME = {
     "Timeline": "core.timeline",
     "Violation": "core.violation",
     "W": "core.action",
+    "Weights": "pipeline.materialise",
     "attribute": "core.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
@@ -62,6 +64,7 @@ _HOME = {
     "launch": "pipeline.launch",
     "lower": "core.lower",
     "makespans": "core.simulate",
+    "materialise": "pipeline.materialise",
     "overlap": "core.action",
     "prune": "core.frozen",
     "schedule": "schedules",
@@ -87,6 +90,7 @@ __all__ = [
     "Timeline",
     "Violation",
     "W",
+    "Weights",
     "attribute",
     "balance",
     "compare",
@@ -96,6 +100,7 @@ __all__ = [
     "launch",
     "lower",
     "makespans",
+    "materialise",
     "overlap",
     "prune",
     "schedule",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from drumline.core.action import Op
 from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
+from drumline.pipeline import transports
+from drumline.runtime.compiled import Compiler
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
 from drumline.runtime.precision import Precision
@@ -24,11 +26,16 @@ Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
 
 def device_of(model: Any) -> torch.device:
-    """Return the device that the model is on: that of its first parameter or buffer, else the host."""
+    """Return the device that the model is on: that of its first parameter or buffer, else the host.
+
+    What is on the meta device is nowhere yet, and goes where this rank computes.
+    """
     listed = model.values() if isinstance(model, Mapping) else model if isinstance(model, Iterable) else [model]
     modules = (one for one in listed if isinstance(one, nn.Module))
     tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
-    return next((one.device for one in tensors), torch.device("cpu"))
+    devices = dict.fromkeys(one.device for one in tensors)
+    there = [one for one in devices if one.type != "meta"]
+    return there[0] if there else transports.default_device() if devices else torch.device("cpu")
 
 
 def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> frozenset[str]:
@@ -66,6 +73,16 @@ class Assembly:
     loss: Loss | None
     ties: Ties
     precision: Precision
+    compiler: Compiler | None = None
+    order: Sequence[str] = ()  # the names of all parameters of the unsplit model
+
+    def of_ranks(self, ranks: Iterable[int]) -> Assembly:
+        """Return the same without the blocks of other ranks, so that these can be freed; all names stay."""
+        held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
+        cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
+        blocks = (block for stage in self.cuts for block in stage)
+        names = (self.ties.first(name) for block in blocks for name, _ in block.named_parameters())
+        return replace(self, cuts=cuts, order=list(dict.fromkeys(names)))
 
     def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
         """Return a rank's stages, with copies of what is at home on another rank of this process."""
@@ -90,6 +107,7 @@ class Assembly:
                 precision=self.precision,
                 kind=self.program.backwards[index],
                 trained_below=index > self.program.backwards.count(Backward.NONE),
+                compiler=self.compiler,
             )
         return found
 
@@ -115,6 +133,7 @@ class Assembly:
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
             "precision": self.precision.name,
+            "compile": None if self.compiler is None else str(self.compiler.settings),
             **more,
         }
 

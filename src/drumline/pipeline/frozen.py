@@ -35,12 +35,21 @@ class Frozen:
 
     def __init__(self, program: Program, cuts: Cuts) -> None:
         self.program = prune(program, trainable(cuts))
+        self._is_whole = True
+        self._cuts = cuts
+        self._parameters = [list(_parameters(stage)) for stage in cuts]
+
+    def forget_all_but(self, cuts: Cuts) -> None:
+        """Keep only these blocks, where others are of other processes."""
+        self._is_whole = all(cuts)
         self._cuts = cuts
         self._parameters = [list(_parameters(stage)) for stage in cuts]
 
     def check_trains(self) -> None:
         """Refuse a training step where nothing trains; alike on all ranks that were given the same model."""
         if self.program.has_backward:
+            if not self._is_whole:
+                return  # the others may train
             if any(one.requires_grad for stage in self._parameters for _, one in stage):
                 return
             if any(trainable(self._cuts)):  # parameters were exchanged

@@ -19,6 +19,7 @@ from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
@@ -26,9 +27,11 @@ from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
+from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
+from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
-from drumline.runtime.cuda import CapturedStep, clock_for
+from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Model, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
@@ -38,6 +41,7 @@ from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
+from drumline.runtime.weights import Weights
 
 
 class Pipeline:
@@ -59,6 +63,8 @@ class Pipeline:
       measured with it and cut where that is best. A module that is no chain needs one, but for Hugging Face's.
     - `balance`: "auto" (measured by the example), "even", or how many blocks each stage gets; or `cuts`, the names of
       the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
+    - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
+      device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
@@ -70,7 +76,9 @@ class Pipeline:
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
-    - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
+    - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
+    - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
+      numbers.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class Pipeline:
         cuts: Sequence[str] | None = None,
         example: Any = None,
         example_target: Any = None,
+        weights: str | Path | Weights | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
         transport: str = "auto",
@@ -99,6 +108,7 @@ class Pipeline:
         ahead: int = 2,
         capture: bool = False,
         weigh: bool = False,
+        compile: Compile = False,  # noqa: A002 - as torch calls it
     ) -> None:
         transports.check(transport)
         self.device = torch.device(device) if device is not None else assembly.device_of(model)
@@ -135,6 +145,8 @@ class Pipeline:
                     self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
+            stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
+            materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)
             self.program = program = self._frozen.program
             self._assembly = Assembly(
@@ -146,9 +158,15 @@ class Pipeline:
                 self._intake.loss if self._intake.has_loss else None,
                 Ties(stages, program.placement, model),
                 numbers,
+                compiler_for(compile, self.device),
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            described = self._assembly.described(check_finite=check_finite, master_weights=master_weights)
+            described = self._assembly.described(
+                check_finite=check_finite,
+                master_weights=master_weights,
+                capture=capture,
+                weights=stored and stored.described(),
+            )
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
             self._crew.connect(self._assembly.ties.edges)
             ties, alone = self._assembly.ties, self._crew.alone
@@ -159,6 +177,8 @@ class Pipeline:
             ]
             self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
+            self._assembly = self._assembly.of_ranks(ranks)
+            self._frozen.forget_all_but(self._assembly.cuts)
             self._updates.follow(self._all_parameters())
             self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
@@ -195,13 +215,11 @@ class Pipeline:
             ties=self._assembly.ties,
         )
 
-    def _capturer(self) -> CapturedStep:
-        if self.device.type != "cuda" or self.num_ranks > 1 or self.scaler is not None:
-            raise ModelError(
-                f"capture=True with {self.num_ranks} ranks on {self.device.type} in {self._assembly.precision.name}",
-                expected="one rank on a CUDA device, in fp32 or bf16",
-            )
-        return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
+    def _capturer(self) -> Capture:
+        randomness, recorder, crew = self._assembly.randomness, recorder_for(self.device), self._crew
+        return Capture(
+            self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
+        )
 
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
@@ -227,15 +245,14 @@ class Pipeline:
         with self._crew.together("the start of a step"):
             self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
-            if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
-                self._captured.run(step)
-            else:
+            fits = self._captured is not None and self._captured.fits(step)
+            if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
                 self._intake.cut(step)
-                before = self._holdings.put_aside(list(self.parameters()))
-                self._updates.begin(step, self.parameters())
-                self._run(self._executors, step, records)
-                self._updates.end(step, self.parameters())
-                self._holdings.put_back(before)
+            before = self._holdings.put_aside(list(self.parameters()))
+            self._updates.begin(step, self.parameters())
+            self._run(self._executors, step, records)
+            self._updates.end(step, self.parameters())
+            self._holdings.put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
@@ -271,7 +288,7 @@ class Pipeline:
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step)
+            self._captured.run(step, records, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
         kept = self._assembly.precision.step()
@@ -355,11 +372,7 @@ class Pipeline:
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-        blocks = (block for stage in self._assembly.cuts for block in stage)
-        order = dict.fromkeys(
-            self._assembly.ties.first(name) for block in blocks for name, _ in block.named_parameters()
-        )
-        total = clip.total_norm([norms[name] for name in order if name in norms], norm_type)
+        total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total
 

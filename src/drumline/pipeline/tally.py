@@ -64,7 +64,7 @@ class Tally:
         """What the ranks measured."""
         records = [one.record for one in self.told if one.record is not None and one.record.starts]
         if len(records) != self.program.num_ranks:
-            raise RunError("a captured step is one launch and has no timeline", fix="use capture=False to measure")
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure")
         for clock, record in zip(self.clocks, records, strict=False):
             clock.settle(record)
         return Measured(self.program, tuple(records))

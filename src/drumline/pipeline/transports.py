@@ -25,6 +25,16 @@ def started_by_launcher() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
+def default_device() -> torch.device:
+    """Return where this rank computes unless told: its accelerator, or the host if there is none or gloo was chosen."""
+    hosts_only = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
+    accelerator = None if hosts_only else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+    return torch.device(accelerator.type, index % torch.accelerator.device_count())
+
+
 def check(transport: str) -> None:
     """Refuse a transport that does not exist."""
     if transport not in TRANSPORTS:

@@ -71,6 +71,12 @@ def profile(
     modules = [block.module for block in blocks]
     tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
     device = next((one.device for one in tensors), torch.device("cpu"))
+    if device.type == "meta":
+        raise ModelError(
+            "the model is on the meta device",
+            expected="one with memory, as each of its blocks is run",
+            fix="measure a model of the same layers that fits, or dl.materialise(model) first",
+        )
     randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
     with (
         randomness.kept_aside(),

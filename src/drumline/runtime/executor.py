@@ -89,7 +89,7 @@ class Executor:
         self.current: Action | None = None
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        self._arrived: dict[Action, Delivery] = {}
+        self.arrived: dict[Action, Delivery] = {}  # messages that wait for the job that needs them
         self.jobs = self._translate(program.rows[rank])
 
     # ---- translation -------------------------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ class Executor:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.OVERLAP: self._pair,
-            Op.SEND_F: self._send_output,
-            Op.SEND_B: self._send_gradient,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
             Op.RECV_F: self._post,
             Op.RECV_B: self._post,
             Op.REDUCE_GRAD: self._exchange,
@@ -149,8 +149,11 @@ class Executor:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, record: Record) -> Generator[Wait, None, None]:
-        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged."""
+    def run(self, step: Step, record: Record, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
+        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
+
+        `jobs`, where given, stand for the row's own.
+        """
         channel, clock, stages = self.channel, self.clock, self.stages.values()
         self._reset()
         channel.begin(step.number)
@@ -162,7 +165,7 @@ class Executor:
         record.begin_ns = clock.now()
         timed = 0
         directly = False
-        for job in self.jobs:
+        for job in self.jobs if jobs is None else jobs:
             self.current = job.action
             for receive, source in job.needs:
                 delivery = channel.take(receive, source)
@@ -173,7 +176,7 @@ class Executor:
                         yield wait
                         delivery = channel.take(receive, source)
                     record.waited(timed, receive, source, begin, clock.now())
-                self._arrived[receive] = delivery
+                self.arrived[receive] = delivery
                 record.took(receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
             if job.timed:
                 timed += 1
@@ -200,7 +203,7 @@ class Executor:
     def _reset(self) -> None:
         self._made.clear()
         self._gradients.clear()
-        self._arrived.clear()
+        self.arrived.clear()
         self.exchange.begin()
 
     # ---- what actions do ---------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ class Executor:
         if index == 0:
             value = step.inputs[microbatch]
         else:
-            delivery = self._arrived.pop(Action(index, Op.RECV_F, microbatch), None)
+            delivery = self.arrived.pop(Action(index, Op.RECV_F, microbatch), None)
             value = (
                 self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
             )
@@ -239,7 +242,7 @@ class Executor:
         if index == self.program.num_stages - 1:
             share = step.shares[microbatch].to(step.losses[microbatch].dtype)
             return (share if step.scale == 1.0 else share * step.scale,)
-        delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
+        delivery = self.arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
         return delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form))
@@ -279,18 +282,19 @@ class Executor:
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)
 
-    def _send_output(self, job: Job, step: Step) -> None:
-        receive = Action(job.action.stage + 1, Op.RECV_F, job.microbatch)
-        tensors, form = pack(self._made.pop((job.action.stage, job.microbatch)))
+    def _send(self, job: Job, step: Step) -> None:
+        receive, tensors, form = self.message(job)
         self.channel.send(receive, job.other, tensors, form)
 
-    def _send_gradient(self, job: Job, step: Step) -> None:
-        receive = Action(job.action.stage - 1, Op.RECV_B, job.microbatch)
-        gradients = self._gradients.pop((job.action.stage, job.microbatch))
+    def message(self, job: Job) -> tuple[Action, tuple[Tensor, ...], Any]:
+        """Let go of what a job sends: returns the action that receives it, its tensors and their form."""
+        stage, op, microbatch, _ = job.action
+        if op is Op.SEND_F:
+            return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._made.pop((stage, job.microbatch)))
+        receive, gradients = Action(stage - 1, Op.RECV_B, microbatch), self._gradients.pop((stage, job.microbatch))
         if len(gradients) == 1 and gradients[0] is not None:
-            self.channel.send(receive, job.other, (gradients[0],), None)
-        else:
-            self.channel.send(receive, job.other, *pack(gradients))
+            return receive, (gradients[0],), None
+        return receive, *pack(gradients)
 
     def _exchange(self, job: Job, step: Step) -> None:
         """Offer this copy's gradients to the other; they are summed when the row has ended."""

@@ -127,16 +127,19 @@ class InProcessChannel(Channel):
         return [told[rank] for rank in range(self.num_ranks)]
 
     def abort(self, error: BaseException, during: str) -> None:
-        """Drop what is on its way: every rank of this process fails with the same exception."""
-        self.close()
+        """Drop what is on its way: every rank of this process fails with the same exception.
 
-    def close(self) -> None:
-        """Let go of everything."""
+        Words stay: what was told of earlier steps may not have been heard yet.
+        """
         self.hub.edges.clear()
         for arrived in self.hub.arrived:
             arrived.clear()
-        self.hub.words.clear()
         self._open.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.abort(RunError("it was closed"), "")
+        self.hub.words.clear()
 
 
 def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:

@@ -27,12 +27,13 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
+from drumline.runtime.compiled import Compiler, Named
 from drumline.runtime.cut import Block
 from drumline.runtime.foreign import refuse_foreign
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
 from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness, may_draw
+from drumline.runtime.randomness import Randomness, draws, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
@@ -57,8 +58,20 @@ class Pass:
 class Segment:
     """Consecutive blocks that are run, kept and gone back through together."""
 
-    def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        checkpointed: bool,
+        compiled: Callable[[Named], Callable[[Any], Any]] | None = None,
+    ) -> None:
         self.blocks = [(block.name, block.module) for block in blocks]
+        self.compiled = compiled
+        self.whole: list[Callable[[Any], Any]] = [block.module for block in blocks]
+        self.pieces: list[tuple[str, Callable[[Any], Any]]] = list(self.blocks)
+        if compiled is not None and blocks:
+            self.whole = [compiled(self.blocks)]
+            self.pieces = [(name, compiled([(name, module)])) for name, module in self.blocks]
         self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
         self.checkpointed = checkpointed
         self.modules = [module for block in blocks for module in block.module.modules()]
@@ -68,6 +81,8 @@ class Segment:
         self._suspects = {block.name for block in blocks if may_draw(block.module)}
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
+        if compiled is not None and any(draws(module) for _, module in self.blocks):
+            self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
@@ -80,7 +95,8 @@ class Segment:
         self._signature = signature
         self.looked_at = False  # whether all parameters in its graph are its own
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
-        self.splitter = Splitter([module for _, module in self.blocks])
+        # What is compiled splits its backward by itself.
+        self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
         return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
@@ -90,18 +106,18 @@ class Segment:
             if self._suspects:
                 randomness.watch()
             made = value
-            for _, module in self.blocks:
-                made = module(made)
+            for run in self.whole:
+                made = run(made)
             if not self._suspects or not randomness.drew():
                 return made if self.seal is None else self.seal(made)
             self.quiet = False  # what was drawn was not seeded: all is run again
             self.unchanged(value, versions)
             if tape is not None:
                 tape.records.clear()
-        for name, module in self.blocks:
+        for name, run in self.pieces:
             if name in self._suspects:
                 randomness.apply(microbatch, name)
-            value = module(value)
+            value = run(value)
         return value if self.seal is None else self.seal(value)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
@@ -137,6 +153,7 @@ class Stage:
         checkpointed: Collection[str] = (),
         loss: Loss | None = None,
         split: Collection[int] = (),
+        compiler: Compiler | None = None,
         precision: Precision | None = None,
         kind: Backward = Backward.WHOLE,
         trained_below: bool | None = None,
@@ -149,8 +166,9 @@ class Stage:
         self.trained_below = index > 0 if trained_below is None else trained_below
         self.randomness = randomness
         self.precision = Precision() if precision is None else precision
+        compiled = None if compiler is None else partial(compiler.function, stage=index, split=bool(self.split))
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
-        self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
+        self.segments = [Segment(list(run), checkpointed=checkpoint, compiled=compiled) for checkpoint, run in grouped]
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
@@ -291,6 +309,7 @@ class Stage:
         with torch.enable_grad():
             if microbatch in self.split:
                 this.tape = Tape()
+            if this.tape is not None and segment.compiled is None:
                 value = recorded(segment, this.tape, this.leaves, received, run)
             else:
                 with Lookout(received):

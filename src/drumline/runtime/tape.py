@@ -13,6 +13,7 @@ without any graph. No graph is ever walked in Python.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,19 @@ from drumline.runtime.engine import gradients_at
 from drumline.runtime.precision import gradient_dtype
 
 if TYPE_CHECKING:
-    from drumline.runtime.owners import Owner
+    from drumline.runtime import owners, split_backend
+
+    Owner = owners.Owner | split_backend.WeightHalf
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
+
+_of_thread = threading.local()
+
+
+def running() -> Tape | None:
+    """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
+    tape: Tape | None = getattr(_of_thread, "tape", None)
+    return tape
 
 
 class Record:
@@ -64,10 +75,15 @@ class Tape:
         parameters: Sequence[nn.Parameter],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
-        places = [place for record in self.records for place in record.places]
-        found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+        records = list(self.records)
+        places = [place for record in records for place in record.places]
+        before, _of_thread.tape = running(), self
+        try:
+            found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+        finally:
+            _of_thread.tape = before
         last = first = len(leaves)
-        for record in self.records:
+        for record in records:
             start, last = last, last + len(record.places)
             record.gradients = found[start:last]
             record.places = ()  # the graph is done with

@@ -1,0 +1,269 @@
+"""Weights on disk: which tensors there are, and any one of them read by itself, straight to where it belongs.
+
+Files are read, not mapped: what is mapped counts as this process's memory as soon as it is touched. A tensor for the
+host goes from the file into its own memory; one for another device, or of another type, passes through a small buffer.
+
+    folder/model.safetensors.index.json    which tensor stands in which file
+    folder/model-00001-of-00002.safetensors
+    │ 8 bytes: n │ n bytes of JSON: name → type, shape, from, to │ the tensors' bytes │
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, nearest
+
+_BUFFER_BYTES = 16 * 2**20
+_MAX_HEADER_BYTES = 100_000_000  # what the format allows
+_SIZE = struct.Struct("<Q")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_TORCH_ENDINGS = (".bin", ".pt", ".pth")
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file: `start` is where its first element stands, `stride` how elements follow, None in order."""
+
+    file: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stride: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of {self.file}"
+
+    def read(self) -> Tensor:
+        """Return the tensor on the host."""
+        if self.stride is None:
+            made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            self.into(made)
+            return made
+        reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(reach if math.prod(self.shape) else 0, dtype=self.dtype, device="cpu")
+        with self.file.open("rb", buffering=0) as source:
+            self._fill(source, flat, 0)
+        return flat.as_strided(self.shape, self.stride)
+
+    def into(self, target: Tensor) -> None:
+        """Read the tensor into a target of the same shape, whatever its device and type."""
+        if self.stride is not None or not target.is_contiguous():
+            target.copy_(self.read())
+            return
+        flat = target.reshape(-1)
+        with self.file.open("rb", buffering=0) as source:
+            if target.device.type == "cpu" and target.dtype == self.dtype:
+                self._fill(source, flat, 0)
+                return
+            room = min(max(1, _BUFFER_BYTES // self.dtype.itemsize), flat.numel())
+            buffer = torch.empty(room, dtype=self.dtype, device="cpu")
+            for at in range(0, flat.numel(), max(1, room)):
+                part = buffer[: flat.numel() - at]
+                self._fill(source, part, at)
+                flat[at : at + part.numel()].copy_(part)
+
+    def _fill(self, source: BinaryIO, flat: Tensor, at: int) -> None:
+        """Read elements from number `at` on, as many as there is room for."""
+        if not flat.numel():
+            return
+        rest = memoryview(flat.view(torch.uint8).numpy().data)
+        source.seek(self.start + at * self.dtype.itemsize)
+        while rest.nbytes:
+            number = source.readinto(rest)  # type: ignore[attr-defined]
+            if not number:
+                raise ModelError(
+                    f"{self.file} ends within the tensor {self.name!r}", expected="a whole file", fix="copy it anew"
+                )
+            rest = rest[number:]
+
+
+class Weights:
+    """The tensors of a folder of weights, or of one file: `.safetensors`, or torch's `.bin`, `.pt`, `.pth`.
+
+    Tensors that the model has no place for are an error, unless their names match one of `ignore`; so are those that
+    the model lacks, unless they match one of `fresh`: these are initialised. Patterns are those of a shell: `head.*`.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> torch.save({"weight": torch.eye(2)}, folder / "pytorch_model.bin")
+    >>> Weights(folder).tensors["weight"].read()
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+
+    def __init__(self, path: str | Path, *, ignore: Sequence[str] = (), fresh: Sequence[str] = ()) -> None:
+        self.path = Path(path)
+        self.ignore = _patterns(ignore, "ignore")
+        self.fresh = _patterns(fresh, "fresh")
+        self.tensors: dict[str, Stored] = {}
+        for one in _found(self.path):
+            first = self.tensors.setdefault(one.name, one)
+            if first is not one:
+                raise ModelError(f"{first} stands in {one.file} too", expected="every tensor in one file")
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor that the model has no place for is none it needs."""
+        return any(fnmatchcase(name, pattern) for pattern in self.ignore)
+
+    def leaves_fresh(self, name: str) -> bool:
+        """Whether a tensor that is not in the files is to be initialised."""
+        return any(fnmatchcase(name, pattern) for pattern in self.fresh)
+
+    def described(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what must be the same on all ranks."""
+        return [(name, one.shape, str(one.dtype)) for name, one in sorted(self.tensors.items())]
+
+
+def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ModelError(f"{what} is {given!r}", expected="a list of names or patterns", fix=f"write [{given!r}]")
+    return tuple(given)
+
+
+def _found(path: Path) -> Iterator[Stored]:
+    """Yield every tensor of a file or a folder."""
+    if path.is_dir():
+        yield from _in_folder(path)
+    elif path.is_file():
+        yield from _in_file(path)
+    else:
+        beside = sorted(one.name for one in path.parent.iterdir()) if path.parent.is_dir() else []
+        raise ModelError(
+            f"there are no weights at {path}",
+            expected="a folder or a file on this machine",
+            fix=nearest(path.name, beside) if 0 < len(beside) <= 20 else "",
+        )
+
+
+def _in_folder(folder: Path) -> Iterator[Stored]:
+    for index, single in zip(_INDEXES, _SINGLE, strict=True):
+        if (folder / index).is_file():
+            yield from _indexed(folder / index)
+            return
+        if (folder / single).is_file():
+            yield from _in_file(folder / single)
+            return
+    endings: Iterable[tuple[str, ...]] = ((".safetensors",), _TORCH_ENDINGS)
+    for files in (sorted(one for one in folder.iterdir() if one.suffix in ending) for ending in endings):
+        for file in files:
+            yield from _in_file(file)
+        if files:
+            return
+    raise ModelError(
+        f"the folder {folder} holds no weights",
+        expected=f"one of {', '.join((*_INDEXES, *_SINGLE))}, or files that end with .safetensors, .bin, .pt or .pth",
+    )
+
+
+def _indexed(index: Path) -> Iterator[Stored]:
+    """Yield the tensors of the files that an index names, where it says that they are."""
+    try:
+        where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of weights", expected='JSON with a "weight_map"') from error
+    for file in files:
+        if not (index.parent / file).is_file():
+            raise ModelError(f"{index} names {file}, which is not there", fix="fetch the missing file")
+        inside = {one.name: one for one in _in_file(index.parent / file)}
+        for name in (name for name, place in where.items() if place == file):
+            if name not in inside:
+                raise ModelError(
+                    f"{index} says that {name!r} is in {file}, and it is not", fix="fetch the file or the index anew"
+                )
+            yield inside[name]
+
+
+def _in_file(file: Path) -> Iterator[Stored]:
+    if file.suffix == ".safetensors":
+        return _in_safetensors(file)
+    if file.suffix in _TORCH_ENDINGS:
+        return _in_torch(file)
+    raise ModelError(f"{file} is not a file of weights by its name", expected=".safetensors, .bin, .pt or .pth")
+
+
+def _in_safetensors(file: Path) -> Iterator[Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as source:
+        head = source.read(_SIZE.size)
+        (length,) = _SIZE.unpack(head) if len(head) == _SIZE.size else (size + 1,)
+        if length > min(size - _SIZE.size, _MAX_HEADER_BYTES):
+            raise ModelError(f"{file} is not a safetensors file, or not a whole one", fix="copy it anew")
+        header = source.read(length)
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            begin, end = (_SIZE.size + length + int(at) for at in entry["data_offsets"])
+            shape = tuple(map(int, entry["shape"]))
+            if entry["dtype"] not in _TYPES:
+                raise ModelError(f"{name!r} of {file} has the type {entry['dtype']}", expected=", ".join(_TYPES))
+            one = Stored(file, name, _TYPES[entry["dtype"]], shape, begin)
+            if end - begin != math.prod(shape) * one.dtype.itemsize or end > size:
+                raise ModelError(f"{one} does not fit into the file", expected="a whole file", fix="copy it anew")
+            yield one
+    except ModelError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"the header of {file} is not that of a safetensors file", fix="copy it anew") from error
+
+
+def _in_torch(file: Path) -> Iterator[Stored]:
+    try:
+        # On the meta device torch reads the names alone, and notes where in the file each storage begins.
+        found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except Exception as error:
+        raise ModelError(
+            f"torch cannot read {file}: {str(error).splitlines()[0]}",
+            expected="a dict of tensors that torch.save wrote in its present format",
+            fix="write it anew: torch.save(model.state_dict(), file)",
+        ) from error
+    if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
+        what = f"a dict with {', '.join(map(str, found))}"[:200] if isinstance(found, Mapping) else type(found).__name__
+        raise ModelError(
+            f"{file} holds {what}",
+            expected="a dict of tensors by name",
+            fix="write model.state_dict() and nothing else",
+        )
+    for name, one in found.items():
+        start = one.untyped_storage()._checkpoint_offset
+        assert start is not None, "torch notes where storages begin"
+        yield Stored(
+            file,
+            name,
+            one.dtype,
+            tuple(one.shape),
+            start + one.storage_offset() * one.element_size(),
+            None if one.is_contiguous() else tuple(one.stride()),
+        )
