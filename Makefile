@@ -55,6 +55,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
 	$(BIN)/python benchmarks/balance.py --json out/balance.json
+	$(BIN)/python benchmarks/compile.py --json out/compile.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build

@@ -1,10 +1,13 @@
 """What the executor costs on one GPU: several stages on one rank against plain gradient accumulation.
 
-    python benchmarks/runtime_gpu.py [--steps 30] [--json FILE]
+    python benchmarks/runtime_gpu.py [--steps 30] [--part all|one-rank|two-ranks] [--json FILE]
 
 Four transformers in bf16. Every round runs one step of each contender in turn (plain accumulation, our schedules,
 torch's own), so that all see the same machine; medians of ratios to the plain step of the same round, with their
 quartiles. Captured steps are compared with a captured plain step only. Gradients are checked first, in bf16 and fp32.
+
+Then two ranks that take turns in this process: what each computes between two messages captured as a CUDA graph,
+against the same program action by action, again in turn within every round.
 """
 
 from __future__ import annotations
@@ -123,7 +126,7 @@ def check(size: tuple[int, ...]) -> dict[str, float]:
             for capture in (False, True):
                 clear(net)
                 pipe = ours(net, name, small, capture=capture)
-                for _ in range(2 if capture else 1):
+                for _ in range(3 if capture else 1):
                     clear(net)
                     pipe.step(x, target=y)
                 pipe.settle()
@@ -243,10 +246,86 @@ def measure(size: tuple[int, ...], steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def print_one_rank(gradients: dict[str, float], rows: list[dict[str, Any]]) -> None:
+    for dtype in ("float32", "bfloat16"):
+        gap = max(gap for what, gap in gradients.items() if what.endswith(dtype))
+        print(f"   gradients against plain, {dtype}: within {gap:.1e}")
+    for row in rows:
+        print(
+            f"   {row['schedule']:17s} {row['how']:9s} {row['milliseconds']:9.2f} ms  x{row['ratio']:.3f}"
+            f"  ({row['low']:.3f} to {row['high']:.3f})  peak {row['peak_gib']:.2f} GiB",
+            flush=True,
+        )
+
+
+def two_ranks(size: tuple[int, ...], steps: int) -> list[dict[str, Any]]:
+    """Return what captured stretches take of the same program's time action by action, on two ranks."""
+    net, x, y = build(size, torch.bfloat16)
+    *_, microbatches, stages = size
+    rows = []
+    for name, each in (("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", stages // 2), ("zb-v", 2)):
+        if name == "interleaved-1f1b" and each < 2:
+            continue
+        settings: dict[str, Any] = {"schedule": name, "num_microbatches": microbatches, "stages_per_rank": each}
+        pipes = {
+            how: dl.Pipeline(net, loss_fn=loss_fn, num_ranks=2, capture=how == "captured", **settings)
+            for how in ("eager", "captured")
+        }
+        stepped = {how: stepping(pipe, x, y) for how, pipe in pipes.items()}
+        stepped["eager"]()
+        expected = {key: one.grad.clone() for key, one in net.named_parameters() if one.grad is not None}
+        clear(net)
+        peaks = {}
+        for how, step in stepped.items():
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                timed(step, net)
+            peaks[how] = torch.cuda.max_memory_allocated() / 2**30
+        stepped["captured"]()
+        gap = difference(net, expected)
+        assert gap <= 2e-2, (name, gap)
+        clear(net)
+        seconds: dict[str, list[float]] = {how: [] for how in stepped}
+        for _ in range(steps):
+            for how, step in stepped.items():
+                seconds[how].append(timed(step, net))
+        ratios = sorted(mine / plain for mine, plain in zip(seconds["captured"], seconds["eager"], strict=True))
+        rows.append(
+            {
+                "schedule": name,
+                "how": "two ranks",
+                "eager_milliseconds": statistics.median(seconds["eager"]) * 1e3,
+                "captured_milliseconds": statistics.median(seconds["captured"]) * 1e3,
+                "ratio": statistics.median(ratios),
+                "low": ratios[len(ratios) // 4],
+                "high": ratios[(3 * len(ratios)) // 4],
+                "gradients": gap,
+                "peak_gib": peaks,
+            }
+        )
+        del pipes, stepped
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def print_two_ranks(rows: list[dict[str, Any]]) -> None:
+    print("   two ranks taking turns: captured stretches against the same program action by action")
+    for row in rows:
+        print(
+            f"   {row['schedule']:17s} eager {row['eager_milliseconds']:8.2f} ms  "
+            f"captured {row['captured_milliseconds']:8.2f} ms  x{row['ratio']:.3f}"
+            f"  ({row['low']:.3f} to {row['high']:.3f})  gradients within {row['gradients']:.1e}"
+            f"  peak {row['peak_gib']['eager']:.2f} and {row['peak_gib']['captured']:.2f} GiB",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", type=int, nargs="*", default=range(len(CONFIGURATIONS)))
+    parser.add_argument("--part", choices=("all", "one-rank", "two-ranks"), default="all")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -256,21 +335,19 @@ def main() -> None:
     written = []
     for number in args.only:
         size = CONFIGURATIONS[number]
-        worst = check(size)
         print(f"d={size[0]} L={size[2]} T={size[3]} rows={size[4]} M={size[5]} stages={size[6]}")
-        for dtype in ("float32", "bfloat16"):
-            gap = max(gap for what, gap in worst.items() if what.endswith(dtype))
-            print(f"   gradients against plain, {dtype}: within {gap:.1e}")
-        rows = measure(size, args.steps)
-        for row in rows:
-            print(
-                f"   {row['schedule']:17s} {row['how']:9s} {row['milliseconds']:9.2f} ms  x{row['ratio']:.3f}"
-                f"  ({row['low']:.3f} to {row['high']:.3f})  peak {row['peak_gib']:.2f} GiB",
-                flush=True,
-            )
-        written.append({"size": size, "gradients": worst, "rows": rows})
-        gc.collect()
-        torch.cuda.empty_cache()
+        found: dict[str, Any] = {"size": size}
+        if args.part != "two-ranks":
+            found |= {"gradients": check(size), "rows": measure(size, args.steps)}
+            print_one_rank(found["gradients"], found["rows"])
+            gc.collect()
+            torch.cuda.empty_cache()
+        if args.part != "one-rank":
+            found["two_ranks"] = two_ranks(size, args.steps)
+            print_two_ranks(found["two_ranks"])
+            gc.collect()
+            torch.cuda.empty_cache()
+        written.append(found)
     if args.json:
         args.json.write_text(json.dumps(written, indent=2))
     dist.destroy_process_group()

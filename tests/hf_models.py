@@ -18,12 +18,12 @@ Batch = dict[str, Any]
 
 
 def text(rows: int, length: int = 10, *, seed: int = 0) -> Batch:
-    """Return token ids, the last of some rows padding, and labels that leave the padding out."""
+    """Return token ids, the last of every row padding, and labels that leave the padding out."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones(rows, length, dtype=torch.long)
-    for row in range(0, rows, 3):
-        mask[row, length - 3 :] = 0
+    for row in range(rows):
+        mask[row, length - 1 - row % 3 :] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 

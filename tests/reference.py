@@ -84,9 +84,12 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
                         continue
                     takers = [a for a in home if a.stage == target and a.microbatch == part.microbatch]
                     taker = next(
-                        home[a]
-                        for a in takers
-                        if (a.op is Op.FORWARD) == (step == 1) and a.op is not Op.BACKWARD_WEIGHT
+                        (
+                            home[a]
+                            for a in takers
+                            if (a.op is Op.FORWARD) == (step == 1) and a.op is not Op.BACKWARD_WEIGHT
+                        ),
+                        rank,  # nobody: a frozen stage has no backward
                     )
                     if taker == rank:
                         continue

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drumline.core.attribute import attribute
     from drumline.core.costs import Costs, Edge
     from drumline.core.errors import DrumlineError
+    from drumline.core.frozen import prune
     from drumline.core.idle import Limit
     from drumline.core.lower import lower
     from drumline.core.placement import Placement
@@ -65,6 +66,7 @@ _HOME = {
     "makespans": "core.simulate",
     "materialise": "pipeline.materialise",
     "overlap": "core.action",
+    "prune": "core.frozen",
     "schedule": "schedules",
     "simulate": "core.simulate",
     "titan_schedule": "core.torch_text",
@@ -100,6 +102,7 @@ __all__ = [
     "makespans",
     "materialise",
     "overlap",
+    "prune",
     "schedule",
     "simulate",
     "titan_schedule",

@@ -13,6 +13,7 @@ import pytest
 
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
+from drumline.core.frozen import prune
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
@@ -53,6 +54,34 @@ def test_simulate_prints_what_the_library_says(name: str, capsys: pytest.Capture
     assert found["peak_bytes"] == list(timeline.peak_bytes or ())
     for rank in range(4):
         assert sum(seconds[rank] for seconds in found["idle_by_cause"].values()) == pytest.approx(found["idle"][rank])
+
+
+def test_frozen_stages_are_left_out_in_every_verb_that_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    pruned = prune(build("zb-v", 4, 8), [stage not in (0, 1, 2, 6) for stage in range(8)])
+    frozen = ("--frozen", "0-2,6")
+    assert run_json(capsys, "show", "zb-v", *COUNTS, *frozen, "--format", "csv")[1]["text"] == pruned.format()
+    assert run_json(capsys, "simulate", "zb-v", *COUNTS, *frozen)[1]["makespan"] == simulate(pruned).makespan
+    rows = run_json(capsys, "compare", *COUNTS, "--frozen", "0")[1]["rows"]
+    halves = prune(build("zb-v", 4, 8), [stage > 1 for stage in range(8)])
+    costs = Costs(forward=0.5, backward_input=0.5, backward_weight=0.5)
+    assert next(row for row in rows if row["schedule"] == "zb-v")["makespan"] == simulate(halves, costs).makespan
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("simulate", "1f1b", "--frozen", "4"), "--frozen names stage 4"),
+        (("compare", "--frozen", "3-4"), "--frozen names stage 4"),
+        (("show", "1f1b", "--frozen", "2-1"), "'2-1' is not a list of stages like 0-2,5"),
+        (("show", "1f1b", "--frozen", "1,"), "'1,' is not a list of stages like 0-2,5"),
+    ],
+)
+def test_frozen_stages_that_are_not_there(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = run_json(capsys, *words, *COUNTS)
+    assert code == 2
+    assert says in found["error"]
 
 
 def test_bytes_are_reported_only_where_known(capsys: pytest.CaptureFixture[str]) -> None:

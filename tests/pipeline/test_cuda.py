@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError, NonFiniteError
@@ -54,22 +56,109 @@ def test_gradients_on_the_device_are_those_of_one_process(name: str) -> None:
                 compare(program, exact=name not in TWO_WAYS, checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "interleaved-zb", "looped-bfs"])
-def test_captured_steps_give_the_same_gradients(name: str) -> None:
-    for program in programs(name, 1, (4,)):
-        compare(program, exact=False, dropout=0.0, capture=True)
-
-
-def test_captured_steps_follow_changing_shapes_and_add_up() -> None:
-    (program,) = programs("zb-v", 1, (4,))
+def compare_captured(program: Any, rows: Sequence[int], transport: str = "in-process", **settings: Any) -> None:
+    """Take steps with captured stretches and action by action, and compare every bit."""
     model = mlp().to(CUDA)
-    reference = Reference(model, program, functional.mse_loss, device=CUDA)
-    pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, capture=True)
-    for rows in (8, 8, 12, 7, 8):
-        batch, target = (one.to(CUDA) for one in data(rows, seed=rows))
+    settings |= {"loss_fn": functional.mse_loss, "schedule": program, "num_ranks": program.num_ranks}
+    with (
+        Pipeline(copy.deepcopy(model), transport=transport, capture=True, **settings) as captured,
+        Pipeline(model, transport=transport, **settings) as plain,
+    ):
+        for step, count in enumerate(rows):
+            batch, target = (one.to(CUDA) for one in data(count, seed=step))
+            mine, theirs = (pipe.step(batch, target=target).loss for pipe in (captured, plain))
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine, theirs), f"the loss of step {step} of {program!r}"
+            expected = dict(plain.named_parameters())
+            for name, one in captured.named_parameters():
+                wanted = expected[name].grad
+                assert one.grad is not None
+                assert wanted is not None
+                assert torch.equal(one.grad, wanted), f"{name} in step {step} of {program!r}"
+            if step % 3 == 2:  # gradients add up over steps, too
+                captured.zero_grad()
+                plain.zero_grad()
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_captured_steps_give_the_same_bits(name: str) -> None:
+    for num_ranks in (1, 2, 4):
+        for program in programs(name, num_ranks, (4,)):
+            for checkpoint in ("none", "full"):
+                compare_captured(program, (8, 8, 8, 8), checkpoint=checkpoint)
+
+
+def test_captured_steps_follow_changing_shapes() -> None:
+    for name, num_ranks in (("zb-v", 1), ("zb-v", 2), ("1f1b", 2), ("dualpipe", 2)):
+        (program,) = programs(name, num_ranks, (4,))
+        compare_captured(program, (8, 8, 12, 7, 7, 7, 8, 8, 8))
+
+
+def test_merged_weight_gradients_are_captured() -> None:
+    (program,) = programs("zb-h1", 2, (4,))
+    compare_captured(program, (8, 8, 8, 8), merge_weight_gradients=True)
+
+
+def test_captured_gradients_are_those_of_one_process() -> None:
+    for num_ranks in (1, 2):
+        (program,) = programs("zb-v", num_ranks, (4,))
+        model = mlp().to(CUDA)
+        reference = Reference(model, program, functional.mse_loss, device=CUDA)
+        pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, num_ranks=num_ranks, capture=True)
+        for rows in (8, 8, 8, 12, 7, 8):
+            batch, target = (one.to(CUDA) for one in data(rows, seed=rows))
+            pipe.step(batch, target=target)
+            reference.step(batch, target)
+        reference.compare(pipe, exact=False, tolerance=1e-5)
+
+
+def test_captured_steps_leak_nothing() -> None:
+    for num_ranks in (1, 2):
+        pipe = Pipeline(
+            mlp().to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=num_ranks, capture=True
+        )
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01)
+        batch, target = (one.to(CUDA) for one in data(8))
+        held = []
+        for _ in range(30):
+            pipe.step(batch, target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        assert held[9] == held[-1]
+
+
+def test_captured_messages_do_not_stay_in_memory() -> None:
+    """What a step holds in flight does not grow with its microbatches under 1F1B, captured or not."""
+    held = []
+    for num_microbatches in (8, 32):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2))).to(CUDA)
+        pipe = Pipeline(
+            model, loss_fn=functional.mse_loss, num_microbatches=num_microbatches, num_ranks=2, capture=True
+        )
+        batch, target = torch.randn(2, num_microbatches * 4096, 256, device=CUDA)  # 4 MiB a microbatch
         pipe.step(batch, target=target)
-        reference.step(batch, target)
-    reference.compare(pipe, exact=False, tolerance=1e-5)
+        pipe.settle()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(3):
+            pipe.step(batch, target=target)
+        pipe.settle()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        copies = 2 * batch.numel() * batch.element_size()  # of batch and target
+        held.append(torch.cuda.memory_reserved() - before - copies)
+    assert held[1] <= held[0] + 32 * 2**20
+
+
+class Reads(nn.Module):
+    """Makes the host wait for the device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
 
 
 def test_what_a_graph_could_not_repeat_is_refused() -> None:
@@ -77,17 +166,32 @@ def test_what_a_graph_could_not_repeat_is_refused() -> None:
     for model, says in (
         (mlp(dropout=0.5), "draws random numbers"),
         (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "changes its buffers"),
+        (nn.Sequential(nn.Linear(6, 6), Reads()), "cannot be captured"),
     ):
-        pipe = Pipeline(model.to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, capture=True)
-        with pytest.raises(ModelError, match=says):
-            pipe.step(batch, target=target)
+        for num_ranks in (1, 2):
+            pipe = Pipeline(
+                copy.deepcopy(model).to(CUDA),
+                loss_fn=functional.mse_loss,
+                num_microbatches=4,
+                num_ranks=num_ranks,
+                capture=True,
+            )
+            if "cannot be captured" in says:
+                pipe.step(batch, target=target)  # the first step runs as ever
+            with pytest.raises(ModelError, match=says):
+                pipe.step(batch, target=target)
+    (program,) = programs("1f1b", 2, (4,))
+    compare_captured(program, (8, 8, 8))  # the device is none the worse for it
 
 
 def test_a_nan_on_the_device_stops_the_optimizer() -> None:
     for capture in (False, True):
-        pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, capture=capture)
+        pipe = Pipeline(mlp().to(CUDA), loss_fn=functional.mse_loss, num_microbatches=4, num_ranks=2, capture=capture)
         optimizer = pipe.optimizer(torch.optim.Adam)
         batch, target = (one.to(CUDA) for one in data(8))
+        for _ in range(3):
+            pipe.step(batch, target=target)
+            pipe.zero_grad()
         pipe.step(batch * float("nan"), target=target)
         with pytest.raises(NonFiniteError):
             optimizer.step()
@@ -104,6 +208,48 @@ def test_bfloat16_gradients_are_those_of_one_process() -> None:
         pipe.step(batch, target=target)
         reference.step(batch, target)
         reference.compare(pipe, exact=False, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_autocast_on_the_device_gives_one_processs_gradients(name: str, precision: str) -> None:
+    scale = 2.0**10 if precision == "fp16" else 1.0
+    for program in programs(name, 2, (4,)):
+        for checkpoint in ("none", "full"):
+            model = mlp(dropout=0.2).to(CUDA)
+            reference = Reference(model, program, functional.mse_loss, device=CUDA, precision=precision, scale=scale)
+            pipe = Pipeline(
+                model,
+                loss_fn=functional.mse_loss,
+                schedule=program,
+                num_ranks=2,
+                checkpoint=checkpoint,
+                precision=precision,
+            )
+            if pipe.scaler is not None:
+                pipe.scaler.scale = scale
+            batch, target = (one.to(CUDA) for one in data(8))
+            pipe.step(batch, target=target)
+            reference.step(batch, target)
+            for one in reference.model.parameters():
+                assert one.grad is not None
+                one.grad /= scale
+            reference.compare(pipe, exact=name not in TWO_WAYS, tolerance=1e-5)
+
+
+def test_captured_autocast_follows_the_weights() -> None:
+    (program,) = programs("zb-v", 1, (4,))
+    model = mlp().to(CUDA)
+    reference = Reference(model, program, functional.mse_loss, device=CUDA, precision="bf16")
+    pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, capture=True, precision="bf16")
+    for step in range(3):
+        batch, target = (one.to(CUDA) for one in data(8, seed=step))
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        reference.compare(pipe, exact=False, tolerance=1e-5)
+        for one in (model, reference.model):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
 
 
 def test_times_are_taken_on_the_device() -> None:
@@ -128,6 +274,22 @@ def two_ranks() -> list[str]:
 
 def test_two_ranks_on_one_device_with_host_staged_transfers() -> None:
     tried = launch(two_ranks, num_ranks=2)
+    assert set(tried[0]) == set(SYNCHRONOUS)
+
+
+def two_captured_ranks(transport: str) -> list[str]:
+    torch.cuda.set_device(0)
+    tried = []
+    for name in SYNCHRONOUS:
+        for program in programs(name, 2, (6,)):
+            compare_captured(program, (8, 8, 8, 7, 7, 7), transport, checkpoint=["1", "4"])
+            tried.append(name)
+    return tried
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+def test_two_captured_ranks_on_one_device_with_host_staged_transfers(transport: str) -> None:
+    tried = launch(two_captured_ranks, transport, num_ranks=2)
     assert set(tried[0]) == set(SYNCHRONOUS)
 
 

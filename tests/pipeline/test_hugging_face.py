@@ -69,8 +69,8 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
         example=batch_for(name, ROWS),
         balance="even",
     )
-    tied = {id(one): path for path, one in reference.named_parameters(remove_duplicate=False)}
-    is_tied = len(tied) < sum(1 for _ in reference.named_parameters(remove_duplicate=False))
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    exact = schedule != "dualpipe" and len(set(map(id, weights.values()))) == len(weights)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
     own = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
@@ -81,7 +81,6 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
         )
         wanted = {path: one.grad for path, one in reference.named_parameters(remove_duplicate=False)}
         whole = float(torch.stack([one.norm() for one in wanted.values() if one is not None]).norm())
-        exact = schedule != "dualpipe" and not is_tied
         assert torch.equal(loss, sum(losses[1:], losses[0])) or not exact
         assert abs(float(loss) - float(sum(losses))) <= 1e-6 * abs(float(loss))
         seen = set()
@@ -93,8 +92,15 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
             assert difference(one.grad, expected, whole) <= 1e-6, path
             seen.add(path)
         assert seen == {path for path, _ in reference.named_parameters()}
-        optimizer.step(), optimizer.zero_grad()
-        own.step(), own.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        own.step()
+        own.zero_grad()
+        # Where sums have another order the two drift apart by rounding: gradients are compared at the same weights.
+        with torch.no_grad():
+            for path, one in pipe.named_parameters():
+                assert torch.equal(one, weights[path]) or not exact, path
+                weights[path].copy_(one)
 
 
 @pytest.mark.parametrize("family", [name for name in families() if name not in UNRUNNABLE])

@@ -33,10 +33,11 @@ def weighed(program: Program, checkpoint: str = "none", seed: int = 0) -> Measur
     return pipe.timeline()
 
 
-@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if name not in ("dualpipe", "dualpipe-v")])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) -> None:
-    for program in programs(name, 2, (6,)):
-        (other,) = programs(name, 2, (4,))  # the profile comes from another order of another number of microbatches
+    for program in (*programs(name, 2, (6,)), *programs(name, 4, (10,))):
+        # The profile comes from another order of another number of microbatches.
+        (other,) = programs(name, program.num_ranks, (program.num_microbatches - 2,))
         profile = weighed(other, seed=1).measured_costs()
         measured = weighed(program)
         simulated = simulate(program, profile)
@@ -46,6 +47,18 @@ def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) ->
             expected = [int(after) for _, after in holding.bytes]
             assert list(measured.stash[rank]) == expected
             assert max(expected) > 0
+            assert measured.peak_stash is not None
+            assert measured.peak_stash[rank] == holding.peak_stash_bytes
+
+
+def test_in_an_overlapped_pair_the_forward_counts_before_the_backward() -> None:
+    for name in ("dualpipe", "dualpipe-v"):
+        (program,) = programs(name, 4, (10,))
+        measured = weighed(program)
+        assert measured.stash is not None
+        assert measured.peak_stash is not None
+        after = [max(stash) for stash in measured.stash]
+        assert any(peak > most for peak, most in zip(measured.peak_stash, after, strict=True))
 
 
 def test_checkpointing_holds_less() -> None:

@@ -221,8 +221,8 @@ def test_hooks_of_parameters_run(schedule: str) -> None:
 def test_layers_may_be_frozen_and_freed_between_steps(schedule: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(layer(), layer(), layer(), layer())
-    model[1].requires_grad_(False)
     pipe = pipeline(model, schedule)
+    model[1].requires_grad_(False)
     x, y = data()
     pipe.step(x, target=y)
     pipe.settle()

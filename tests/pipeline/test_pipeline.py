@@ -321,12 +321,6 @@ def test_a_bad_pipeline_is_refused(settings: Any, error: Any, says: str) -> None
         pipeline(**settings)
 
 
-def test_a_parameter_in_two_blocks_is_refused() -> None:
-    layer = nn.Linear(6, 6)
-    with pytest.raises(ModelError, match="share the parameter"):
-        pipeline(nn.Sequential(layer, nn.ReLU(), layer))
-
-
 def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
     program = dl.Program.parse("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0")
     path = tmp_path / "mine.csv"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import (
@@ -309,3 +309,43 @@ def test_coarser_numbers_are_allowed_coarser_rounding() -> None:
     assert found.tolerance == 8 * torch.finfo(torch.bfloat16).eps
     assert found.passes
     assert in_process("zb-h1", num_microbatches=4, model=halved).identical
+
+
+class Skips(nn.Module):
+    """No chain: a value skips two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        first = self.layers[0](x) * scale
+        return self.layers[3](self.layers[2](self.layers[1](first).tanh()).tanh() + first)
+
+
+def test_any_module_is_verified_and_held_against_itself() -> None:
+    def make() -> Any:
+        return Skips(), functional.mse_loss, {"x": torch.randn(8, 6), "scale": 0.5}, torch.randn(8, 6)
+
+    for schedule in ("zb-h1", "dualpipe"):
+        found = verify(schedule, model=make, num_ranks=2, num_microbatches=4, transport="in-process")
+        assert found.passes
+        assert found.tolerance == 0.0 or schedule == "dualpipe"
+
+
+class Forgets(Skips):
+    """Does something else whenever it is called again."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Any:
+        Forgets.calls += 1
+        return super().forward(x, scale * Forgets.calls)
+
+
+def test_a_model_that_is_not_what_was_followed_is_refused() -> None:
+    def make() -> Any:
+        return Forgets(), functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
+
+    with pytest.raises(ModelError, match="followed block by block, returns something else than by itself"):
+        verify("1f1b", model=make, num_ranks=2, num_microbatches=4, transport="in-process")

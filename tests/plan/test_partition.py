@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 import pytest
@@ -28,6 +29,13 @@ blocks = st.builds(
     held_until_weight_bytes=st.none() | st.integers(0, 30),
     start_bytes=st.integers(0, 5),
     static_bytes=st.integers(0, 30),
+)
+tied_blocks = st.builds(
+    lambda block, tied: replace(
+        block, static_bytes=block.static_bytes + sum(size for _, size in tied), tied=tuple(sorted(tied))
+    ),
+    blocks,
+    st.frozensets(st.sampled_from([("a", 7), ("b", 11)])),
 )
 
 
@@ -66,7 +74,7 @@ def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCos
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)
-    chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
+    chain = data.draw(st.lists(blocks | tied_blocks, min_size=num_stages, max_size=num_stages + 3))
     sizes = {one: max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages)}
     limit = data.draw(st.sampled_from(sorted(sizes.values())))
     found = partition(chain, num_stages, held=held, max_bytes=limit)
@@ -81,7 +89,7 @@ def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.Da
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_a_limit_that_nothing_fits_names_the_smallest_that_would_do(program: Program, data: st.DataObject) -> None:
     num_stages, held = program.num_stages, held_by(program)
-    chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
+    chain = data.draw(st.lists(blocks | tied_blocks, min_size=num_stages, max_size=num_stages + 3))
     smallest = min(max(rank_bytes(chain, one, held)) for one in cuts(len(chain), num_stages))
     with pytest.raises(PlanError, match=f"expected max_bytes={math.ceil(smallest)} or more; use more ranks") as caught:
         partition(chain, num_stages, held=held, max_bytes=smallest - 1)
@@ -123,6 +131,13 @@ def test_stages_that_share_a_rank_share_its_memory() -> None:
     free, tight = (partition(chain, 4, held=held, max_bytes=limit) for limit in (100, 12))
     assert (free.counts, free.rank_bytes) == ((1, 1, 2, 2), (13, 8))
     assert (tight.counts, tight.rank_bytes) == ((1, 1, 1, 3), (12, 9))
+
+
+def test_a_tied_weight_counts_once_on_every_rank() -> None:
+    chain = [BlockCosts(1.0, static_bytes=size, tied=tied) for size, tied in ((11, (("a", 10.0),)), (1, ()))] * 2
+    assert rank_bytes(chain, (2, 2), held_by(build("1f1b", 2, 2))) == (12, 12)
+    assert rank_bytes(chain, (3, 1), held_by(build("1f1b", 2, 2))) == (13, 1)
+    assert rank_bytes(chain, (1, 1, 1, 1), held_by(build("interleaved-1f1b", 2, 2, 2))) == (12, 2)
 
 
 def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

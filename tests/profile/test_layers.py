@@ -149,6 +149,29 @@ def test_the_planner_and_the_simulator_see_the_same_peaks(name: str) -> None:
     assert planned == simulate(program, found.costs(counts)).peak_bytes
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b", "dualpipe"])
+def test_a_tied_weight_counts_once_on_every_rank(name: str) -> None:
+    program = generate(name, num_ranks=2, num_microbatches=4)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+    model[5].weight = model[3].weight = model[0].weight
+    found = profiled(model)
+    assert Profile.from_json(found.to_json()) == found
+    assert [len(one.tied) for one in found.layers] == [1, 0, 0, 1, 0, 1]
+    size = WIDTH * WIDTH * FLOAT
+    counts = [2, 4] if program.num_stages == 2 else [1, 2, 1, 2]
+    costs = found.costs(counts, optimizer_states=2, placement=program.placement)
+    planned = rank_bytes(found.blocks(split=True, optimizer_states=2), counts, held_by(program))
+    assert planned == simulate(program, costs).peak_bytes
+    pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, num_ranks=2, balance=counts)
+    for rank, executor in enumerate(pipe._executors):
+        held = {one for stage in executor.stages.values() for one in stage.parameters}
+        static = sum(costs.per_stage("weight_bytes", len(counts))[stage] for stage in executor.stages)
+        assert static == len(held) * size
+        trained = sum(costs.per_stage("gradient_bytes", len(counts))[stage] for stage in executor.stages)
+        assert simulate(program, costs).memory[rank].static_bytes == static + 3 * trained
+
+
 def test_what_one_stage_of_all_blocks_saves_is_what_calls_cost() -> None:
     apart = [[[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]], [[3.0, 5.0, 4.0], [6.0, 6.0, 6.0]]]
     at_once = [[[10.0], [20.0]], [[10.0], [20.0]]]  # forwards 2 less than apart; backwards, by noise, more

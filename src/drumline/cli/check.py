@@ -6,6 +6,7 @@ import argparse
 
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json
+from drumline.core.frozen import untrained
 from drumline.core.validate import validate
 
 # More than anybody reads; --json has them all.
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"... and {len(violations) - MAX_PRINTED} more (--json lists all)")
         print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run")
     else:
+        frozen = "".join(f"; {what}" for what in untrained(program))
         print(
             f"{program.name} is proven: {counts(program)}, {program.num_actions} actions; "
-            "nothing is missing, nothing can hang"
+            f"nothing is missing, nothing can hang{frozen}"
         )
     return 1 if violations else 0

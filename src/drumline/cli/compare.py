@@ -15,6 +15,7 @@ from drumline.report.compare import compare, compare_table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     flags.add_counts(parser)
+    flags.add_frozen(parser)
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
@@ -33,12 +34,17 @@ def run(args: argparse.Namespace) -> int:
     ):
         if value is not None and value < 1:
             raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    if args.frozen and max(args.frozen) >= args.ranks:
+        raise UsageError(
+            f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {args.ranks - 1}, one a rank"
+        )
     costs = flags.costs_of(args)
     rows = compare(
         args.ranks,
         num_microbatches=args.microbatches,
         costs=costs,
         stages_per_rank=args.stages_per_rank,
+        frozen=args.frozen or (),
         limit=flags.limit_of(args, costs),
         progress=progress,
     )

@@ -60,6 +60,36 @@ def add_schedule(parser: argparse.ArgumentParser, *, optional: bool = False) -> 
     add_counts(parser)
 
 
+def add_frozen(parser: argparse.ArgumentParser) -> None:
+    """Add which stages are not trained."""
+    parser.add_argument(
+        "--frozen", type=ranges, metavar="STAGES", help="stages without trainable parameters, like 0-2,5"
+    )
+
+
+def ranges(text: str) -> frozenset[int]:
+    """Parse numbers and ranges of them; the message names the value."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers = [int(one) for one in (first, last or first) if one.isascii() and one.isdigit() and len(one) <= 6]
+        if len(numbers) < 2 or numbers[0] > numbers[1]:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a list of stages like 0-2,5")
+        found.update(range(numbers[0], numbers[1] + 1))
+    return frozenset(found)
+
+
+def pruned(program: Program, args: argparse.Namespace) -> Program:
+    """Return the program without the backwards that the stages named by --frozen do not need."""
+    if args.frozen is None:
+        return program
+    if not args.frozen <= set(range(program.num_stages)):
+        raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {program.num_stages - 1}")
+    from drumline.core.frozen import prune
+
+    return prune(program, [stage not in args.frozen for stage in range(program.num_stages)])
+
+
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the costs of a stage."""
     group = parser.add_argument_group("costs of one stage, in any one unit of time")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     flags.add_schedule(parser, optional=True)
+    flags.add_frozen(parser)
     flags.add_costs(parser)
     flags.add_json(parser)
     parser.add_argument(
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     from drumline.core.lower import lower
 
-    program = flags.program_of(args)
+    program = flags.pruned(flags.program_of(args), args)
     if args.lower:
         program = lower(program)
     written = _WRITERS[args.format](args, program)

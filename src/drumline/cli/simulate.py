@@ -14,6 +14,7 @@ from drumline.report.summary import summarize
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     flags.add_schedule(parser)
+    flags.add_frozen(parser)
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate one program and report its figures."""
-    program, costs = flags.program_of(args), flags.costs_of(args)
+    program, costs = flags.pruned(flags.program_of(args), args), flags.costs_of(args)
     limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs, limit=limit)
     summary = summarize(timeline)

@@ -8,6 +8,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Op
+from drumline.core.backwards import Backward, backwards
 from drumline.core.graph import CODE, PLACE, Ints, NotCompilable, Work
 from drumline.core.program import Program
 
@@ -67,9 +68,16 @@ def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
         where[PLACE[CODE[op]] * size : (PLACE[CODE[op]] + 1) * size] >= 0
         for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     )
-    trains = len(computing) > size
-    if not forward.all() or np.any(first != second) or (trains and np.any(whole == first)):
+    if not forward.all():
         raise NotCompilable
+    if np.any(whole == first) or np.any(first != second):
+        # Not every stage trains; then frozen ones must be frozen for all microbatches.
+        kinds = backwards(work.stage, work.code, num_stages)
+        passed = np.repeat([kind is not Backward.NONE for kind in kinds], num_microbatches)
+        trained = np.repeat([kind is Backward.WHOLE for kind in kinds], num_microbatches)
+        twice = whole & (first | second)
+        if np.any((whole | first) != passed) or np.any((whole | second) != trained) or twice.any():
+            raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=np.int64)
     for op, needed in rules.NEEDS.items():
         consumers = np.flatnonzero(place == PLACE[CODE[op]])

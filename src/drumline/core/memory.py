@@ -1,7 +1,8 @@
 """What a rank holds, action by action.
 
 A (stage, microbatch) pair is held from its F's start to its B's (split: W's) end; in an overlapped pair F counts before
-B. All of it follows from the rows alone, whatever the times.
+B. Where a stage is frozen it ends earlier: with I if that is all there is of the backward, with F if there is none. All
+of it follows from the rows alone, whatever the times.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
-from drumline.core.graph import CODE, OPS
+from drumline.core.graph import CODE, OPS, Ints
 from drumline.core.program import Program
 from drumline.core.versions import versions
 
@@ -81,15 +83,23 @@ def _counted(program: Program) -> Iterator[Holding]:
 def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
     """Yield, rank by rank, the pairs held while each timed action runs, and once it has ended."""
     columns = program.timed_columns
-    begun, ended = np.zeros(len(OPS), dtype=np.int64), np.zeros(len(OPS), dtype=np.int64)
-    begun[CODE[Op.FORWARD]], ended[CODE[Op.FORWARD]] = 1, 0 if program.has_backward else -1
-    ended[[CODE[op] for op in rules.RELEASES]] = -1
+    begun = np.where(columns.code == CODE[Op.FORWARD], 1, 0)
+    ended = -_releasing(program)[columns.code, columns.stage]
     first = np.flatnonzero(columns.heads)
-    more, less = (np.add.reduceat(change[columns.code], first) if len(first) else first for change in (begun, ended))
+    more, less = (np.add.reduceat(change, first) if len(first) else first for change in (begun, ended))
     bounds = np.cumsum(columns.lengths)[:-1]
     for begins, ends in zip(np.split(more, bounds), np.split(less, bounds), strict=True):
         after = np.cumsum(begins + ends)
         yield list(zip((after - ends).tolist(), after.tolist(), strict=True))
+
+
+def _releasing(program: Program) -> Ints:
+    """Return 1 for each (op, stage) with whose end a pair is let go of."""
+    table = np.zeros((len(OPS), program.num_stages), dtype=np.int64)
+    table[[CODE[op] for op in rules.RELEASES]] = 1
+    table[CODE[Op.FORWARD]] = [kind is Backward.NONE for kind in program.backwards]
+    table[CODE[Op.BACKWARD_INPUT]] = [kind is Backward.INPUT for kind in program.backwards]
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +119,21 @@ class _Sizes:
             until_weight = costs.per_stage("held_until_weight_bytes", stages)
         recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
         change: dict[tuple[Op, int], tuple[float, float]] = {}
-        for stage in range(stages):
+        for stage, kind in enumerate(program.backwards):
             kept = checkpoint[stage] if recomputes[stage] else full[stage]
             again = full[stage] - kept
-            change[Op.FORWARD, stage] = (kept, 0.0 if program.has_backward else -kept)
+            change[Op.FORWARD, stage] = (kept, -kept if kind is Backward.NONE else 0.0)
             change[Op.BACKWARD, stage] = (again, -full[stage])
             more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what it frees
             change[Op.BACKWARD_INPUT, stage] = (again + more, until_weight[stage] - full[stage] - more)
+            if kind is Backward.INPUT:
+                change[Op.BACKWARD_INPUT, stage] = (again, -full[stage])
             change[Op.BACKWARD_WEIGHT, stage] = (0.0, -until_weight[stage])
         parameters = (costs.per_stage(f"{what}_bytes", stages) for what in ("weight", "gradient", "optimizer"))
-        static = [sum(one) for one in zip(*parameters, strict=True)]
+        static = [
+            weight + (gradient + optimizer if kind is Backward.WHOLE or not program.has_backward else 0.0)
+            for kind, weight, gradient, optimizer in zip(program.backwards, *parameters, strict=True)
+        ]
         return _Sizes(change, static, costs.factors(program.num_microbatches))
 
     def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward, backwards
 from drumline.core.columns import Columns
 from drumline.core.errors import ProgramError
 from drumline.core.graph import CODE
@@ -101,6 +102,11 @@ class Program:
     def has_backward(self) -> bool:
         """Whether anything is trained; without, it is inference and nothing is stashed."""
         return not (COMPUTE_OPS - {Op.FORWARD}).isdisjoint(self.columns.ops)
+
+    @cached_property
+    def backwards(self) -> tuple[Backward, ...]:
+        """What each stage does of its backward: the whole, I alone, or nothing because it is frozen."""
+        return backwards(self.columns.stage, self.columns.code, self.num_stages)
 
     @cached_property
     def num_updates(self) -> int:

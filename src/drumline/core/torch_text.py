@@ -5,6 +5,7 @@ from __future__ import annotations
 from drumline.core import rules
 from drumline.core.action import STATE_OPS, Action, Op
 from drumline.core.errors import ProgramError
+from drumline.core.frozen import untrained
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.validate import validate
@@ -90,4 +91,6 @@ def _refusal(program: Program) -> str:
         return "it spans several optimizer steps (UPDATE)"
     if not program.has_backward:
         return "it has no backwards"
+    if frozen := list(untrained(program)):
+        return f"it has {' and '.join(frozen)}, where PyTorch still sends gradients and expects weight gradients"
     return ""

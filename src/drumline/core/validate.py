@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from drumline.core import check_exchange, check_messages
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.index import Index, Place
@@ -123,8 +124,8 @@ def _placed(index: Index) -> Iterator[Violation]:
 
 
 def _complete(index: Index) -> Iterator[Violation]:
-    """Check that no work is missing."""
-    trains = index.program.has_backward
+    """Check that no work is missing; what a frozen stage leaves out, it leaves out for all microbatches."""
+    kinds = index.program.backwards
     for stage in index.stages:
         for microbatch in index.microbatches:
             forward, whole, first, second = (
@@ -132,9 +133,14 @@ def _complete(index: Index) -> Iterator[Violation]:
             )
             if forward not in index.places:
                 yield Violation(index.home(forward), None, forward, "is missing")
-            if not trains or whole in index.places:
+            if kinds[stage] is Backward.NONE or whole in index.places:
                 continue
             halves = first in index.places, second in index.places
+            if kinds[stage] is Backward.INPUT:
+                if not halves[0]:
+                    others = f"stage {stage} has it for other microbatches"
+                    yield Violation(index.home(first), None, first, f"is missing, though {others}")
+                continue
             if not any(halves):
                 yield Violation(index.home(whole), None, whole, f"is missing, and so are {first} and {second}")
             elif not all(halves):

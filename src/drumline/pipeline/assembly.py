@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.core.action import Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
+from drumline.runtime.compiled import Compiler
+from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
+from drumline.runtime.tied import Ties
 
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
@@ -32,17 +36,6 @@ def device_of(model: Any) -> torch.device:
     devices = dict.fromkeys(one.device for one in tensors)
     there = [one for one in devices if one.type != "meta"]
     return there[0] if there else transports.default_device() if devices else torch.device("cpu")
-
-
-def named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a stage's parameters under the names of the unsplit model."""
-    for block in stage.blocks:
-        yield from block.named_parameters()
-
-
-def state(stage: Stage) -> list[Tensor]:
-    """Return a stage's parameters and buffers."""
-    return [one for block in stage.blocks for one in (*block.module.parameters(), *block.module.buffers())]
 
 
 def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> frozenset[str]:
@@ -78,27 +71,32 @@ class Assembly:
     randomness: Randomness
     checkpointed: frozenset[str]
     loss: Loss | None
+    ties: Ties
+    precision: Precision
+    compiler: Compiler | None = None
     order: Sequence[str] = ()  # the names of all parameters of the unsplit model
 
     def of_ranks(self, ranks: Iterable[int]) -> Assembly:
         """Return the same without the blocks of other ranks, so that these can be freed; all names stay."""
         held = {stage for rank in ranks for stage in self.program.placement.stages_of(rank)}
         cuts = [blocks if stage in held else () for stage, blocks in enumerate(self.cuts)]
-        names = [name for stage in self.cuts for block in stage for name, _ in block.named_parameters()]
-        return replace(self, cuts=cuts, order=names)
+        blocks = (block for stage in self.cuts for block in stage)
+        names = (self.ties.first(name) for block in blocks for name, _ in block.named_parameters())
+        return replace(self, cuts=cuts, order=list(dict.fromkeys(names)))
 
-    def stages_of(self, rank: int, *, apart: bool) -> dict[int, Stage]:
-        """Return a rank's stages; `apart` copies the modules of those whose home is another rank of this process."""
+    def stages_of(self, rank: int, copies: Copies | None = None) -> dict[int, Stage]:
+        """Return a rank's stages, with copies of what is at home on another rank of this process."""
         placement = self.program.placement
-        found = {}
+        found: dict[int, Stage] = {}
         for index in placement.stages_of(rank):
             blocks = tuple(self.cuts[index])
             if len(placement.ranks_of(index)) > 1:
                 _refuse_statistics(blocks)
-            if apart and placement.homes[index] != rank:
-                blocks = tuple(replace(block, module=copy.deepcopy(block.module)) for block in blocks)
+            if copies is not None:
+                blocks = copies.of(index, blocks)
             for block in blocks:
                 block.module.to(self.device)
+            self.ties.join([*(block for stage in found.values() for block in stage.blocks), *blocks])
             found[index] = Stage(
                 index,
                 blocks,
@@ -106,6 +104,10 @@ class Assembly:
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
                 split=self._split(index),
+                precision=self.precision,
+                kind=self.program.backwards[index],
+                trained_below=index > self.program.backwards.count(Backward.NONE),
+                compiler=self.compiler,
             )
         return found
 
@@ -119,16 +121,19 @@ class Assembly:
     def described(self, **more: Any) -> dict[str, Any]:
         """Return what must be the same on all ranks."""
         return {
-            "schedule": self.program.format(),
             "model": [
                 (name, tuple(one.shape), str(one.dtype), one.requires_grad)
                 for stage in self.cuts
                 for block in stage
                 for name, one in block.named_parameters()
             ],
+            "set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],
+            "schedule": self.program.format(),  # behind what it is pruned by
             "checkpoint": sorted(self.checkpointed),
             "seed": self.randomness.seed,
+            "precision": self.precision.name,
+            "compile": None if self.compiler is None else str(self.compiler.settings),
             **more,
         }
 

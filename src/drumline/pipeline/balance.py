@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,34 @@ from torch import Tensor
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
+from drumline.core.frozen import prune
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.timeline import Timeline
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
+from drumline.pipeline.frozen import trainable
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.chain import Partition
 from drumline.plan.held import held_by
-from drumline.plan.partition import partition
+from drumline.plan.partition import partition, rank_bytes
 from drumline.profile.layers import profile
 from drumline.profile.profile import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model
+from drumline.runtime.cut import cut as cut_blocks
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
+
+_SECONDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+}
 
 
 @dataclass(frozen=True)
@@ -68,14 +79,17 @@ class Balance:
     @cached_property
     def costs(self) -> Costs:
         """What the stages of the cut take, ready for `simulate`."""
-        return self.profile.costs(self.counts, optimizer_states=self.optimizer_states)
+        return self.profile.costs(self.counts, optimizer_states=self.optimizer_states, placement=self.program.placement)
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Predicted seconds of one microbatch in every stage, forward and backward."""
-        ops = ("forward", *(("backward_input", "backward_weight") if _splits(self.program) else ("backward",)))
-        each = (self.costs.per_stage(op, len(self.counts)) for op in ops)
-        return tuple(map(sum, zip(*each, strict=True)))
+        of = {op: self.costs.per_stage(name, len(self.counts)) for op, name in _SECONDS.items()}
+        found = Counter((part.stage, part.op) for part in self.program.work())
+        num_microbatches = self.program.num_microbatches
+        return tuple(
+            sum(found[stage, op] / num_microbatches * of[op][stage] for op in of) for stage in range(len(self.counts))
+        )
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
@@ -193,6 +207,8 @@ def balanced(
     found = profile(blocks, microbatch, target=target, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
     costs = found.blocks(split=_splits(program), optimizer_states=optimizer_states)
     chosen = partition(costs, program.num_stages, held=held_by(program), max_bytes=max_bytes)
+    program = prune(program, trainable(cut_blocks(blocks, program.num_stages, chosen.counts)))
+    chosen = replace(chosen, rank_bytes=rank_bytes(costs, chosen.counts, held_by(program)))
     return Balance(program, found, chosen, optimizer_states)
 
 

@@ -80,6 +80,11 @@ class Crew:
         """This process's rank, the first of them if several take turns here."""
         return self.channels[0].rank
 
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Make more edges between ranks ready for use, alike on all of them."""
+        for channel in self.channels:
+            channel.connect(edges)
+
     def drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         """Run this process's ranks through their rows, waiting where they have to."""
         if self.hub is not None:

@@ -21,10 +21,10 @@ _hooks: list[Any] = []
 
 
 class Guard:
-    """Calls `settle` before any optimizer that holds one of `parameters` steps, as long as it is alive."""
+    """Calls `before` with any optimizer that holds one of `parameters` and is to step, as long as it is alive."""
 
-    def __init__(self, parameters: list[Tensor], settle: Callable[[], None]) -> None:
-        self.settle = settle
+    def __init__(self, parameters: list[Tensor], before: Callable[[Optimizer], None]) -> None:
+        self.before = before
         for parameter in parameters:
             _guarded[id(parameter)].add(self)
         _found.clear()
@@ -37,4 +37,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = [one for group in optimizer.param_groups for one in group["params"]]
         _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(id(one), ()))
     for guard in list(_found[optimizer]):
-        guard.settle()
+        guard.before(optimizer)

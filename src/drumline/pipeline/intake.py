@@ -78,11 +78,6 @@ class Intake:
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
 
-    def same_as_before(self, step: Step) -> bool:
-        """Give a step of known shapes the shares that it has for certain, if that can be said without cutting it."""
-        step.shares = self._shares
-        return self.weigh is None
-
     def cut(self, step: Step) -> None:
         """Cut batch and target into microbatches, and weigh these."""
         if step.batch is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.assembly import Assembly, device_of
+from drumline.core.placement import Placement
+from drumline.pipeline.assembly import device_of
 from drumline.runtime import materialise as runtime
 from drumline.runtime.cut import Block, blocks_of
 from drumline.runtime.weights import Weights as Weights
@@ -39,16 +40,24 @@ def materialise(
     return model
 
 
-def materialise_stages(assembly: Assembly, ranks: Sequence[int], model: object, weights: Weights | None) -> None:
+def materialise_stages(
+    cuts: Sequence[Sequence[Block]],
+    placement: Placement,
+    ranks: Sequence[int],
+    model: object,
+    weights: Weights | None,
+    device: torch.device,
+    seed: int,
+) -> None:
     """Give memory and values to the stages of some ranks."""
-    held = sorted({stage for rank in ranks for stage in assembly.program.placement.stages_of(rank)})
+    held = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
     runtime.materialise(
-        [block for stage in assembly.cuts for block in stage],
-        [block for stage in held for block in assembly.cuts[stage]],
+        [block for stage in cuts for block in stage],
+        [block for stage in held for block in cuts[stage]],
         root=root_of(model),
         weights=weights,
-        device=assembly.device,
-        seed=assembly.randomness.seed,
+        device=device,
+        seed=seed,
     )
 
 

@@ -1,5 +1,8 @@
 """A model of the user's own, from `FILE.py:NAME`: a function that returns (model, loss_fn, batch, target).
 
+A module that is no chain of blocks takes a dict as its arguments by name and a tuple as its arguments in order; for one
+that computes its loss itself, as Hugging Face's do, loss_fn and target are None.
+
 Every rank loads the file by itself, as `python FILE.py` would find it: modules beside it can be imported.
 """
 
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.pipeline.models import is_chain
 from drumline.runtime.cut import Model, blocks_of
 
 Maker = Callable[[], Any]
@@ -25,7 +29,7 @@ class Material(NamedTuple):
     """What a step needs."""
 
     model: Model
-    loss_fn: Callable[..., Tensor]
+    loss_fn: Callable[..., Tensor] | None  # None for a model that computes its loss itself
     batch: Any
     target: Any
 
@@ -106,8 +110,10 @@ def _made(maker: Maker, name: str) -> Material:
         what = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
         raise ModelError(f"{name} returned {what}", expected="(model, loss_fn, batch, target)")
     material = Material(*made)
-    blocks_of(material.model)  # refuses what cannot be cut
-    if not callable(material.loss_fn):
+    if is_chain(material.model):
+        blocks_of(material.model)  # refuses what cannot be cut
+    own = material.loss_fn is None and not is_chain(material.model)  # a model with a loss of its own
+    if not own and not callable(material.loss_fn):
         raise ModelError(
             f"{name} returned a {type(material.loss_fn).__name__} as loss_fn",
             expected="(model, loss_fn, batch, target), with a function as loss_fn",

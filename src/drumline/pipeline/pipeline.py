@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,32 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, auto, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
-from drumline.pipeline.copies import share_copies
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.frozen import Frozen, follow
 from drumline.pipeline.guard import Guard
+from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.result import StepResult
+from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
+from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
+from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
-from drumline.runtime.cuda import CapturedStep, clock_for
+from drumline.runtime.compiled import Compile, compiler_for
+from drumline.runtime.copies import Copies
+from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Model, cut
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Measured, Record
-from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
 
@@ -62,12 +69,16 @@ class Pipeline:
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
     - `schedule`: a name, a `Program`, or a CSV file.
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
+    - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
+    - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
     - `check_finite`: raise NonFiniteError on all ranks before an optimizer steps on a NaN.
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
     - `ahead`: how many receives of one edge are open at once.
     - `weigh`: count the bytes of activations held after every action, for `timeline().stash`; slows steps down.
-    - `capture`: run each step as one CUDA graph, for stages that are all on one rank and do not draw random numbers.
+    - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
+    - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
+      numbers.
     """
 
     def __init__(
@@ -89,12 +100,15 @@ class Pipeline:
         transport: str = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
+        precision: str = "fp32",
+        master_weights: bool = False,
         check_finite: bool = True,
         merge_weight_gradients: bool = False,
         timeout: float = 300.0,
         ahead: int = 2,
         capture: bool = False,
         weigh: bool = False,
+        compile: Compile = False,  # noqa: A002 - as torch calls it
     ) -> None:
         transports.check(transport)
         self.device = torch.device(device) if device is not None else assembly.device_of(model)
@@ -118,18 +132,23 @@ class Pipeline:
             # A rank that was given something wrong connects all the same, so that the others learn of it.
             if program is None:
                 raise problem
-            self.program = program
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
+            numbers = Precision(precision, self.device)
             blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
             self.balance = None
             if auto.is_asked(balance, cuts, example):
                 inputs = example_inputs(model, example)
                 wanted = inputs if self._intake.own else example_target
                 loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
-                self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
+                with numbers.autocast:
+                    self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
             stages = cut(blocks, program.num_stages, balance, cuts)
+            stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
+            materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
+            self._frozen = Frozen(program, stages)
+            self.program = program = self._frozen.program
             self._assembly = Assembly(
                 lower(program, ahead=ahead),
                 stages,
@@ -137,21 +156,34 @@ class Pipeline:
                 Randomness(seed, self.device),
                 assembly.checkpointed(checkpoint, stages),
                 self._intake.loss if self._intake.has_loss else None,
+                Ties(stages, program.placement, model),
+                numbers,
+                compiler_for(compile, self.device),
             )
-            stored = opened(weights)
-            described = self._assembly.described(check_finite=check_finite, weights=stored and stored.described())
+            self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
+            described = self._assembly.described(
+                check_finite=check_finite,
+                master_weights=master_weights,
+                capture=capture,
+                weights=stored and stored.described(),
+            )
             assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
-            ranks = [channel.rank for channel in self._crew.channels]
-            materialise_stages(self._assembly, ranks, model, stored)
+            self._crew.connect(self._assembly.ties.edges)
+            ties, alone = self._assembly.ties, self._crew.alone
+            copies = [Copies(one.rank, ties, stages) if alone else None for one in self._crew.channels]
             self._executors = [
-                self._executor(channel, merge_weight_gradients, weigh) for channel in self._crew.channels
+                self._executor(channel, merge_weight_gradients, weigh, own)
+                for channel, own in zip(self._crew.channels, copies, strict=True)
             ]
+            self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
             self._assembly = self._assembly.of_ranks(ranks)
-            self._share_copies()
+            self._frozen.forget_all_but(self._assembly.cuts)
+            self._updates.follow(self._all_parameters())
+            self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
-        self._guard = Guard(list(self.parameters()), self.settle)
+        self._guard = Guard(list(self.parameters()), self._before_update)
 
     @property
     def num_ranks(self) -> int:
@@ -170,8 +202,8 @@ class Pipeline:
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
-    def _executor(self, channel: Channel, merge: bool, weigh: bool) -> Executor:
-        stages = self._assembly.stages_of(channel.rank, apart=self._crew.alone)
+    def _executor(self, channel: Channel, merge: bool, weigh: bool, copies: Copies | None) -> Executor:
+        stages = self._assembly.stages_of(channel.rank, copies)
         return Executor(
             self._assembly.program,
             channel.rank,
@@ -180,28 +212,18 @@ class Pipeline:
             clock_for(self.device),
             merge_weight_gradients=merge,
             scale=Scale(stages.values()) if weigh else None,
+            ties=self._assembly.ties,
         )
 
-    def _capturer(self) -> CapturedStep:
-        if self.device.type != "cuda" or self.num_ranks > 1:
-            raise ModelError(
-                f"capture=True with {self.num_ranks} ranks on {self.device.type}", expected="one rank on a CUDA device"
-            )
-        return CapturedStep(self._executors[0], self._assembly.randomness, list(self.parameters()))
+    def _capturer(self) -> Capture:
+        randomness, recorder, crew = self._assembly.randomness, recorder_for(self.device), self._crew
+        return Capture(
+            self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
+        )
 
     def _forward_executors(self, ahead: int) -> list[Executor]:
         program = lower(forwards_of(self.program), ahead=ahead)
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self._executors]
-
-    def _share_copies(self) -> None:
-        """Give the second copy of every stage the weights of the first."""
-        if self.program.placement.mirrored:
-            share_copies(self._crew, self._executors, self.program.placement.homes)
-
-    def _at_home(self, executor: Executor) -> list[tuple[int, Stage]]:
-        """Return a rank's stages without those that are a second copy."""
-        homes = self.program.placement.homes
-        return [(index, stage) for index, stage in executor.stages.items() if homes[index] == executor.rank]
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -215,19 +237,22 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
         records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
+            self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
-            if self._captured is not None and self._captured.fits(step) and self._intake.same_as_before(step):
-                self._captured.run(step)
-            else:
+            fits = self._captured is not None and self._captured.fits(step)
+            if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
                 self._intake.cut(step)
-                before = self._put_aside()
-                self._run(self._executors, step, records)
-                self._put_back(before)
+            before = self._holdings.put_aside(list(self.parameters()))
+            self._updates.begin(step, self.parameters())
+            self._run(self._executors, step, records)
+            self._updates.end(step, self.parameters())
+            self._holdings.put_back(before)
             tally = self._told(step, records)
         return StepResult(step.number, lambda: tally.loss)
 
@@ -263,38 +288,31 @@ class Pipeline:
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step)
+            self._captured.run(step, records, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
-        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False):
+        kept = self._assembly.precision.step()
+        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
             self._crew.drive([one.run(step, record) for one, record in zip(executors, records, strict=True)])
 
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
+        self._holdings.follow()
         stages = [stage for executor in self._executors for stage in executor.stages.values()]
+        if self._crew.alone:
+            follow(stages, self._assembly.cuts)
         renewed = [stage.renew() for stage in stages]
         if any(renewed):
             self._named = None
-            self._guard = Guard(list(self.parameters()), self.settle)
+            for executor in self._executors:
+                executor.exchange.renew()
+            self._updates.follow(self._all_parameters())
+            self._guard = Guard(list(self.parameters()), self._before_update)
             self._ledger.reached = False
-        if self._crew.alone:
-            self._share_copies()
 
-    def _put_aside(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Take earlier steps' gradients away where stages have two copies: only this step's are exchanged."""
-        if not self.program.placement.mirrored:
-            return []
-        before = [(one, one.grad) for one in self.parameters()]
-        for executor in self._executors:
-            for stage in executor.stages.values():
-                for one in stage.parameters:
-                    one.grad = None
-        return before
-
-    def _put_back(self, before: list[tuple[nn.Parameter, Tensor | None]]) -> None:
-        for parameter, earlier in before:
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+    def _all_parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of all stages here, second copies included."""
+        return [one for executor in self._executors for stage in executor.stages.values() for one in stage.parameters]
 
     def _action(self) -> str:
         """Return the action that this process is at, if it is in the middle of a step."""
@@ -313,7 +331,8 @@ class Pipeline:
             checked.append(parts)
             told.dtype = str(losses.dtype).removeprefix("torch.")
             told.losses = parts.unbind() if alone else parts.tolist()
-        if step.train and self.check_finite:
+        if step.train and (self.check_finite or self.scaler is not None):
+            told.scale = None if self.scaler is None else step.scale
             finite = all_finite(checked)
             told.finite = finite if alone else bool(finite)
         if step.train and not self._ledger.reached:
@@ -325,7 +344,7 @@ class Pipeline:
         topic = f"step/{step.number}"
         self._crew.tell(topic, each)
         clocks = [executor.clock for executor in self._executors] if alone else []
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks)
+        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks, self.scaler)
         self._ledger.add(tally, trained=step.train)
         self._number += 1
         return tally
@@ -340,21 +359,24 @@ class Pipeline:
     def _settle(self, *, until: int | None) -> None:
         self._ledger.settle(until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters()))
 
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._updates.check(optimizer)
+        self.settle()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scale, the same on all ranks; None unless `precision` is "fp16"."""
+        return self._updates.scaler
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
         self.settle()
         with self._crew.together("clip_grad_norm_"):
-            own = [self._norms(executor, norm_type) for executor in self._executors]
+            own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
         total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         return total
-
-    def _norms(self, executor: Executor, norm_type: float) -> dict[str, float]:
-        """Return the gradient norms of the parameters whose home is this rank."""
-        named = [pair for _, stage in self._at_home(executor) for pair in assembly.named_parameters(stage)]
-        found = clip.norms_of([one for _, one in named], norm_type)
-        return {name: norm for (name, _), norm in zip(named, found, strict=True) if norm is not None}
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
@@ -365,15 +387,18 @@ class Pipeline:
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """Return a torch optimizer over this process's trainable parameters."""
-        return kind([{"params": [one for one in self.parameters() if one.requires_grad]}], **settings)
+        """Return a torch optimizer over this process's trainable parameters, or their float32 copies."""
+        return self._updates.optimizer(kind, [one for one in self.parameters() if one.requires_grad], settings)
+
+    def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""
+        masters = self._updates.masters
+        return self.named_parameters() if masters is None else masters.named(self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters under the names of the unsplit model."""
+        """Yield this process's parameters under the names of the unsplit model; a tied one once, by its first name."""
         if self._named is None:
-            # Of two copies in one process the second follows the first, so it is not the user's.
-            held = [(self._at_home(one) if self._crew.alone else one.stages.items()) for one in self._executors]
-            self._named = [pair for stages in held for _, stage in stages for pair in assembly.named_parameters(stage)]
+            self._named = self._holdings.named_parameters()
         return iter(self._named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -384,6 +409,21 @@ class Pipeline:
         """Forget this process's gradients."""
         for one in self.parameters():
             one.grad = None
+        self._updates.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this process's parameters and persistent buffers under the names of the unsplit model.
+
+        All processes' together have every tensor of the model once: a tied one under its first name, given by one rank.
+        """
+        return self._holdings.state_dict()
+
+    def load_state_dict(self, mapping: Mapping[str, Any]) -> None:
+        """Take parameters and buffers from a mapping with names of the unsplit model; call it on every rank.
+
+        Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
+        """
+        self._holdings.load_state_dict(mapping)
 
     def close(self) -> None:
         """Take leave of the other ranks; nothing is left behind."""

@@ -2,7 +2,8 @@
 
 Every microbatch runs through the whole model at once. Its gradients are then added stage by stage in the order of the
 program's W (or B) actions, which is the order in which the pipelined stages add theirs: so the two agree to the last
-bit.
+bit. A parameter that several stages share is the exception: here its uses are added microbatch by microbatch, there
+rank by rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from drumline.core.program import Program
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.cut import Block
+from drumline.runtime.precision import Precision, gradient_dtype
 from drumline.runtime.randomness import Randomness, may_draw
 
 Weight = Callable[[Any], float | Tensor]
@@ -49,25 +51,35 @@ def reference_step(
     randomness: Randomness,
     *,
     loss_weight: Weight | None = None,
+    precision: str = "fp32",
+    master_weights: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Run one step without a pipeline: adds to the parameters' gradients and returns the loss."""
+    """Run one step without a pipeline: adds to the parameters' gradients and returns the loss.
+
+    Under autocast every microbatch has a context of its own. With `scale` the gradients come out multiplied by it.
+    """
     inputs = cut_batch(batch, program.num_microbatches)
     targets = cut_batch(target, program.num_microbatches, what="the target")
     parts = shares([num_rows(one) if loss_weight is None else loss_weight(one) for one in targets])
     blocks = [block for stage in stages for block in stage]
-    owned = [[p for block in stage for p in block.module.parameters() if p.requires_grad] for stage in stages]
-    parameters: list[nn.Parameter] = [one for stage in owned for one in stage]
+    owned = _owned(stages)
+    parameters = [one for stage in owned for one in stage]
+    for one in parameters:
+        one.grad_dtype = torch.float32 if master_weights else one.dtype
+    numbers = Precision(precision, parameters[0].device)
     found: list[Mapping[nn.Parameter, Tensor | None]] = []
     total: Tensor | None = None
     with randomness.kept_aside():
         for microbatch, (value, wanted, share) in enumerate(zip(inputs, targets, parts, strict=True)):
-            for block in blocks:
-                if may_draw(block.module):
-                    randomness.apply(microbatch, block.name)
-                value = block.module(value)
-            loss = loss_fn(value, wanted)
+            with numbers.autocast:
+                for block in blocks:
+                    if may_draw(block.module):
+                        randomness.apply(microbatch, block.name)
+                    value = block.module(value)
+                loss = numbers.full(loss_fn(value, wanted))
             weight = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
-            gradients = torch.autograd.grad(loss, parameters, weight, allow_unused=True)
+            gradients = torch.autograd.grad(loss, parameters, weight * scale, allow_unused=True)
             found.append(dict(zip(parameters, gradients, strict=True)))
             part = loss.detach() * weight
             total = part if total is None else total + part
@@ -76,6 +88,18 @@ def reference_step(
             for parameter in mine:
                 gradient = found[microbatch][parameter]
                 if gradient is not None:
-                    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+                    gradient = gradient.to(gradient_dtype(parameter), copy=True)
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     assert total is not None
     return total
+
+
+def _owned(stages: Sequence[Sequence[Block]]) -> list[list[nn.Parameter]]:
+    """Return the trainable parameters of every stage; one that several stages share belongs to the first of them."""
+    seen: set[nn.Parameter] = set()
+    found = []
+    for stage in stages:
+        here = dict.fromkeys(one for block in stage for one in block.module.parameters() if one.requires_grad)
+        found.append([one for one in here if one not in seen])
+        seen.update(here)
+    return found

@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ModelError, NonFiniteError, RunError
+from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
 from drumline.core.program import Program
+from drumline.pipeline.scaler import LossScaler
 from drumline.runtime.clock import Clock
 from drumline.runtime.record import Measured, Record
 
@@ -26,6 +27,7 @@ class Told:
     losses: Sequence[float | Tensor] = ()
     dtype: str = "float32"
     finite: bool | Tensor = True
+    scale: float | None = None  # of the loss, as this rank knows it
     unreached: list[str] = field(default_factory=list)
     record: Record | None = None
 
@@ -38,6 +40,7 @@ class Tally:
     hear: Callable[[], list[Told]]
     program: Program
     clocks: Sequence[Clock] = ()  # of ranks in this process, whose records are still marks
+    scaler: LossScaler | None = None
 
     @cached_property
     def told(self) -> list[Told]:
@@ -61,7 +64,7 @@ class Tally:
         """What the ranks measured."""
         records = [one.record for one in self.told if one.record is not None and one.record.starts]
         if len(records) != self.program.num_ranks:
-            raise RunError("a captured step is one launch and has no timeline", fix="use capture=False to measure")
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure")
         for clock, record in zip(self.clocks, records, strict=False):
             clock.settle(record)
         return Measured(self.program, tuple(records))
@@ -76,7 +79,14 @@ class Tally:
                 fix="freeze what the loss does not use: parameter.requires_grad_(False)",
             )
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
-        if bad:
+        scales = sorted({one.scale for one in self.told if one.scale is not None})
+        if len(scales) > 1:
+            raise MismatchError(
+                f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
+                expected="the same scale on every rank",
+                fix="load the same state into pipe.scaler on all of them",
+            )
+        if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
             raise NonFiniteError(
                 f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",

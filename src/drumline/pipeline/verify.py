@@ -3,13 +3,12 @@
 Both make the same model from the same seed and draw the same random numbers. The pipeline trains for some steps; one
 process repeats each of them from the weights that the pipeline had then, so that rounding does not build up and what is
 wrong shows in the step that does it. A schedule with one copy of each stage adds its gradients in an order that one
-process can follow, so all bits must agree. With two copies (dualpipe, chimera) the copies' sums are added at the end:
-there the two may differ by rounding.
+process can follow, so all bits must agree. With two copies (dualpipe, chimera), and for a parameter that several
+stages share, the sums of copies are added at the end: there the two may differ by rounding.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,23 +21,19 @@ from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, ModelError, RunError, UsageError, nearest
 from drumline.core.program import Program
-from drumline.pipeline.assembly import Checkpointing, device_of
+from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.launch import launch
 from drumline.pipeline.model_file import Maker, Material, material_from
+from drumline.pipeline.models import example_inputs
+from drumline.pipeline.one_process import LEARNING_RATE, Named, OneProcess, StepSeen, fingerprint, stepped
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import program_for
-from drumline.pipeline.reference import reference_step
-from drumline.runtime.cut import blocks_of, cut
-from drumline.runtime.randomness import Randomness
-from drumline.runtime.values import moved, pack
+from drumline.runtime.pieces import Inputs
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 
 _WIDTH = 32
-_LEARNING_RATE = 0.01
 _ROUNDING = 1e-6  # of float32, for sums in another order
-
-Named = Sequence[tuple[str, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +124,7 @@ class _Case:
     seed: int
     timeout: float
     start: str = ""  # the fingerprint of what one process made
+    balance: tuple[int, ...] = ()  # how it was cut there
 
     def material(self) -> Material:
         """Make the model and its data, the same in every process."""
@@ -140,19 +136,10 @@ class _Case:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What one step left behind in one process: the weights are those after the optimizer."""
-
-    loss: Tensor
-    gradients: Named
-    weights: Named
-
-
-@dataclass(frozen=True, slots=True)
 class _Seen:
     """What one process saw of the pipeline."""
 
-    steps: list[_Step]
+    steps: list[StepSeen]
     transport: str
     bubble: float
 
@@ -203,8 +190,8 @@ def verify(
     )
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
     with _one_thread():
-        one_process = _OneProcess(case)
-        case = replace(case, start=one_process.start)
+        one_process = OneProcess(case.material(), case.program, case.seed)
+        case = replace(case, start=one_process.start, balance=tuple(one_process.counts))
         expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
         if transport == "in-process":
             found = [_in_turns(case)]
@@ -213,7 +200,7 @@ def verify(
         for before in range(num_steps - 1):
             one_process.load([pair for seen in found for pair in seen.steps[before].weights])
             expected.append(one_process.step())
-    return _compared(case, found, expected)
+    return _compared(case, found, expected, rounds=bool(program.placement.mirrored) or one_process.is_tied)
 
 
 @contextmanager
@@ -238,67 +225,6 @@ def _small_mlp(program: Program, dropout: float) -> Material:
     return Material(model, nn.functional.mse_loss, torch.randn(num_rows, _WIDTH), torch.randn(num_rows, _WIDTH))
 
 
-def _fingerprint(material: Material) -> str:
-    """Return what tells one model and its data from another's."""
-    modules = [block.module for block in blocks_of(material.model)]
-    tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
-    digest = hashlib.blake2b(digest_size=16)
-    for one in (*tensors, *pack(material.batch)[0], *pack(material.target)[0]):
-        digest.update(f"{tuple(one.shape)} {one.dtype}".encode())
-        digest.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-class _OneProcess:
-    """The model without a pipeline."""
-
-    def __init__(self, case: _Case) -> None:
-        material = case.material()
-        self.start = _fingerprint(material)
-        blocks = blocks_of(material.model)
-        device = device_of(blocks)
-        self._program = case.program
-        self._stages = cut(blocks, case.program.num_stages)
-        self._named = [pair for block in blocks for pair in block.named_parameters()]
-        trainable = [one for _, one in self._named if one.requires_grad]
-        self._optimizer = torch.optim.SGD([{"params": trainable}], lr=_LEARNING_RATE)
-        self._batch, self._target = moved(material.batch, device), moved(material.target, device)
-        self._loss_fn = material.loss_fn
-        self._randomness = Randomness(case.seed, device)
-
-    def load(self, weights: Named) -> None:
-        """Go on from other weights."""
-        found = dict(weights)
-        with torch.no_grad():
-            for name, one in self._named:
-                if (value := found.get(name)) is not None:
-                    one.copy_(value)
-
-    def step(self) -> _Step:
-        """Run one step and update the weights."""
-        try:
-            loss = reference_step(
-                self._stages, self._program, self._batch, self._target, self._loss_fn, self._randomness
-            )
-        except DrumlineError:
-            raise
-        except Exception as error:
-            raise ModelError(
-                f"the model fails in one process already, with {type(error).__name__}: {error}",
-                expected="blocks that each take what the one before returns, and a loss_fn(output, target)",
-            ) from error
-        self._randomness.step += 1
-        return _stepped(loss, self._named, self._optimizer)
-
-
-def _stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> _Step:
-    """Update the weights, and return what the step left behind."""
-    gradients: Named = [(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named]
-    optimizer.step()
-    optimizer.zero_grad()
-    return _Step(loss.detach().cpu(), gradients, [(name, one.detach().cpu().clone()) for name, one in named])
-
-
 def _in_turns(case: _Case) -> _Seen:
     """Run all ranks of the pipeline in this process."""
     try:
@@ -312,7 +238,7 @@ def _in_turns(case: _Case) -> _Seen:
 def _pipelined(case: _Case) -> _Seen:
     """Run all steps on the ranks of this process: all of them, or the one that was launched."""
     material = case.material()
-    if _fingerprint(material) != case.start:
+    if fingerprint(material) != case.start:
         raise ModelError(
             "the model or its data came out differently when made again",
             expected="the same weights, batch and target in every process",
@@ -323,23 +249,29 @@ def _pipelined(case: _Case) -> _Seen:
         loss_fn=material.loss_fn,
         schedule=case.program,
         num_ranks=case.program.num_ranks,
+        balance=case.balance,
+        example=material.batch,
         checkpoint=case.checkpoint,
         transport=case.transport,
         seed=case.seed,
         timeout=case.timeout,
     ) as pipe:
-        optimizer = pipe.optimizer(torch.optim.SGD, lr=_LEARNING_RATE)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())
+        batch = example_inputs(material.model, material.batch)
         steps = []
         for _ in range(case.num_steps):
-            loss = pipe.step(material.batch, target=material.target).loss
+            if isinstance(batch, Inputs):
+                loss = pipe.step(*batch.args, target=material.target, **batch.kwargs).loss
+            else:
+                loss = pipe.step(batch, target=material.target).loss
             assert loss is not None
-            steps.append(_stepped(loss, named, optimizer))
+            steps.append(stepped(loss, named, optimizer))
         return _Seen(steps, pipe.transport, pipe.timeline().bubble)
 
 
-def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[_Step]) -> Verification:
-    """Hold what all ranks saw against one process."""
+def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool) -> Verification:
+    """Hold what all ranks saw against one process; `rounds` where they add up in another order."""
     losses, weights = [0.0], [0.0]
     gradients: dict[str, float] = {}
     for at, wanted in enumerate(expected):
@@ -360,7 +292,7 @@ def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[_Step]) ->
         loss_difference=max(losses),
         gradient_differences=gradients,
         weight_difference=max(weights),
-        tolerance=_allowed(expected[0].weights) if program.placement.mirrored else 0.0,
+        tolerance=_allowed(expected[0].weights) if rounds else 0.0,
         bubble=found[0].bubble,
     )
 

@@ -21,7 +21,8 @@ class BlockCosts:
 
     `activation_bytes` are held per microbatch from F on, `held_until_weight_bytes` of it from I to W (None: the same).
     A stage that begins with this block holds `start_bytes` more per microbatch: what it received. `static_bytes` are
-    weights, gradients and optimizer state.
+    weights, gradients and optimizer state. Of these, what other blocks hold too is in `tied` by its name: a rank has it
+    once.
     """
 
     seconds: float
@@ -29,6 +30,7 @@ class BlockCosts:
     held_until_weight_bytes: float | None = None
     start_bytes: float = 0.0
     static_bytes: float = 0.0
+    tied: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Chain:
         self.until = _sums(until)
         self.static = _sums([one.static_bytes for one in blocks])
         self.start = np.array([one.start_bytes for one in blocks])
+        tied = {name: size for one in blocks for name, size in one.tied}
+        self.tied = [(size, _sums([name in dict(one.tied) for one in blocks])) for name, size in tied.items()]
         stages = [stage for rank in held for stage in rank.stages]
         self.shares_ranks = any(len(rank.stages) > 1 for rank in held)
         if held and set(stages) != set(range(num_stages)):
@@ -76,6 +80,8 @@ class Chain:
         full = self.full[None, :] - self.full[:-1, None] + self.start[:, None]
         until = self.until[None, :] - self.until[:-1, None]
         static = self.static[None, :] - self.static[:-1, None]
+        for tied, uses in self.tied:
+            static = static - tied * np.maximum(uses[None, :] - uses[:-1, None] - 1, 0)
         for rank in self.held:
             if stage in rank.stages:
                 at = rank.stages.index(stage)
@@ -91,12 +97,14 @@ class Chain:
     def one_rank(self, rank: Held, slices: Sequence[tuple[int, int]]) -> float:
         """Return a rank's peak where its stages are these slices; an empty one counts for nothing."""
         real = [(i, j, self.start[i] if j > i else 0.0) for i, j in slices]
+        twice = sum(tied * max(sum(uses[j] - uses[i] for i, j in slices) - 1, 0) for tied, uses in self.tied)
         return float(
             rank.bytes(
                 [self.full[j] - self.full[i] + start for i, j, start in real],
                 [self.until[j] - self.until[i] for i, j, _ in real],
                 [self.static[j] - self.static[i] for i, j, _ in real],
             )
+            - twice
         )
 
     def sizes(self, ends: Sequence[int]) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.program import Program
 
 Counts = tuple[int, int]  # pairs between F and I (or B), and pairs between I and W
@@ -42,19 +43,22 @@ def held_by(program: Program) -> tuple[Held, ...]:
     [(((2, 0),),), (((1, 0),),)]
     """
     return tuple(
-        Held(stages := program.placement.stages_of(rank), _peaks(_moments(row, stages, program.has_backward)))
+        Held(stages := program.placement.stages_of(rank), _peaks(_moments(row, stages, program.backwards)))
         for rank, row in enumerate(program.rows)
     )
 
 
-def _moments(row: Sequence[Action], stages: Sequence[int], has_backward: bool) -> Iterator[tuple[Counts, ...]]:
+def _moments(
+    row: Sequence[Action], stages: Sequence[int], backwards: Sequence[Backward]
+) -> Iterator[tuple[Counts, ...]]:
     """Yield the counts while each action of a row runs."""
     place = {stage: at for at, stage in enumerate(stages)}
     full, until_weight = [0] * len(stages), [0] * len(stages)
     for action in row:
         if action.op not in TIMED_OPS:
             continue
-        inputs = [place[part.stage] for part in action.work if part.op is Op.BACKWARD_INPUT]
+        split = [part for part in action.work if backwards[part.stage] is Backward.WHOLE]
+        inputs = [place[part.stage] for part in split if part.op is Op.BACKWARD_INPUT]
         for part in action.work:
             full[place[part.stage]] += part.op is Op.FORWARD
         # While I runs, its pair counts as the larger of what F left and what W will need.
@@ -63,8 +67,11 @@ def _moments(row: Sequence[Action], stages: Sequence[int], has_backward: bool) -
             yield tuple((f - m, u + m) for f, u, m in zip(full, until_weight, moved, strict=True))
         for part in action.work:
             at = place[part.stage]
-            full[at] -= part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (part.op is Op.FORWARD and not has_backward)
-            until_weight[at] += (part.op is Op.BACKWARD_INPUT) - (part.op is Op.BACKWARD_WEIGHT)
+            kind = backwards[part.stage]
+            full[at] -= part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (part.op is Op.FORWARD and kind is Backward.NONE)
+            until_weight[at] -= part.op is Op.BACKWARD_WEIGHT
+        for at in inputs:
+            until_weight[at] += 1
 
 
 def _peaks(moments: Iterator[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:

@@ -6,7 +6,7 @@ One run takes a microbatch through all blocks and back, each a stage of its own,
 
 and then through one stage of all blocks. Gradients are the real ones, and a block finds the caches as the others left
 them. What n stages take longer than the one is what being called costs (`Profile.overhead`): the blocks of a stage pay
-for it once.
+for it once. A block that is frozen has no W, and one with nothing trained up to it neither B nor I.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.core.backwards import Backward
 from drumline.core.errors import BatchError, ModelError
+from drumline.core.frozen import needed
 from drumline.profile.profile import Layer, Profile, Times
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.clock import Clock
@@ -31,6 +33,7 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import places_in
 from drumline.runtime.values import pack
 
 _NANO = 1e-9
@@ -91,10 +94,13 @@ def profile(
         [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
         [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
     )
+    tied = _tied(blocks)
     return Profile(
         tuple(
-            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on)
-            for block, times, (kept, later, received, handed_on) in zip(blocks, seconds, sizes, strict=True)
+            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on, tied[number])
+            for number, (block, times, (kept, later, received, handed_on)) in enumerate(
+                zip(blocks, seconds, sizes, strict=True)
+            )
         ),
         overhead,
         str(device),
@@ -133,6 +139,7 @@ class _Chain:
     ) -> None:
         self.split = split
         last = len(stages) - 1
+        kinds = needed([any(block.trains for block in blocks) for blocks in stages])
         self.stages = [
             Stage(
                 index,
@@ -140,36 +147,48 @@ class _Chain:
                 randomness,
                 loss=loss_fn if index == last else None,
                 split=(_MICROBATCH,) if split else (),
+                kind=kind,
+                trained_below=index > kinds.count(Backward.NONE),
             )
-            for index, blocks in enumerate(stages)
+            for index, (blocks, kind) in enumerate(zip(stages, kinds, strict=True))
         ]
 
     def run(self, value: Any, target: Any, clock: Clock) -> Ops:
         """Take a microbatch through and back; return the seconds of each op, stage by stage."""
         record = Record(0)
+        table: Ops = [[0.0] * len(self.stages) for _ in range(3 if self.split else 2)]
+        order: list[tuple[int, int]] = []
         clock.begin()
         for stage in self.stages:
             stage.begin()
 
-        def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+        def timed(op: int, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
+            order.append((op, stage.index))
             record.starts.append(clock.mark())
             made = call(_MICROBATCH, *arguments)
             record.ends.append(clock.mark())
             return made
 
         for stage in self.stages:
-            value = timed(stage.forward, value, target)
+            value = timed(0, stage, stage.forward, value, target)
         gradients = _seed(value)
-        for stage in reversed(self.stages):
-            gradients = timed(stage.backward_input if self.split else stage.backward, gradients)
+        for stage in self.passed():
+            gradients = timed(1, stage, stage.backward_input if self.split else stage.backward, gradients)
         if self.split:
-            for stage in self.stages:
-                timed(stage.backward_weight)
+            for stage in self.trained():
+                timed(2, stage, stage.backward_weight)
         clock.settle(record)
-        seconds = [(end - start) * _NANO for start, end in zip(record.starts, record.ends, strict=True)]
-        size = len(self.stages)
-        forward, backward, *weight = (seconds[at : at + size] for at in range(0, len(seconds), size))
-        return [forward, backward[::-1], *weight]
+        for (op, index), start, end in zip(order, record.starts, record.ends, strict=True):
+            table[op][index] = (end - start) * _NANO
+        return table
+
+    def passed(self) -> list[Stage]:
+        """Return the stages that a gradient goes back through, the last first."""
+        return [stage for stage in reversed(self.stages) if stage.kind is not Backward.NONE]
+
+    def trained(self) -> list[Stage]:
+        """Return the stages that have weight gradients."""
+        return [stage for stage in self.stages if stage.kind is Backward.WHOLE]
 
     def weigh(self, value: Any, target: Any) -> list[tuple[int, int, int, int]]:
         """Return each block's bytes: kept from F, kept from I to W, received if a stage begins here, handed on."""
@@ -186,10 +205,10 @@ class _Chain:
             for taken, new in zip(inputs, full, strict=True)
         ]
         gradients = _seed(values[-1])
-        for stage in reversed(self.stages):
+        for stage in self.passed():
             gradients = stage.backward_input(_MICROBATCH, gradients)
         until = _newly([scale.kept() for scale in scales])
-        for stage in self.stages:
+        for stage in self.trained():
             stage.backward_weight(_MICROBATCH)
         handed_on = [sum(one.nbytes for one in pack(value)[0]) for value in values[1:]]
         kept, later = ([sum(one.values()) for one in each] for each in (full, until))
@@ -220,10 +239,10 @@ def _seed(output: Any) -> Gradients:
 def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Times], Times]:
     """Return each block's own times, and what being called adds to any stage's; medians over runs."""
     blocks = [[median(each) for each in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
-    calls = max(len(blocks[0]) - 1, 1)
+    calls = [max(sum(seconds > 0 for seconds in op) - 1, 1) for op in blocks]  # a frozen block has none for I or W
     added = [
-        max(0.0, median((sum(many) - one) / calls for many, (one,) in zip(*both, strict=True)))
-        for both in zip(zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
+        max(0.0, median((sum(many) - one) / more for many, (one,) in zip(*both, strict=True)))
+        for more, *both in zip(calls, zip(*apart, strict=True), zip(*at_once, strict=True), strict=True)
     ]
     own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
     return [Times(*each) for each in zip(*own, strict=True)], Times(*added)
@@ -233,3 +252,18 @@ def _static(module: nn.Module) -> tuple[int, int]:
     """Return the bytes of a block's weights and buffers, and of its gradients."""
     trained = sum(one.nbytes for one in module.parameters() if one.requires_grad)
     return sum(one.nbytes for one in chain(module.parameters(), module.buffers())), trained
+
+
+def _tied(blocks: Sequence[Block]) -> list[tuple[tuple[str, int, int], ...]]:
+    """Return, block by block, what other blocks hold too: name, bytes of weight and of gradient."""
+    uses: dict[int, dict[int, str]] = {}  # of each tensor, by block
+    for number, block in enumerate(blocks):
+        for place in places_in(block):
+            uses.setdefault(id(place.tensor), {}).setdefault(number, place.name)
+    found: list[list[tuple[str, int, int]]] = [[] for _ in blocks]
+    for number, block in enumerate(blocks):
+        for one in chain(block.module.parameters(), block.module.buffers()):
+            if len(uses[id(one)]) > 1:
+                name = next(iter(uses[id(one)].values()))
+                found[number].append((name, one.nbytes, one.nbytes if one.requires_grad else 0))
+    return [tuple(each) for each in found]

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError
+from drumline.core.placement import Placement
 from drumline.plan.chain import BlockCosts
 from drumline.report.table import table
 
@@ -33,7 +34,8 @@ class Layer:
 
     `activation_bytes` are kept from F on, beyond what the blocks before it keep; `held_until_weight_bytes` from I to W.
     A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
-    `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on.
+    `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
+    blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Layer:
     weight_bytes: int
     gradient_bytes: int
     output_bytes: int
+    tied: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,11 @@ class Profile:
     device: str
     num_runs: int
 
-    def costs(self, counts: Sequence[int], *, optimizer_states: int = 2) -> Costs:
+    def costs(self, counts: Sequence[int], *, optimizer_states: int = 2, placement: Placement | None = None) -> Costs:
         """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
 
-        The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD.
+        The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
+        `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
         """
         ends = list(accumulate(counts, initial=0))
         if ends[-1] != len(self.layers) or min(counts) < 1:
@@ -71,6 +75,7 @@ class Profile:
         def size(what: str) -> list[float]:
             return [sum(getattr(one, what) for one in stage) for stage in stages]
 
+        weights, gradients = _static(stages, placement)
         return Costs(
             forward=seconds("forward"),
             backward=seconds("backward"),
@@ -81,9 +86,9 @@ class Profile:
                 held + stage[0].start_bytes for held, stage in zip(size("activation_bytes"), stages, strict=True)
             ],
             held_until_weight_bytes=size("held_until_weight_bytes"),
-            weight_bytes=size("weight_bytes"),
-            gradient_bytes=size("gradient_bytes"),
-            optimizer_bytes=[optimizer_states * one for one in size("gradient_bytes")],
+            weight_bytes=weights,
+            gradient_bytes=gradients,
+            optimizer_bytes=[optimizer_states * one for one in gradients],
         )
 
     def blocks(self, *, split: bool, optimizer_states: int = 2) -> list[BlockCosts]:
@@ -95,6 +100,7 @@ class Profile:
                 one.held_until_weight_bytes,
                 one.start_bytes,
                 one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
+                tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in one.tied),
             )
             for one in self.layers
         ]
@@ -118,8 +124,28 @@ class Profile:
     def from_json(text: str) -> Profile:
         """Return the profile that `to_json` wrote."""
         read = json.loads(text)
-        layers = tuple(Layer(**{**one, "times": Times(**one["times"])}) for one in read.pop("layers"))
+        layers = tuple(
+            Layer(**{**one, "times": Times(**one["times"]), "tied": tuple(map(tuple, one.get("tied", ())))})
+            for one in read.pop("layers")
+        )
         return Profile(layers, Times(**read.pop("overhead")), **read)
+
+
+def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
+    """Return every stage's bytes of weights and of gradients, what is tied once for each rank."""
+    weights, gradients = [], []
+    ranks = [{stage} if placement is None else set(placement.ranks_of(stage)) for stage in range(len(stages))]
+    for stage, layers in enumerate(stages):
+        before = (stages[one] for one in range(stage) if ranks[one] & ranks[stage])
+        seen = {name for other in before for layer in other for name, _, _ in layer.tied}
+        weight, gradient = sum(one.weight_bytes for one in layers), sum(one.gradient_bytes for one in layers)
+        for name, again, trained in (tied for layer in layers for tied in layer.tied):
+            if name in seen:
+                weight, gradient = weight - again, gradient - trained
+            seen.add(name)
+        weights.append(float(weight))
+        gradients.append(float(gradient))
+    return weights, gradients
 
 
 def _micro(times: Times) -> list[str]:

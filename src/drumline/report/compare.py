@@ -7,12 +7,13 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ScheduleError
+from drumline.core.frozen import prune
 from drumline.core.idle import Limit
 from drumline.core.simulate import Simulation, simulate
 from drumline.report.summary import summarize
@@ -71,10 +72,13 @@ def compare(
     num_microbatches: int,
     costs: Costs | None = None,
     stages_per_rank: int | None = None,
+    frozen: Collection[int] = (),
     limit: Limit | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Return every training schedule that admits these counts, best first; those over the limit come last.
+
+    `frozen` are stages without trainable parameters, counted as if every rank held one.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
@@ -94,6 +98,7 @@ def compare(
             continue
         if not program.has_backward:
             continue
+        program = prune(program, [stage // v not in frozen for stage in range(program.num_stages)])
         timeline = simulate(program, _over_all_steps(_cut_finer(costs or Costs(), v), program.num_microbatches))
         rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
     return sorted(rows, key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))

@@ -72,6 +72,17 @@ class Buffers:
                 module, name = self.places[index]
                 module._buffers[name] = buffer
 
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return every buffer with a copy of it."""
+        buffers = [self._at(index) for index in range(len(self.places))]
+        return [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def put_back(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Give the buffers the values that they had when `copies` was called."""
+        with torch.no_grad():
+            for (module, name), (buffer, copy) in zip(self.places, copies, strict=True):
+                module._buffers[name] = buffer.copy_(copy)
+
     def _at(self, index: int) -> Tensor:
         module, name = self.places[index]
         buffer = module._buffers[name]

@@ -65,6 +65,9 @@ class Channel(ABC):
     peak_open_receives: int = 0
     peak_open_sends: int = 0
 
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most connect all ranks from the start
+        """Make more directed edges (source, target) ready for use; to be called alike on all ranks."""
+
     @abstractmethod
     def begin(self, step: int) -> None:
         """Start a step: what is sent, posted and taken from here on belongs to it."""

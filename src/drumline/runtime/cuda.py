@@ -1,22 +1,21 @@
-"""What only CUDA has: times taken on the device, and steps captured as graphs. The one file that names torch.cuda."""
+"""What only CUDA has: times taken on the device, and work recorded as graphs. The one file that names torch.cuda."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.batch import cut
 from drumline.runtime.clock import Clock
-from drumline.runtime.executor import Executor, Step
-from drumline.runtime.randomness import Randomness
 from drumline.runtime.record import Record
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.recorder import Recorder
 
 
 class EventClock(Clock):
@@ -65,120 +64,76 @@ class EventClock(Clock):
         return record
 
 
-class CapturedStep:
-    """One rank's whole step as one CUDA graph, captured anew when shapes change.
+class CudaRecorder(Recorder):
+    """Records on a stream of its own; a recording is launched on the stream that is current then."""
 
-    Inputs and targets are copied to where the graph reads them; gradients are added where the graph writes them.
-    """
+    device_type = "cuda"
 
-    def __init__(self, executor: Executor, randomness: Randomness, parameters: Sequence[nn.Parameter]) -> None:
-        self.executor = executor
-        self.randomness = randomness
-        self.parameters = [one for one in parameters if one.requires_grad]
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._signature: Any = None
-        self._static = Step(-1)
-        self._shares: Sequence[Tensor] = ()
-        self._gradients: list[Tensor] = []
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def fits(self, step: Step) -> bool:
-        """Whether the step has the shapes that were captured."""
-        return bool(_signature(step) == self._signature)
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run on the stream of the recordings: libraries keep their workspaces by stream, and autograd its leaves."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
-    def run(self, step: Step) -> None:
-        """Run a step by the graph, which is captured first if it does not fit."""
-        if not self.fits(step):
-            with self.randomness.kept_aside():
-                self._capture(step)
-            self._signature = _signature(step)
-        for static, value in zip(_tensors(self._static), _tensors(step), strict=True):
-            static.copy_(value, non_blocking=True)
-        if step.shares is not self._shares:
-            torch._foreach_copy_(list(self._static.shares), list(step.shares))
-            self._shares = step.shares
-        self._attach()
-        assert self._graph is not None
-        self._graph.replay()
-        step.losses = dict(self._static.losses)
+    def new_pool(self) -> Any:
+        """Return a pool; what lies about unused goes back to the device, which the pool will ask for memory."""
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.graph_pool_handle()
 
-    def _attach(self) -> None:
-        """Let every parameter's gradient be the one that the graph adds to."""
-        fresh = []
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            if parameter.grad is None:
-                fresh.append(gradient)
-            elif parameter.grad is not gradient:
-                gradient.copy_(parameter.grad)
-            parameter.grad = gradient
-        if fresh:
-            torch._foreach_zero_(fresh)
-
-    def _capture(self, step: Step) -> None:
-        before = [one.grad for one in self.parameters]
-        self._graph, self._gradients = None, [torch.zeros_like(one) for one in self.parameters]
-        batch, target = _copied(step.batch), _copied(step.target)
-        self._static = Step(
-            -1,
-            batch,
-            target,
-            inputs=cut(batch, len(step.inputs)),
-            targets=cut(target, len(step.targets)),
-            shares=[share.clone() for share in step.shares],
-        )
-        self._settle_in()
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+    def capture(self, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
+        """Record as a CUDA graph. Other threads, a loader's that pins memory say, may go on meanwhile."""
+        torch.cuda.synchronize(self._stream.device)
         graph = torch.cuda.CUDAGraph()
-        with self.randomness.silenced(), torch.cuda.graph(graph):
-            self._through()
-        self._graph = graph
-        for parameter, earlier in zip(self.parameters, before, strict=True):
-            parameter.grad = earlier
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a stage may do nothing at all
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong says more than that the recording is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
 
-    def _settle_in(self) -> None:
-        """Run twice on the side, as capture asks for; refuse what a graph could not repeat."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
-                    parameter.grad = gradient
-                self._through()
-        torch.cuda.current_stream().wait_stream(stream)
-        segments = [segment for stage in self.executor.stages.values() for segment in stage.segments]
-        loud = [name for segment in segments if not segment.quiet for name, _ in segment.blocks]
-        if loud:
-            raise ModelError(
-                f"one of the blocks {', '.join(loud)} draws random numbers, which a captured step would repeat",
-                expected="blocks without dropout",
-                fix="use capture=False",
-            )
-        if any(segment.changes_buffers for segment in segments):
-            raise ModelError(
-                "a block changes its buffers, which capturing would do more than once a step", fix="use capture=False"
-            )
-
-    def _through(self) -> None:
-        clock, self.executor.clock = self.executor.clock, Clock()  # a graph would replay marks as well
-        try:
-            for wait in self.executor.run(self._static, Record(self.executor.rank)):
-                raise AssertionError(f"a captured step cannot wait: {wait}")
-        finally:
-            self.executor.clock = clock
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that knows the memory by its address alone."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return torch.empty_like(tensor)
+        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        made = made.conj() if tensor.is_conj() else made
+        return torch._neg_view(made) if tensor.is_neg() else made
 
 
-def _tensors(step: Step) -> list[Tensor]:
-    return [tensor for value in (step.batch, step.target) for tensor in pack(value)[0]]
+class _Memory:
+    """Bytes at an address, in the words by which libraries hand each other memory of a CUDA device."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
-def _copied(value: Any) -> Any:
-    tensors, form = pack(value)
-    return unpack([tensor.clone() for tensor in tensors], form)
-
-
-def _signature(step: Step) -> Any:
-    packed = (pack(step.batch), pack(step.target))
-    return [(form, [(one.shape, one.dtype) for one in tensors]) for tensors, form in packed]
+def recorder_for(device: torch.device) -> Recorder:
+    """Return what captures steps on a device."""
+    if device.type != "cuda":
+        raise ModelError(f"capture=True on {device.type}", expected="a CUDA device", fix="use capture=False")
+    return CudaRecorder(device)
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
+from drumline.core.frozen import needed
 from drumline.plan.chain import BlockCosts
 from drumline.plan.partition import partition
 
@@ -34,6 +36,11 @@ class Block:
         """Yield the parameters under the names of the unsplit model."""
         prefix = self.name if self.prefix is None else self.prefix
         return self.module.named_parameters(prefix=prefix)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(one.requires_grad for one in self.module.parameters())
 
 
 def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
@@ -61,22 +68,7 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
             raise ModelError(f"block {name!r} is a {type(block).__name__}", expected="an nn.Module")
     if not named:
         raise ModelError("the model has no blocks", expected="at least one per stage")
-    _once(named)
     return [Block(name, module) for name, module in named]
-
-
-def _once(named: list[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters that two blocks share: on two stages they would drift apart."""
-    owner: dict[int, str] = {}
-    for name, block in named:
-        for path, parameter in block.named_parameters(remove_duplicate=False):
-            first = owner.setdefault(id(parameter), name)
-            if first != name:
-                raise ModelError(
-                    f"blocks {first!r} and {name!r} share the parameter {name}.{path}",
-                    expected="every parameter in one block",
-                    fix="give each block its own",
-                )
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
@@ -122,11 +114,16 @@ def _place(blocks: Sequence[Block], name: str) -> int:
 
 
 def _guessed(blocks: Sequence[Block]) -> list[float]:
-    """Return what blocks may cost: a product for every parameter, but for those that are only looked up."""
+    """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
+
+    What is frozen has no W, and where nothing is trained up to it no I.
+    """
+    kinds = needed([block.trains for block in blocks])
     counts = [
-        sum(one.numel() for part in block.module.modules() if not isinstance(part, nn.Embedding)
+        sum(one.numel() * (1 + (kind is not Backward.NONE) + one.requires_grad)
+            for part in block.module.modules() if not isinstance(part, nn.Embedding)
             for one in part._parameters.values() if one is not None)
-        for block in blocks
+        for block, kind in zip(blocks, kinds, strict=True)
     ]  # fmt: skip
     least = max(sum(counts) / len(counts) / 50, 1.0)  # nothing is free
     return [count + least for count in counts]

@@ -135,14 +135,20 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._mesh.on(_LAYOUT, self._on_layout)
         if edges is None:
             edges = ((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
+        self._timeout = timeout
+        self._known: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
-        for edge in edges:
-            # Every rank makes every group, in one order, as torch asks for.
-            group = dist.new_group(list(edge), timeout=timedelta(seconds=timeout), backend=backend)
-            if rank in edge:
+        self.connect(list(edges))
+
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Make a group for every edge that has none; every rank makes every group, in one order, as torch asks for."""
+        for edge in (one for one in edges if one not in self._known):
+            self._known.add(edge)
+            group = dist.new_group(list(edge), timeout=timedelta(seconds=self._timeout), backend=self.name)
+            if self.rank in edge:
                 assert isinstance(group, ProcessGroup)
                 self._groups[edge] = group
-                self._try_out(edge, timeout)
+                self._try_out(edge, self._timeout)
 
     def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
         """Send one byte: backends connect at the first message, which must not happen amid others."""

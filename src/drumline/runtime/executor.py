@@ -12,18 +12,20 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
+from drumline.runtime.exchange import Exchange
 from drumline.runtime.record import Record
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.tied import Ties
 from drumline.runtime.values import pack, unpack
 
 Gradients = tuple[Tensor | None, ...]
@@ -40,6 +42,7 @@ class Step:
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
     train: bool = True
+    scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -71,6 +74,7 @@ class Executor:
         *,
         merge_weight_gradients: bool = False,
         scale: Scale | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self.program = program
         self.rank = rank
@@ -78,13 +82,14 @@ class Executor:
         self.channel = channel
         self.clock = clock
         self.placement = program.placement
+        self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
+        self.exchange = Exchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
-        self._arrived: dict[Action, Delivery] = {}
-        self._exchanged: list[tuple[Job, int]] = []
+        self.arrived: dict[Action, Delivery] = {}  # messages that wait for the job that needs them
         self.jobs = self._translate(program.rows[rank])
 
     # ---- translation -------------------------------------------------------------------------------------------------
@@ -96,8 +101,8 @@ class Executor:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.OVERLAP: self._pair,
-            Op.SEND_F: self._send_output,
-            Op.SEND_B: self._send_gradient,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
             Op.RECV_F: self._post,
             Op.RECV_B: self._post,
             Op.REDUCE_GRAD: self._exchange,
@@ -144,8 +149,11 @@ class Executor:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, record: Record) -> Generator[Wait, None, None]:
-        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged."""
+    def run(self, step: Step, record: Record, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
+        """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
+
+        `jobs`, where given, stand for the row's own.
+        """
         channel, clock, stages = self.channel, self.clock, self.stages.values()
         self._reset()
         channel.begin(step.number)
@@ -153,11 +161,11 @@ class Executor:
         for stage in stages:
             stage.begin()
         if self.scale is not None:
-            self.scale.ignore(*step.inputs, *step.targets)
+            self.scale.begin(*step.inputs, *step.targets)
         record.begin_ns = clock.now()
         timed = 0
         directly = False
-        for job in self.jobs:
+        for job in self.jobs if jobs is None else jobs:
             self.current = job.action
             for receive, source in job.needs:
                 delivery = channel.take(receive, source)
@@ -168,7 +176,7 @@ class Executor:
                         yield wait
                         delivery = channel.take(receive, source)
                     record.waited(timed, receive, source, begin, clock.now())
-                self._arrived[receive] = delivery
+                self.arrived[receive] = delivery
                 record.took(receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
             if job.timed:
                 timed += 1
@@ -184,18 +192,19 @@ class Executor:
                 record.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     record.stash.append(self.scale.weigh())
+                    record.peak_stash = self.scale.peak
             else:
                 job.run(job, step)
                 directly = False
-        yield from self._sum_exchanged(step, record)
+        yield from self.exchange.finish(clock, record)
         record.end_ns = clock.now()
         self.current = None
 
     def _reset(self) -> None:
         self._made.clear()
         self._gradients.clear()
-        self._arrived.clear()
-        self._exchanged.clear()
+        self.arrived.clear()
+        self.exchange.begin()
 
     # ---- what actions do ---------------------------------------------------------------------------------------------
 
@@ -208,7 +217,7 @@ class Executor:
         if index == 0:
             value = step.inputs[microbatch]
         else:
-            delivery = self._arrived.pop(Action(index, Op.RECV_F, microbatch), None)
+            delivery = self.arrived.pop(Action(index, Op.RECV_F, microbatch), None)
             value = (
                 self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
             )
@@ -231,9 +240,9 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         if index == self.program.num_stages - 1:
-            loss = step.losses[microbatch]
-            return (step.shares[microbatch].to(loss.dtype),)
-        delivery = self._arrived.pop(Action(index, Op.RECV_B, microbatch), None)
+            share = step.shares[microbatch].to(step.losses[microbatch].dtype)
+            return (share if step.scale == 1.0 else share * step.scale,)
+        delivery = self.arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
             return self._gradients.pop((index + 1, microbatch))
         return delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form))
@@ -245,14 +254,14 @@ class Executor:
         index, _, microbatch, _ = action
         assert microbatch is not None
         made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
-        if index > 0:
+        if index > self.lowest:
             self._gradients[index, microbatch] = made
 
     def _backward_input(self, job: Job, step: Step) -> None:
         action, microbatch = job.action, job.microbatch
         assert job.stage is not None
         made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > 0:
+        if action.stage > self.lowest:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
@@ -267,55 +276,31 @@ class Executor:
         for part in job.action.parts:
             run = self._run_forward if part.op is Op.FORWARD else self._run_backward
             run(part, step)
+            if self.scale is not None:
+                self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
         self.channel.post(job.action, job.other)
 
-    def _send_output(self, job: Job, step: Step) -> None:
-        receive = Action(job.action.stage + 1, Op.RECV_F, job.microbatch)
-        tensors, form = pack(self._made.pop((job.action.stage, job.microbatch)))
+    def _send(self, job: Job, step: Step) -> None:
+        receive, tensors, form = self.message(job)
         self.channel.send(receive, job.other, tensors, form)
 
-    def _send_gradient(self, job: Job, step: Step) -> None:
-        receive = Action(job.action.stage - 1, Op.RECV_B, job.microbatch)
-        gradients = self._gradients.pop((job.action.stage, job.microbatch))
+    def message(self, job: Job) -> tuple[Action, tuple[Tensor, ...], Any]:
+        """Let go of what a job sends: returns the action that receives it, its tensors and their form."""
+        stage, op, microbatch, _ = job.action
+        if op is Op.SEND_F:
+            return Action(stage + 1, Op.RECV_F, microbatch), *pack(self._made.pop((stage, job.microbatch)))
+        receive, gradients = Action(stage - 1, Op.RECV_B, microbatch), self._gradients.pop((stage, job.microbatch))
         if len(gradients) == 1 and gradients[0] is not None:
-            self.channel.send(receive, job.other, (gradients[0],), None)
-        else:
-            self.channel.send(receive, job.other, *pack(gradients))
-
-    # ---- two copies of a stage ---------------------------------------------------------------------------------------
+            return receive, (gradients[0],), None
+        return receive, *pack(gradients)
 
     def _exchange(self, job: Job, step: Step) -> None:
         """Offer this copy's gradients to the other; they are summed when the row has ended."""
-        if job.other < 0:
-            return
-        assert job.stage is not None
-        self.channel.post(job.action, job.other)
-        tensors, form = pack([parameter.grad for parameter in job.stage.parameters])
-        self.channel.send(job.action, job.other, tensors, form)
-        self._exchanged.append((job, self.clock.now()))
-
-    def _sum_exchanged(self, step: Step, record: Record) -> Generator[Wait, None, None]:
-        for job, start in self._exchanged:
-            delivery = self.channel.take(job.action, job.other)
-            while delivery is None:
-                yield Wait(self.rank, job.action, job.action, job.other)
-                delivery = self.channel.take(job.action, job.other)
+        if job.other >= 0:
             assert job.stage is not None
-            at_home = self.placement.homes[job.action.stage] == self.rank
-            theirs = unpack(delivery.tensors, delivery.form)
-            with torch.no_grad():
-                for parameter, other in zip(job.stage.parameters, theirs, strict=True):
-                    parameter.grad = _summed(parameter.grad, other) if at_home else _summed(other, parameter.grad)
-            record.exchanges.extend((job.action.stage, start, self.clock.now()))
-
-
-def _summed(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the sum of two copies' gradients in one order, so that both copies get the same bits."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+            self.exchange.offer(job.action, job.stage, job.other, self.clock.now())
 
 
 def _merge(jobs: list[Job]) -> None:

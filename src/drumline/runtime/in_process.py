@@ -36,7 +36,8 @@ class Hub:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.edges: dict[tuple[int, int, bool], _Edge] = defaultdict(_Edge)
-        self.arrived: list[dict[Key, Delivery]] = [{} for _ in range(num_ranks)]
+        # Per rank and by source; what comes again under the same key waits behind it.
+        self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
         self.words: dict[str, dict[int, Any]] = defaultdict(dict)
         self.activity = 0
 
@@ -55,7 +56,7 @@ class Hub:
                     expected="one order per edge",
                 )
             delivery.sent_ns = time.perf_counter_ns()
-            self.arrived[target][sent] = delivery
+            self.arrived[target][source, sent].append(delivery)
 
 
 class InProcessChannel(Channel):
@@ -96,10 +97,14 @@ class InProcessChannel(Channel):
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Take a message up, if it moved."""
-        delivery = self.hub.arrived[self.rank].pop((self.step, receive), None)
-        if delivery is not None:
-            self._open[source] -= 1
-            self.hub.activity += 1
+        arrived, key = self.hub.arrived[self.rank], (source, (self.step, receive))
+        if key not in arrived:
+            return None
+        delivery = arrived[key].popleft()
+        if not arrived[key]:
+            del arrived[key]
+        self._open[source] -= 1
+        self.hub.activity += 1
         return delivery
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
@@ -122,16 +127,19 @@ class InProcessChannel(Channel):
         return [told[rank] for rank in range(self.num_ranks)]
 
     def abort(self, error: BaseException, during: str) -> None:
-        """Drop what is on its way: every rank of this process fails with the same exception."""
-        self.close()
+        """Drop what is on its way: every rank of this process fails with the same exception.
 
-    def close(self) -> None:
-        """Let go of everything."""
+        Words stay: what was told of earlier steps may not have been heard yet.
+        """
         self.hub.edges.clear()
         for arrived in self.hub.arrived:
             arrived.clear()
-        self.hub.words.clear()
         self._open.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.abort(RunError("it was closed"), "")
+        self.hub.words.clear()
 
 
 def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:

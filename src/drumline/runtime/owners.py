@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
+from drumline.runtime.foreign import refuse_foreign
+from drumline.runtime.inner import transformed
+from drumline.runtime.precision import LOW
 from drumline.runtime.tape import Gradients, Record, Tape
 from drumline.runtime.values import pack, unpack
 
@@ -74,10 +77,10 @@ class _WithFormula(Owner):
         self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
 
     def _as_it_is(self) -> bool:
-        """Whether the module must run as it is: without gradients, or with other parameters put in its place."""
+        """Whether the module must run as it is: without gradients, with others' parameters, or transformed."""
         own = self.module._parameters
         same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
-        return not same or not torch.is_grad_enabled()
+        return not same or not torch.is_grad_enabled() or transformed()
 
     def _checked(self, record: Record, taken: Tensor) -> Tensor:
         if taken._version != record.version:
@@ -105,6 +108,7 @@ class LinearOwner(_WithFormula):
         """Compute with the stand-ins."""
         if self._as_it_is():
             return nn.Linear.forward(cast(nn.Linear, self.module), input)
+        input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
         made = functional.linear(input, cast(Tensor, self.weight), self.bias)
         self.reel.records.append(Record(self, input, (_place(made),), input._version))
         return made
@@ -116,14 +120,12 @@ class LinearOwner(_WithFormula):
         found: Gradients = []
         if self.to_weight is not None:
             inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
-            if inputs.dtype is not rows.dtype:  # under autocast
-                inputs = inputs.to(rows.dtype)
-            found.append((self.to_weight, _as(self.to_weight, torch.mm(rows.t(), inputs))))
+            found.append((self.to_weight, torch.mm(rows.t(), inputs)))
         if self.to_bias is not None:
             # Autograd sums over what the product saw: rows, or for scattered memory the dimensions themselves.
             scattered = gradient.dim() > 2 and not taken.is_contiguous()
             summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
-            found.append((self.to_bias, _as(self.to_bias, summed)))
+            found.append((self.to_bias, summed))
         return found
 
     def joined(self, records: Sequence[Record]) -> Sequence[Record]:
@@ -143,6 +145,8 @@ class LayerNormOwner(_WithFormula):
         module = cast(nn.LayerNorm, self.module)
         if self._as_it_is():
             return nn.LayerNorm.forward(module, input)
+        if input.device.type == "cuda" and torch.is_autocast_enabled("cuda") and input.dtype in LOW:
+            input = input.float()  # noqa: A001 - as autocast would, so that what is kept is what the kernel takes
         made, mean, deviation = torch.native_layer_norm(
             input, module.normalized_shape, self.weight, self.bias, module.eps
         )
@@ -158,12 +162,17 @@ class LayerNormOwner(_WithFormula):
             cast(nn.LayerNorm, self.module).normalized_shape,
             mean,
             deviation,
-            self.weight,
-            self.bias,
+            _like(taken, self.weight),
+            _like(taken, self.bias),
             [False, self.to_weight is not None, self.to_bias is not None],
         )
         pairs = ((self.to_weight, weight), (self.to_bias, bias))
-        return [(parameter, _as(parameter, made)) for parameter, made in pairs if parameter is not None]
+        return [(parameter, made) for parameter, made in pairs if parameter is not None]
+
+
+def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return a weight as the kernel took it: autocast gives it an input in full precision, and the weight too."""
+    return weight.float() if weight is not None and weight.dtype in LOW and taken.dtype is torch.float32 else weight
 
 
 class EmbeddingOwner(_WithFormula):
@@ -191,12 +200,15 @@ class EmbeddingOwner(_WithFormula):
             padding,
             module.scale_grad_by_freq,
         )
-        return [] if self.to_weight is None else [(self.to_weight, _as(self.to_weight, made))]
+        return [] if self.to_weight is None else [(self.to_weight, made)]
 
 
-def _as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return a gradient in its parameter's type; under autocast it was computed in another."""
-    return gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype)
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """Return what autocast would make of a product's input."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype not in (torch.float32, *LOW):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class GeneralOwner(Owner):
@@ -208,11 +220,12 @@ class GeneralOwner(Owner):
         super().__init__(module, reel)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
+        self.looked_at = False  # whether all parameters in its graph are its own
         self.spark = torch.zeros((), requires_grad=True)  # an input that wants a gradient, or there would be no graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on a graph apart."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or transformed():
             return self.plain(*args, **kwargs)
         tensors, form = pack((args, kwargs))
 
@@ -224,6 +237,9 @@ class GeneralOwner(Owner):
         made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
         ends, output_form = own
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
+        if not self.looked_at:
+            self.looked_at = True
+            refuse_foreign([_place(ends[index]) for index in reached], self.parameters, [type(self.module).__name__])
         places = tuple(_place(made[index]) for index in reached)
         self.reel.records.append(Record(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)
@@ -340,8 +356,9 @@ class Splitter:
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""
         self.reel.records = tape.records
-        # Autocast treats layer norms as a whole, so there they run as they are, and their gradients come early.
-        places = self._without_norms if torch.is_autocast_enabled(self._device) else self._places
+        # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
+        unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
+        places = self._without_norms if unknown else self._places
         for namespace, forward, _ in places:
             namespace["forward"] = forward
 

@@ -75,13 +75,17 @@ class Piece(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output."""
+        return self.run_by(lambda run: run, value)
+
+    def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
+        """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
             tensors, form = pack((value.args, value.kwargs))
             shapes = tuple((one.shape, one.dtype) for one in tensors)
             value = Live(Kind(form, shapes, self.training), False, tensors)
         kind, sealed, tensors = value
         code = self._plan.codes(kind)[self._number]
-        made = (code.resume if sealed else code.run)(self, *tensors)
+        made = compiled(code.resume if sealed else code.run)(self, *tensors)
         return made if self._number == self._plan.num_pieces - 1 else Live(kind, False, made)
 
     def seal(self, value: Any) -> Any:

@@ -44,6 +44,15 @@ def may_draw(block: nn.Module) -> bool:
     )
 
 
+def draws(block: nn.Module) -> bool:
+    """Whether the block has a dropout that draws when it trains; others may draw as well.
+
+    >>> draws(nn.Dropout(0.1)), draws(nn.Dropout(0.0))
+    (True, False)
+    """
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
+
+
 class Randomness:
     """Seeds a device's generators for one block of one microbatch."""
 
@@ -53,6 +62,8 @@ class Randomness:
         self.step = 0
         self._silent = False
         self._standing: list[Tensor] = []
+        self._drawing: list[str] | None = None  # the blocks that were heard to draw, while anybody listens
+        self._seeded: tuple[str, list[Tensor]] | None = None
         self._generators = [torch.default_generator]
         if device.type != "cpu":
             module = torch.get_device_module(device)
@@ -74,21 +85,46 @@ class Randomness:
         """Seed the generators for what `block` is about to draw."""
         if not self._silent:
             self._standing = []
+            self._listen()
             seed = self.seed_for(microbatch, block)
             for generator in self._generators:
                 generator.manual_seed(seed)
+            if self._drawing is not None:
+                self._seeded = block, self._states()
 
     def watch(self) -> None:
         """Remember where the generators stand, unless that is known from when they were last looked at."""
         if not self._silent and not self._standing:
-            self._standing = [generator.get_state() for generator in self._generators]
+            self._standing = self._states()
 
     def drew(self) -> bool:
         """Whether anything was drawn since they were last looked at."""
         if self._silent:
             return False
-        before, self._standing = self._standing, [generator.get_state() for generator in self._generators]
-        return any(not torch.equal(one, other) for one, other in zip(before, self._standing, strict=True))
+        before, self._standing = self._standing, self._states()
+        return _differ(before, self._standing)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _listen(self) -> None:
+        """Note whether the block that was seeded last has drawn."""
+        if self._drawing is not None and self._seeded is not None:
+            block, before = self._seeded
+            self._seeded = None
+            if block not in self._drawing and _differ(before, self._states()):
+                self._drawing.append(block)
+
+    @contextmanager
+    def listening(self) -> Iterator[list[str]]:
+        """Collect the names of the blocks that draw; the list is complete afterwards."""
+        drawing: list[str] = []
+        self._drawing = drawing
+        try:
+            yield drawing
+            self._listen()
+        finally:
+            self._drawing = self._seeded = None
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -103,9 +139,13 @@ class Randomness:
     def kept_aside(self) -> Iterator[None]:
         """Give the user's own random numbers back afterwards, as if nothing had been drawn."""
         self._standing = []
-        states = [generator.get_state() for generator in self._generators]
+        states = self._states()
         try:
             yield
         finally:
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+
+def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
+    return any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -49,9 +49,11 @@ class Record:
     ends: array[int] = field(default_factory=_numbers)
     held: array[int] = field(default_factory=_numbers)  # pairs held once it has ended
     stash: array[int] = field(default_factory=_numbers)  # bytes held once it has ended, where they were weighed
+    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
     waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
     messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
     exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
+    waited_ns: int = 0  # in exchanges, for other ranks' gradients
 
     def waited(self, index: int, receive: Action, source: int, start: int, end: int) -> None:
         """Note a wait before the timed action `index`."""
@@ -120,6 +122,11 @@ class Measured(Timeline):
             return None
         return tuple(tuple(record.stash) for record in self.records)
 
+    @property
+    def peak_stash(self) -> tuple[int, ...] | None:
+        """Per rank, the most activation bytes that were really held at once; None if not weighed."""
+        return None if self.stash is None else tuple(record.peak_stash for record in self.records)
+
     @cached_property
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
@@ -154,7 +161,7 @@ class Measured(Timeline):
         """Seconds of each rank's step that were neither compute nor waiting: the executor's own."""
         return tuple(
             (record.end_ns - record.begin_ns - sum(record.ends) + sum(record.starts)) * NANO
-            - sum(end - start for *_, start, end in _rows(record.waits, 7)) * NANO
+            - (record.waited_ns + sum(end - start for *_, start, end in _rows(record.waits, 7))) * NANO
             for record in self.records
         )
 

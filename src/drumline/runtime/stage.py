@@ -7,6 +7,9 @@ backward; every segment begins with inputs cut off from the graph before it, so 
     B   gradient of x ◄── gradient of h ◄── gradient of y
 
 The roots are kept as places in the graph, not as tensors: an output that has been sent is not held for its backward.
+
+Gradients reach down only as far as something is trained. A stage that has no backward keeps nothing; one that has I
+alone keeps no tape, and lets go of a microbatch with I; blocks below the lowest trained one record no graph.
 """
 
 from __future__ import annotations
@@ -20,12 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
+from drumline.runtime.compiled import Compiler, Named
 from drumline.runtime.cut import Block
+from drumline.runtime.foreign import refuse_foreign
+from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
-from drumline.runtime.randomness import Randomness, may_draw
+from drumline.runtime.precision import Precision
+from drumline.runtime.randomness import Randomness, draws, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
@@ -35,7 +43,7 @@ Loss = Callable[[Any, Any], Tensor | None]
 class Pass:
     """One microbatch's way through one segment: what its backward needs."""
 
-    __slots__ = ("buffers", "form", "leaves", "roots", "tape", "wanted")
+    __slots__ = ("again", "buffers", "form", "leaves", "roots", "tape", "wanted")
 
     def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
         self.leaves = leaves
@@ -43,14 +51,27 @@ class Pass:
         self.roots: list[GradientEdge] = []
         self.wanted: list[int] = []  # which of the outputs a gradient can come back for
         self.tape: Tape | None = None
+        self.again = False  # whether the segment has to be run again first
         self.buffers: dict[int, Tensor] = {}
 
 
 class Segment:
     """Consecutive blocks that are run, kept and gone back through together."""
 
-    def __init__(self, blocks: Sequence[Block], *, checkpointed: bool) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        checkpointed: bool,
+        compiled: Callable[[Named], Callable[[Any], Any]] | None = None,
+    ) -> None:
         self.blocks = [(block.name, block.module) for block in blocks]
+        self.compiled = compiled
+        self.whole: list[Callable[[Any], Any]] = [block.module for block in blocks]
+        self.pieces: list[tuple[str, Callable[[Any], Any]]] = list(self.blocks)
+        if compiled is not None and blocks:
+            self.whole = [compiled(self.blocks)]
+            self.pieces = [(name, compiled([(name, module)])) for name, module in self.blocks]
         self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
         self.checkpointed = checkpointed
         self.modules = [module for block in blocks for module in block.module.modules()]
@@ -60,7 +81,10 @@ class Segment:
         self._suspects = {block.name for block in blocks if may_draw(block.module)}
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
         self.quiet = not self._suspects or not self.buffers.places
+        if compiled is not None and any(draws(module) for _, module in self.blocks):
+            self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
+        self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, freed or exchanged; returns whether any was."""
@@ -69,8 +93,10 @@ class Segment:
         if signature == self._signature:
             return False
         self._signature = signature
+        self.looked_at = False  # whether all parameters in its graph are its own
         self.parameters = [one for one in dict.fromkeys(owned) if one.requires_grad]
-        self.splitter = Splitter([module for _, module in self.blocks])
+        # What is compiled splits its backward by itself.
+        self.splitter = Splitter([module for _, module in self.blocks] if self.compiled is None else [])
         return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
@@ -80,18 +106,18 @@ class Segment:
             if self._suspects:
                 randomness.watch()
             made = value
-            for _, module in self.blocks:
-                made = module(made)
+            for run in self.whole:
+                made = run(made)
             if not self._suspects or not randomness.drew():
                 return made if self.seal is None else self.seal(made)
             self.quiet = False  # what was drawn was not seeded: all is run again
             self.unchanged(value, versions)
             if tape is not None:
                 tape.records.clear()
-        for name, module in self.blocks:
+        for name, run in self.pieces:
             if name in self._suspects:
                 randomness.apply(microbatch, name)
-            value = module(value)
+            value = run(value)
         return value if self.seal is None else self.seal(value)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
@@ -113,7 +139,9 @@ class Segment:
 class Stage:
     """The blocks of one stage, with what its microbatches have left behind.
 
-    `loss` is given to the last stage: it takes the output and the target, and its value is what F returns.
+    `loss` is given to the last stage: it takes the output and the target, and its value is what F returns. `kind` is
+    how much of a backward the program has for this stage, `trained_below` whether anybody waits for the gradient of
+    its input.
     """
 
     def __init__(
@@ -125,14 +153,22 @@ class Stage:
         checkpointed: Collection[str] = (),
         loss: Loss | None = None,
         split: Collection[int] = (),
+        compiler: Compiler | None = None,
+        precision: Precision | None = None,
+        kind: Backward = Backward.WHOLE,
+        trained_below: bool | None = None,
     ) -> None:
         self.index = index
         self.blocks = tuple(blocks)
         self.loss = loss
-        self.split = frozenset(split)
+        self.split = frozenset(split if kind is Backward.WHOLE else ())
+        self.kind = kind
+        self.trained_below = index > 0 if trained_below is None else trained_below
         self.randomness = randomness
+        self.precision = Precision() if precision is None else precision
+        compiled = None if compiler is None else partial(compiler.function, stage=index, split=bool(self.split))
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
-        self.segments = [Segment(list(run), checkpointed=checkpoint) for checkpoint, run in grouped]
+        self.segments = [Segment(list(run), checkpointed=checkpoint, compiled=compiled) for checkpoint, run in grouped]
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
@@ -141,7 +177,7 @@ class Stage:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters, each once."""
-        return [one for segment in self.segments for one in segment.parameters]
+        return list(dict.fromkeys(one for segment in self.segments for one in segment.parameters))
 
     def renew(self) -> bool:
         """Follow parameters that were frozen, freed or exchanged since the last step; returns whether any was."""
@@ -160,33 +196,55 @@ class Stage:
 
         With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
         """
+        with self.precision.autocast:
+            return self._forward(microbatch, value, target, keep)
+
+    def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
-                    value = segment.run(value, microbatch, self.randomness)
+                    with Lookout(pack(value)[0] if self.index > 0 or segment is not self.segments[0] else ()):
+                        value = segment.run(value, microbatch, self.randomness)
                 if self.loss is None:
                     return value
-                return value, None if target is None else self.loss(value, target)
+                made = None if target is None else self.loss(value, target)
+                return value, None if made is None else self.precision.full(made)
         passes: list[Pass] = []
+        wants_gradient = self.trained_below
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
-            wants_gradient = bool(passes) or self.index > 0
             leaves = [_leaf(one, wants_gradient) for one in tensors]
             this = Pass(leaves, form)
             last = number == len(self.segments) - 1
-            if segment.checkpointed:
+            # Where nothing is trained so far there is no graph to save by running again.
+            this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
+            if this.again:
                 this.buffers = segment.buffers.save()
                 versions = versions_of(leaves)
                 with torch.no_grad():
                     value = segment.run(unpack(leaves, form), microbatch, self.randomness)
                 segment.buffers.learn()
                 segment.unchanged(leaves, versions)
+                wants_gradient = True
             else:
-                loss = partial(_with_target, self.loss, target) if last and self.loss is not None else None
+                loss = partial(self._loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
+                wants_gradient = bool(this.wanted)
             passes.append(this)
-        self.held[microbatch] = passes
+        if self.kind is Backward.NONE:
+            self._refuse_hidden(wants_gradient)
+        else:
+            self.held[microbatch] = passes
         return value
+
+    def _refuse_hidden(self, trains: bool) -> None:
+        """Refuse a stage whose parameters are all frozen and that trains something all the same."""
+        if trains:
+            raise ModelError(
+                f"nothing up to stage {self.index} has trainable parameters, but its output wants a gradient",
+                expected="what is trained to be a parameter of a block",
+                fix="register the tensor: self.scale = nn.Parameter(scale)",
+            )
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
@@ -199,7 +257,9 @@ class Stage:
         return tuple(gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Run I: return the gradients of the stage's inputs, and keep what W needs."""
+        """Run I: return the gradients of the stage's inputs, and keep what W needs, if there is a W."""
+        if self.kind is Backward.INPUT:
+            return self.backward(microbatch, gradients)
         passes = self.held[microbatch]
         for segment, this in zip(reversed(self.segments), reversed(passes), strict=True):
             self._again(segment, this, microbatch)
@@ -233,23 +293,39 @@ class Stage:
         self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
     ) -> Any:
         """Run a segment with its graph, and remember where in it the outputs stand."""
-        taped = microbatch in self.split
-        if taped:
-            this.tape = Tape()
-            segment.splitter.start(this.tape)
-        try:
-            with torch.enable_grad():
-                value = self._value(segment, this, microbatch)
-        finally:
+        received = this.leaves if self.index > 0 or segment is not self.segments[0] else ()
+
+        def run(taped: bool) -> Any:
             if taped:
-                segment.splitter.stop()
-        if loss is not None:
-            with torch.enable_grad():
-                value = loss(value)
+                assert this.tape is not None
+                segment.splitter.start(this.tape)
+            try:
+                value = self._value(segment, this, microbatch)
+            finally:
+                if taped:
+                    segment.splitter.stop()
+            return value if loss is None else loss(value)
+
+        with torch.enable_grad():
+            if microbatch in self.split:
+                this.tape = Tape()
+            if this.tape is not None and segment.compiled is None:
+                value = recorded(segment, this.tape, this.leaves, received, run)
+            else:
+                with Lookout(received):
+                    value = run(False)
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        if not segment.looked_at:
+            segment.looked_at = True
+            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks])
         return unpack([one.detach() for one in outputs], form)
+
+    def _loss(self, target: Any, output: Any) -> Tensor:
+        made = None if self.loss is None else self.loss(output, target)
+        assert made is not None, "a step that trains has a loss"
+        return self.precision.full(made)
 
     def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment's blocks; if they change their input in place, on a copy, since a leaf may not be changed."""
@@ -267,21 +343,16 @@ class Stage:
 
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
-        if segment.checkpointed and not this.roots:
-            with segment.buffers.as_they_were(this.buffers):
+        if this.again:
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast:
                 self._through(segment, this, microbatch)
             this.buffers = {}
+            this.again = False
 
 
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside has been changed in place."""
     return [one._version for one in pack(value)[0]]
-
-
-def _with_target(loss: Loss, target: Any, output: Any) -> Tensor:
-    made = loss(output, target)
-    assert made is not None, "a step that trains has a loss"
-    return made
 
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:

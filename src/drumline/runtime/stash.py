@@ -48,6 +48,12 @@ class Scale:
         self._own: set[int] = set()
         self._given: set[int] = set()
         self._inputs: dict[tuple[int, int], set[int]] = {}
+        self.peak = 0  # the most bytes held at once since `begin`
+
+    def begin(self, *values: Any) -> None:
+        """Start a step on a batch, which is left out."""
+        self.peak = 0
+        self.ignore(*values)
 
     def add(self, tensor: Tensor, change: int) -> None:
         """Note that autograd keeps a tensor, or has let go of it."""
@@ -81,7 +87,9 @@ class Scale:
                 for this in passes:
                     held |= self._places(this.leaves)
         self._inputs = alive
-        return sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
+        size = sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
+        self.peak = max(self.peak, size)
+        return size
 
     def kept(self) -> dict[int, int]:
         """Return the bytes of each storage that autograd or a tape keeps, without parameters and the batch."""

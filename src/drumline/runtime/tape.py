@@ -13,6 +13,7 @@ without any graph. No graph is ever walked in Python.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from drumline.runtime.engine import gradients_at
+from drumline.runtime.precision import gradient_dtype
 
 if TYPE_CHECKING:
-    from drumline.runtime.owners import Owner
+    from drumline.runtime import owners, split_backend
+
+    Owner = owners.Owner | split_backend.WeightHalf
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
+
+_of_thread = threading.local()
+
+
+def running() -> Tape | None:
+    """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
+    tape: Tape | None = getattr(_of_thread, "tape", None)
+    return tape
 
 
 class Record:
@@ -63,10 +75,15 @@ class Tape:
         parameters: Sequence[nn.Parameter],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
-        places = [place for record in self.records for place in record.places]
-        found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+        records = list(self.records)
+        places = [place for record in records for place in record.places]
+        before, _of_thread.tape = running(), self
+        try:
+            found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+        finally:
+            _of_thread.tape = before
         last = first = len(leaves)
-        for record in self.records:
+        for record in records:
             start, last = last, last + len(record.places)
             record.gradients = found[start:last]
             record.places = ()  # the graph is done with
@@ -84,7 +101,8 @@ class Tape:
                 for parameter, gradient in record.owner.gradients(record):
                     total[parameter] = gradient if parameter not in total else total[parameter] + gradient
         for parameter, gradient in total.items():
-            total[parameter] = _hooked(parameter, gradient)
+            # Under autocast all uses share one cast of the parameter, so autograd adds them before it casts back.
+            total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
         for record in reached:
             if record.owner.by_autograd:
                 for parameter, gradient in record.owner.gradients(record):
@@ -133,11 +151,12 @@ def accumulate(gradients: Gradients) -> None:
     sums: list[Tensor] = []
     added: list[Tensor] = []
     for parameter, gradient in gradients:
+        gradient = gradient.to(gradient_dtype(parameter))
         if gradient.layout is not torch.strided:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         elif parameter.grad is None:
             fits = gradient._base is None and gradient.stride() == parameter.stride()
-            parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         else:
             sums.append(parameter.grad)
             added.append(gradient)

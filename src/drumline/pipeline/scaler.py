@@ -1,0 +1,140 @@
+"""The loss scale of float16 training: one number that all ranks share, and one decision.
+
+Gradients of float16 activations are often too small for float16. So the loss's gradient is multiplied by a large scale
+where a backward begins, and the weights' gradients are divided by it at the end of every step: what stands in `.grad`
+is always the true gradient. Where the scale was too large, some gradient on some rank is infinite or NaN. Every rank
+hears of it with the step's tally, so all of them skip the optimizer's step and lower the scale, or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, NonFiniteError
+
+
+class LossScaler:
+    """The scale, and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
+
+    A step of the optimizer that is skipped multiplies it by `backoff_factor`; `growth_interval` steps without one
+    multiply it by `growth_factor`. If it would fall below `floor`, the gradients themselves are at fault, and
+    NonFiniteError is raised.
+
+    >>> scaler = LossScaler(init_scale=8.0, growth_interval=2)
+    >>> for number, overflow in enumerate([True, False, False]):
+    ...     scaler.ran(number)
+    ...     _ = scaler.handles(number, ["1"] if overflow else [])
+    ...     print(scaler.decide(), scaler.scale)
+    False 4.0
+    True 4.0
+    True 8.0
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        floor: float = 2.0**-13,
+    ) -> None:
+        self.scale = init_scale
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.floor = floor
+        self._good = 0  # optimizer steps since the scale last changed
+        self._first = 0  # the first step whose gradients have not been forgotten
+        self._last = -1  # the last step that ran
+        self._decided = -1  # the last step when the last decision was made
+        self._overflow = False
+        self._skip = False
+
+    def ran(self, number: int) -> None:
+        """Note that a training step ran with this scale."""
+        self._last = number
+
+    def forget(self) -> None:
+        """Note that gradients were set to zero: what overflowed before does not count any more."""
+        self._first = self._last + 1
+        self._overflow = False
+
+    def handles(self, number: int, ranks: Sequence[str]) -> bool:
+        """Take in on which ranks a step overflowed; raises if there is nothing left to lower."""
+        if ranks and number >= self._first:
+            self._overflow = True
+            if self.scale * self.backoff_factor < self.floor:
+                raise NonFiniteError(
+                    f"step {number}: a loss or gradient on rank {', '.join(ranks)} is NaN or infinite, "
+                    f"at a loss scale of {self.scale:g} already",
+                    expected=f"finite numbers above a scale of {self.floor:g}; no optimizer has stepped",
+                    fix="look for a NaN in the data, lower the learning rate, or use bf16",
+                )
+        return True
+
+    def decide(self) -> bool:
+        """Whether optimizers may step on the gradients that are there; the first to ask changes the scale."""
+        if self._decided != self._last:
+            self._decided = self._last
+            self._skip, self._overflow = self._overflow, False
+            self._update()
+        return not self._skip
+
+    def _update(self) -> None:
+        if self._skip:
+            self.scale *= self.backoff_factor
+            self._good = 0
+            return
+        self._good += 1
+        if self._good == self.growth_interval:
+            self._good = 0
+            if math.isfinite(self.scale * self.growth_factor):
+                self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the names that torch's scaler gives it."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._good,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state, this one's or that of torch's scaler; load the same on every rank.
+
+        >>> scaler = LossScaler(); scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0}); scaler.scale
+        2.0
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ModelError(
+                f"the scaler's state lacks {', '.join(missing)}",
+                expected="what state_dict returned, of a scaler that was enabled",
+            )
+        self.scale = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self._good = int(state["_growth_tracker"])
+
+
+@torch.no_grad()
+def multiplied(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients by a number, in place.
+
+    >>> one = torch.ones(2); multiplied([one], 0.5); one
+    tensor([0.5000, 0.5000])
+    """
+    dense = [one for one in gradients if one.layout is torch.strided]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for one in gradients:
+        if one.layout is not torch.strided:
+            one.mul_(factor)

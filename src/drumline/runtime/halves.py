@@ -1,0 +1,134 @@
+"""The backward graph of compiled code, cut in two: what I computes, and what can wait for W.
+
+    tangent ──► gelu' ──┬──► mm with the weight ──► gradient of the input        I
+                        └──► mm with the input  ──► gradient of the weight       W
+
+I takes all that leads to the gradients of inputs, and whatever acts on more than its result (random numbers, changes in
+place). W takes the rest. What W needs is kept: arguments of the backward, and results of I. A view is made again rather
+than kept. Some operators make both kinds of gradient at once and can be told which; those run once in each half.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+# Operators with an `output_mask` whose parts cost what they make. Batch norms are not among them: their weight's
+# gradients are sums that the input's gradient needs as well.
+_MASKED = frozenset(
+    {
+        "aten::convolution_backward",
+        "aten::native_layer_norm_backward",
+        "aten::native_group_norm_backward",
+        "aten::_fused_rms_norm_backward",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """Two graphs in place of one, both over the outputs of the whole.
+
+    `input` takes all arguments of the whole. It returns the outputs that stand at `inputs`, then what is kept of its
+    own results. `weight` takes the arguments that stand at `kept`, then those results, and returns the outputs that
+    stand at `weights`. The other outputs are None.
+    """
+
+    input: GraphModule
+    weight: GraphModule
+    inputs: tuple[int, ...]
+    weights: tuple[int, ...]
+    kept: tuple[int, ...]
+    num_outputs: int
+
+
+def halves(whole: GraphModule, weights: Collection[int]) -> Halves:
+    """Cut a backward graph; `weights` are the places of the outputs that can wait.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> whole = make_fx(lambda x, w, g: (g.mm(w), g.t().mm(x)))(torch.ones(1, 2), torch.ones(3, 2), torch.ones(1, 3))
+    >>> cut = halves(whole, weights=[1])
+    >>> [node.name for node in cut.weight.graph.nodes], cut.kept
+    (['x_1', 'g_1', 't', 'mm_1', 'output'], (0, 2))
+    """
+    graph = whole.graph
+    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    late = [place for place, one in enumerate(outputs) if isinstance(one, Node) and place in weights]
+    soon = [place for place, one in enumerate(outputs) if isinstance(one, Node) and place not in weights]
+    acting = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
+    first = _leading_to([*(outputs[place] for place in soon), *acting])
+    _separate(graph, first)
+    first |= {user for node in first for user in node.users if user.target is operator.getitem}
+    arguments = graph.find_nodes(op="placeholder")
+    second = _leading_to([outputs[place] for place in late], until=lambda node: node in first and not _is_view(node))
+    # Sizes that change are numbers among the arguments; the compiler wants them in each half.
+    kept = [node for node in arguments if node in second or isinstance(node.meta.get("val"), torch.SymInt)]
+    both = [node for node in graph.nodes if node in first and node in second]
+    handed = [node for node in both if node.op not in ("placeholder", "get_attr") and not _is_view(node)]
+    return Halves(
+        _part(whole, arguments, [*(outputs[place] for place in soon), *handed], first),
+        _part(whole, [*kept, *handed], [outputs[place] for place in late], second),
+        tuple(soon),
+        tuple(late),
+        tuple(arguments.index(node) for node in kept),
+        len(outputs),
+    )
+
+
+def _leading_to(ends: Iterable[Node], until: Any = lambda node: False) -> set[Node]:
+    """Return all nodes that the ends depend on, themselves included, no further up than where `until` holds."""
+    found: set[Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if not until(node):
+                todo += node.all_input_nodes
+    return found
+
+
+def _is_view(node: Node) -> bool:
+    return bool(getattr(node.target, "is_view", False))
+
+
+def _separate(graph: Graph, first: set[Node]) -> None:
+    """Let operators that make gradients for both halves run in each, for its own."""
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        late = [user for user in node.users if user.target is operator.getitem and user not in first]
+        if node not in first or not late or schema is None or schema.name not in _MASKED:
+            continue
+        names = [argument.name for argument in schema.arguments]
+        place = names.index("output_mask")
+        wanted: Sequence[bool] = node.args[place]
+        waiting = {user.args[1] for user in late}
+        with graph.inserting_after(node):
+            twin = graph.node_copy(node, lambda one: one)
+        for one, waits in ((node, False), (twin, True)):
+            mask = [want and (at in waiting) is waits for at, want in enumerate(wanted)]
+            one.args = (*one.args[:place], mask, *one.args[place + 1 :])
+            value = one.meta.get("val")
+            if value is not None:
+                one.meta["val"] = type(value)(made if kept else None for made, kept in zip(value, mask, strict=True))
+        for user in late:
+            user.replace_input_with(node, twin)
+
+
+def _part(whole: GraphModule, given: Sequence[Node], wanted: Sequence[Node], needed: set[Node]) -> GraphModule:
+    """Return the needed part of a graph, which makes `wanted` from `given`."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in whole.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in wanted))
+    return GraphModule(whole, graph)

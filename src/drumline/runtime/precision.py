@@ -1,0 +1,77 @@
+"""In which numbers a stage computes: as the model is, or under autocast in bfloat16 or float16.
+
+One autocast context is entered for every action that runs a forward: F, the loss with it, a recomputation, an
+evaluation. Parameters stay as they are. Autograd casts each weight's gradient back before it is added, so that sums
+over microbatches are made in the parameters' own type.
+
+Autocast casts a weight where it is first used and forgets the cast when its context is left. Every microbatch in flight
+would then hold a copy of all weights for its backward. So casts are kept from the first action of a step to the last:
+each weight is cast once a step, and all microbatches share the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, nearest
+
+_KINDS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Precision:
+    """A choice of numbers, on one kind of device.
+
+    >>> bf16 = Precision("bf16", torch.device("cpu"))
+    >>> with bf16.autocast:
+    ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+    torch.bfloat16
+    """
+
+    def __init__(self, name: str = "fp32", device: torch.device | None = None) -> None:
+        if name not in _KINDS:
+            raise ModelError(
+                f"precision is {name!r}", expected='"fp32", "bf16" or "fp16"', fix=nearest(str(name), _KINDS)
+            )
+        self.name = name
+        self.dtype = _KINDS[name]
+        self.scales = name == "fp16"  # whether the loss has to be scaled, or small gradients would vanish
+        self.autocast: AbstractContextManager[Any] = nullcontext()
+        if self.dtype is not None:
+            kind = "cpu" if device is None else device.type
+            self.autocast = torch.autocast(kind, dtype=self.dtype, cache_enabled=True)
+
+    def step(self) -> AbstractContextManager[None]:
+        """Keep casts of weights for as long as a step takes."""
+        return nullcontext() if self.dtype is None else casts_kept()
+
+    def full(self, loss: Tensor) -> Tensor:
+        """Return a loss in float32 where it was computed under autocast: what it is weighed and scaled by is, too."""
+        return loss.float() if self.dtype is not None and loss.dtype in LOW else loss
+
+
+@contextmanager
+def casts_kept() -> Iterator[None]:
+    """Let autocast keep its casts of weights inside, whatever contexts are left, and forget them afterwards."""
+    torch.clear_autocast_cache()
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the type in which a parameter's gradients are added up.
+
+    >>> gradient_dtype(torch.nn.Parameter(torch.ones(2)))
+    torch.float32
+    """
+    kind: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if kind is None else kind

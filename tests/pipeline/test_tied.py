@@ -1,0 +1,455 @@
+"""Weights that several blocks share: one process's gradients, and copies that are equal to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import ModelError
+from drumline.core.program import Program
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.verify import verify
+from tied_models import MODELS, WIDTH, everywhere, language_model, loss_fn, repeated, tokens
+from torch_models import Reference, data, programs
+
+pytestmark = pytest.mark.torch
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v", "chimera")
+
+
+def pipeline(model: Any, program: Program | str = "1f1b", *, num_ranks: int = 2, **settings: Any) -> Pipeline:
+    given: dict[str, Any] = {"loss_fn": loss_fn, "num_microbatches": None if isinstance(program, Program) else 4}
+    return Pipeline(model, schedule=program, num_ranks=num_ranks, **{**given, **settings})
+
+
+def copies_of(pipe: Pipeline) -> dict[str, list[nn.Parameter]]:
+    """Return the copies of every parameter that several ranks hold."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for one in everywhere(pipe):
+        for name, parameter in one.items():
+            found.setdefault(name, []).append(parameter)
+    return {name: copies for name, copies in found.items() if len(copies) > 1}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_gradients_are_those_of_one_process_and_copies_stay_equal(
+    make: Callable[..., nn.Sequential], name: str, num_ranks: int
+) -> None:
+    tried = 0
+    for program in programs(name, num_ranks, (3, 8)):
+        model = make(dropout=0.2)
+        reference = Reference(model, program, loss_fn)
+        pipe = pipeline(model, program, num_ranks=num_ranks)
+        assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
+        copies = copies_of(pipe)
+        # Every rank has an optimizer of its own, as ranks of their own would.
+        each = [torch.optim.AdamW(one.values(), lr=1e-2) for one in everywhere(pipe)]
+        theirs = torch.optim.AdamW(reference.model.parameters(), lr=1e-2)
+        for step in range(3):
+            batch, target = tokens(9, seed=step)
+            result = pipe.step(batch, target=target)
+            with torch.no_grad():  # rounding must not build up
+                for parameter_name, parameter in reference.model.named_parameters():
+                    parameter.copy_(dict(pipe.named_parameters())[parameter_name])
+            assert torch.equal(result.loss, reference.step(batch, target))  # type: ignore[arg-type]
+            reference.compare(pipe, exact=False)
+            for parameter_name, (first, *others) in copies.items():
+                assert all(one is not first for one in others), "one object on two ranks proves nothing"
+                assert all(torch.equal(first.grad, one.grad) for one in others), parameter_name  # type: ignore[arg-type]
+            for optimizer in (*each, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter_name, (first, *others) in copies.items():
+                assert all(torch.equal(first, one) for one in others), f"{parameter_name} drifted apart"
+        tried += 1
+    assert tried or (name in ("dualpipe", "chimera") and num_ranks == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "held"),
+    [
+        ("1f1b", 1, {"0.weight": 1}),
+        ("1f1b", 2, {"0.weight": 2}),
+        ("zb-v", 2, {"0.weight": 1}),  # the first and the last stage are one rank's
+        ("dualpipe-v", 4, {"0.weight": 1}),
+        ("dualpipe", 4, {"0.weight": 2}),
+        ("interleaved-1f1b", 4, {"0.weight": 2}),
+    ],
+)
+def test_ranks_that_hold_it_twice_hold_it_once(name: str, num_ranks: int, held: dict[str, int]) -> None:
+    (program,) = programs(name, num_ranks, (8,))
+    pipe = pipeline(language_model(), program, num_ranks=num_ranks)
+    for one, count in held.items():
+        assert len({id(rank[one]) for rank in everywhere(pipe) if one in rank}) == count
+
+
+class Untied(Reference):
+    """A reference in which every stage has its own weight; what several ranks hold is added by rank."""
+
+    def __init__(self, model: nn.Sequential, program: Program) -> None:
+        apart = nn.Sequential(*(copy.deepcopy(block) for block in model))
+        super().__init__(apart, program, loss_fn)
+
+    def gradient(self, *names: str) -> Tensor:
+        found = dict(self.model.named_parameters())
+        total: Tensor | None = None
+        for gradient in (found[name].grad for name in names):
+            assert gradient is not None
+            total = gradient if total is None else total + gradient
+        assert total is not None
+        return total
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_sums_in_the_same_order_have_the_same_bits(name: str, num_ranks: int) -> None:
+    (program,) = programs(name, num_ranks, (8,))
+    model = language_model()
+    reference = Untied(model, program)
+    pipe = pipeline(model, program, num_ranks=num_ranks)
+    batch, target = tokens(11)
+    pipe.step(batch, target=target)
+    reference.step(batch, target)
+    gradients = {one: parameter.grad for one, parameter in pipe.named_parameters()}
+    assert torch.equal(gradients.pop("0.weight"), reference.gradient("0.weight", "7.weight"))  # type: ignore[arg-type]
+    assert all(torch.equal(value, reference.gradient(one)) for one, value in gradients.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe", "chimera"])
+@pytest.mark.parametrize(
+    "settings", [{"checkpoint": "full"}, {"checkpoint": ["1", "7"]}, {"merge_weight_gradients": True}]
+)
+def test_recomputation_and_merged_products_leave_the_gradients_right(name: str, settings: dict[str, Any]) -> None:
+    (program,) = programs(name, 2, (4,))
+    for make in MODELS.values():
+        model = make(dropout=0.2)
+        reference = Reference(model, program, loss_fn)
+        pipe = pipeline(model, program, **settings)
+        batch, target = tokens(9)
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        reference.compare(pipe, exact=False)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_gradients_of_several_steps_add_up(name: str) -> None:
+    (program,) = programs(name, 2, (4,))
+    for make in MODELS.values():
+        model = make()
+        reference = Reference(model, program, loss_fn)
+        pipe = pipeline(model, program)
+        for step in range(3):
+            batch, target = tokens(8, seed=step)
+            pipe.step(batch, target=target)
+            reference.step(batch, target)
+        reference.compare(pipe, exact=False)
+        pipe.zero_grad()
+        assert all(one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe", "zb-v"])
+def test_the_clipping_norm_counts_a_tied_weight_once(name: str) -> None:
+    (program,) = programs(name, 2, (4,))
+    for make in MODELS.values():
+        model = make()
+        reference = Reference(model, program, loss_fn)
+        pipe = pipeline(model, program)
+        batch, target = tokens(8)
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        norm = pipe.clip_grad_norm_(0.01)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.model.parameters(), 0.01))
+        reference.compare(pipe, exact=False, tolerance=2e-6)
+
+
+class Whole(nn.Module):
+    """A model that is no chain: the head comes before the embedding in its list, and a layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embedding = nn.Linear(WIDTH, 13), nn.Embedding(13, WIDTH)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.layers.append(self.layers[1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for one in self.layers:
+            x = x + torch.tanh(one(x))
+        made: Tensor = self.head(x)
+        return made
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_a_model_that_is_no_chain_may_be_tied_too(name: str) -> None:
+    torch.manual_seed(1)
+    model = Whole()
+    whole, (batch, target) = copy.deepcopy(model), tokens(8)
+    pipe = pipeline(model, name, example=batch, balance="even")
+    assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
+    for _ in range(2):
+        pipe.step(batch, target=target)
+        loss_fn(whole(batch), target).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+    for one, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(one).grad)
+    other = Whole().state_dict()
+    pipe.load_state_dict({one: value for one, value in other.items() if one not in ("head.weight", "layers.1.weight")})
+    assert torch.equal(model.get_parameter("layers.1.weight"), other["layers.5.weight"])
+    assert torch.equal(model.head.weight, other["embedding.weight"])
+
+
+def test_the_users_model_stays_tied_and_goes_into_another_pipeline() -> None:
+    model = language_model()
+    batch, target = tokens(8)
+    found: list[Any] = []
+    for _ in range(2):
+        pipe = pipeline(model)
+        pipe.step(batch, target=target)
+        assert model[7].weight is model[0].weight
+        found.append(model.get_parameter("0.weight").grad)
+        model.zero_grad()
+    assert torch.equal(found[0], found[1])
+
+
+def test_what_the_user_does_to_the_model_reaches_every_copy() -> None:
+    for name in ("1f1b", "dualpipe"):
+        (program,) = programs(name, 2, (4,))
+        model = repeated(dropout=0.5)
+        pipe = pipeline(model, program)
+        batch, target = tokens(8)
+        pipe.step(batch, target=target)
+        pipe.zero_grad()
+        model.eval()
+        weight = model.get_parameter("1.0.weight").requires_grad_(False)
+        model.get_parameter("1.0.bias").register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            weight.mul_(2)
+        reference = Reference(model, program, loss_fn)
+        reference.randomness.step = 1
+        reference.model.get_parameter("1.0.bias").register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]
+        pipe.step(batch, target=target)
+        expected = dict(reference.model.named_parameters())
+        reference.step(batch, target)
+        assert weight.grad is None
+        for parameter_name, parameter in pipe.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, expected[parameter_name].grad)
+
+
+def test_evaluation_sees_the_newest_weights_in_every_copy() -> None:
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        model = language_model()
+        pipe = pipeline(model, name)
+        batch, target = tokens(8)
+        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.5)
+        pipe.step(batch, target=target)
+        optimizer.step()
+        torch.testing.assert_close(pipe.eval_step(batch).output, model(batch).detach())
+
+
+class Gate(nn.Module):
+    """Holds a layer, and uses it or not."""
+
+    def __init__(self, held: nn.Module, *, uses: bool) -> None:
+        super().__init__()
+        self.held, self.uses = held, uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held(x) if self.uses else 2 * x
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_a_weight_that_one_owner_reaches_is_reached(name: str) -> None:
+    (program,) = programs(name, 2, (4,))
+    for first, second in ((True, False), (False, True), (False, False)):
+        held = nn.Linear(WIDTH, WIDTH)
+        plain = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        model = nn.Sequential(next(plain), Gate(held, uses=first), Gate(held, uses=second), next(plain))
+        reference = Reference(model, program, functional.mse_loss)
+        pipe = pipeline(model, program, loss_fn=functional.mse_loss)
+        batch, target = data(8)
+        for _ in range(2):
+            pipe.step(batch, target=target)
+            if not first and not second:
+                with pytest.raises(ModelError, match=r"no loss reaches 1\.held\.bias, 1\.held\.weight;"):
+                    pipe.settle()
+                break
+            reference.step(batch, target)
+            reference.compare(pipe, exact=False)
+            for gradients in ([one.grad for one in copies] for copies in copies_of(pipe).values()):
+                assert len({id(one) for one in gradients}) == len(gradients), "two copies have one gradient"
+
+
+class Lookup(nn.Module):
+    """Adds a sparse embedding of the tokens, which travel along."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, value: Any) -> Any:
+        ids, x = value if isinstance(value, tuple) else (value, 0)
+        return ids, torch.tanh(x + self.table(ids))
+
+
+class Out(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 13)
+
+    def forward(self, value: Any) -> Tensor:
+        return self.layer(value[1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_sparse_gradients_stay_sparse_unless_another_is_dense(name: str) -> None:
+    (program,) = programs(name, 2, (4,))
+    for dense in (False, True):
+        table, last = nn.Embedding(13, WIDTH, sparse=True), Out()
+        if dense:
+            last.layer.weight = table.weight
+        model = nn.Sequential(Lookup(table), Lookup(nn.Embedding(13, WIDTH)), Lookup(table), last)
+        reference = Reference(model, program, loss_fn)
+        pipe = pipeline(model, program)
+        batch, target = tokens(8)
+        pipe.step(batch, target=target)
+        reference.step(batch, target)
+        expected = reference.model.get_parameter("0.table.weight").grad
+        assert table.weight.grad is not None
+        assert expected is not None
+        assert table.weight.grad.is_sparse is not dense
+        torch.testing.assert_close(table.weight.grad.to_dense(), expected.to_dense())
+        pipe.settle()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_the_state_has_every_tensor_once_and_is_taken_back_by_any_name(name: str) -> None:
+    model, other = language_model(), language_model(seed=2)
+    pipe = pipeline(model, name)
+    stored = pipe.state_dict()
+    assert sorted(stored) == sorted(set(model.state_dict()) - {"7.weight"})
+    assert all(torch.equal(value, model.state_dict()[one]) for one, value in stored.items())
+    for renamed in (False, True):
+        state = dict(other.state_dict())
+        del state["0.weight" if renamed else "7.weight"]
+        state["elsewhere"] = torch.zeros(3)
+        pipe.load_state_dict(state)
+        for rank in everywhere(pipe):
+            assert all(torch.equal(one, other.get_parameter(one_name)) for one_name, one in rank.items())
+        pipe.load_state_dict(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"0.weight": None, "7.weight": None}, r"the state has no '0\.weight'.*did you mean"),
+        ({"3.0.bias": None}, r"no '3\.0\.bias'.*did you mean \d\.\d\.bias"),
+        ({"3.0.bias": torch.zeros(5)}, r"'3\.0\.bias' has the shape \(5,\) in the state; expected \(6,\)"),
+        ({"7.weight": torch.zeros(13, 6)}, r"'0\.weight' and '7\.weight' differ in the state"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Tensor | None], says: str) -> None:
+    model = language_model()
+    before = copy.deepcopy(model.state_dict())
+    pipe = pipeline(model)
+    changed = {**language_model(seed=2).state_dict(), **change}
+    with pytest.raises(ModelError, match=says):
+        pipe.load_state_dict({name: value for name, value in changed.items() if value is not None})
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+def test_the_exchange_is_in_the_timeline_and_its_waiting_is_no_overhead() -> None:
+    pipe = pipeline(language_model(), num_ranks=4)
+    batch, target = tokens(8)
+    pipe.step(batch, target=target)
+    timeline = pipe.timeline()
+    assert [(span.rank, str(span.action)) for span in timeline.exchanges] == [(0, "0REDUCE_GRAD"), (3, "0REDUCE_GRAD")]
+    assert all(span.end > span.start for span in timeline.exchanges)
+    last = timeline.records[3]
+    assert last.waited_ns > 0
+    assert timeline.overhead[3] < (last.end_ns - last.begin_ns - last.waited_ns) * 1e-9
+    assert not pipeline(nn.Sequential(*list(language_model())[:7]), num_ranks=2)._assembly.ties.edges
+
+
+def test_a_tie_that_was_broken_is_refused() -> None:
+    model = language_model()
+    pipe = pipeline(model, num_ranks=1)
+    batch, target = tokens(8)
+    pipe.step(batch, target=target)
+    model[7].weight = nn.Parameter(model.get_parameter("0.weight").detach().clone())
+    with pytest.raises(ModelError, match=r"0\.weight and 7\.weight were one tensor"):
+        pipe.step(batch, target=target)
+
+
+class Hidden(nn.Module):
+    """A head that reaches its embedding behind the module's back; with a weight of its own, or without."""
+
+    def __init__(self, embedding: nn.Embedding, *, own: bool) -> None:
+        super().__init__()
+        self.behind = [embedding]
+        self.shift = nn.Parameter(torch.zeros(13)) if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x @ self.behind[0].weight.t()
+        return made if self.shift is None else made + self.shift
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_tie_behind_the_modules_back_is_refused(name: str, own: bool) -> None:
+    batch, target = tokens(8)
+    embedding = nn.Embedding(13, WIDTH)
+    model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Hidden(embedding, own=own))
+    with pytest.raises(ModelError, match=r"uses a parameter of shape \(13, 6\) that it does not hold"):
+        pipeline(model, name).step(batch, target=target)
+
+
+class Counts(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_that_forwards_change_are_refused_where_several_ranks_hold_them() -> None:
+    batch, target = data(8)
+    shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    with pytest.raises(ModelError, match=r"stages 0, 1 share running statistics, 0\.1\.running_mean"):
+        pipeline(nn.Sequential(shared, nn.ReLU(), shared), loss_fn=functional.mse_loss)
+    counts = Counts()
+    for name, model in (
+        ("1f1b", nn.Sequential(counts, nn.ReLU(), counts)),
+        ("dualpipe", nn.Sequential(counts, nn.ReLU())),
+    ):
+        with pytest.raises(ModelError, match=r"changes the buffer 0\.count"):
+            pipeline(model, name, loss_fn=functional.mse_loss).step(batch, target=target)
+    model = nn.Sequential(counts, nn.ReLU(), counts)
+    pipeline(model, num_ranks=1, loss_fn=functional.mse_loss).step(batch, target=target)
+    assert counts.count >= 8  # twice for each microbatch
+
+
+def test_verify_allows_for_another_order_of_sums() -> None:
+    def material() -> Any:
+        return language_model(), loss_fn, *tokens(9)
+
+    for name in ("1f1b", "zb-v", "dualpipe"):
+        found = verify(name, num_ranks=2, num_microbatches=4, model=material, transport="in-process")
+        assert found.passes
+        assert found.tolerance == 1e-6
+        assert "7.weight" not in found.gradient_differences
