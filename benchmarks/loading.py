@@ -161,7 +161,7 @@ def cases(kind: str, args: argparse.Namespace, folder: Path | None, whole: int) 
     """Yield the figures of some ranks and of one process under the same limit, one pair after the other."""
     import drumline as dl
 
-    for num_ranks, train, share in ((2, False, 0.7), (4, True, 0.8), (2, True, 1.5)):
+    for num_ranks, train, share in ((2, False, 0.7), (4, True, 0.8)):
         for number in (num_ranks, 1):
             given = (kind, args.blocks, args.width, folder, int(share * whole))
             settings = {"train": train, "schedule": args.schedule}
