@@ -176,7 +176,7 @@ def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
     if patches.get("triton.cudagraphs"):
         raise ModelError(
             "compile asks for CUDA graphs of its own, which several microbatches at once would overwrite",
-            fix='use mode="max-autotune-no-cudagraphs"; capture=True runs a whole step as one graph',
+            fix='use mode="max-autotune-no-cudagraphs"; capture=True captures steps as graphs',
         )
     if patches.get("fallback_random") is False:
         raise ModelError(
