@@ -135,15 +135,17 @@ def given(folders: list[Path]) -> None:
 
 def test_all_ranks_say_the_same_about_weights_that_do_not_fit(tmp_path: Path) -> None:
     state = mlp().state_dict()
+    doubled = {name: one.double() for name, one in state.items()}
+    lacking = {name: one for name, one in state.items() if name != "6.1.bias"}
     folders = []
-    for number, kept in enumerate((state, {name: one for name, one in state.items() if name != "6.1.bias"})):
+    for number, kept in enumerate((state, doubled, lacking)):
         folders.append(tmp_path / str(number))
         folders[-1].mkdir()
         torch.save(kept, folders[-1] / "pytorch_model.bin")
     with pytest.raises(MismatchError, match="ranks 0 and 1 have another weights"):
-        dl.launch(given, folders, num_ranks=2)
-    with pytest.raises(ModelError, match=r"1 has no tensor for the parameter 6\.1\.bias") as caught:
-        dl.launch(given, folders[1:] * 2, num_ranks=2)
+        dl.launch(given, folders[:2], num_ranks=2)
+    with pytest.raises(ModelError, match=r"2 has no tensor for the parameter 6\.1\.bias") as caught:
+        dl.launch(given, [folders[2]] * 2, num_ranks=2)
     assert not isinstance(caught.value, RankFailed)
 
 
