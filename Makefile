@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick style lint bench docs clean
+.PHONY: help setup demo test quick style lint families bench docs clean
 
 help:
 	@echo "make demo    show and compare schedules; ends with a page to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 15 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
+	@echo "make families   every family of Hugging Face models that has a pipeline plan"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
 	@echo "make docs    the documentation as HTML in docs/_build"
 	@echo "make setup   only the environment, .venv"
@@ -47,6 +48,10 @@ lint: $(VENV)/full.stamp style
 
 test: lint docs
 	$(BIN)/pytest --numprocesses 2
+
+# One test for every family of models that has a pipeline plan; `make test` runs some of them.
+families: $(VENV)/full.stamp
+	ALL_FAMILIES=1 $(BIN)/pytest tests/pipeline/test_hugging_face.py -k every_family --numprocesses 2
 
 bench: $(VENV)/full.stamp
 	@mkdir -p out

@@ -144,8 +144,10 @@ def test_all_ranks_use_rank_0s_figures() -> None:
         found = balanced(model, num_ranks=None)
         return found.to_json(), counts(pipeline(model, num_ranks=2, balance=found.counts))
 
-    first, second = launch(decide, num_ranks=2)
+    (first, mine), (second, theirs) = launch(decide, num_ranks=2)
     assert first == second
+    assert [*mine[:1], *theirs[1:]] == json.loads(first)["counts"]
+    assert mine[1] == theirs[0] == 0, "a rank keeps the blocks of its own stages only"
 
 
 def test_a_rank_that_cannot_measure_fails_all() -> None:

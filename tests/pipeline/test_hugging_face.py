@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -103,7 +104,11 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
                 weights[path].copy_(one)
 
 
-@pytest.mark.parametrize("family", [name for name in families() if name not in UNRUNNABLE])
+# All of them take minutes: `make families` runs all, every other test run some.
+FAMILIES = [name for name in families() if name not in UNRUNNABLE][:: 1 if "ALL_FAMILIES" in os.environ else 8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_a_pipeline_plan_runs_piece_by_piece(family: str) -> None:
     model = tiny_family(family)
     batch = text(4)

@@ -7,6 +7,7 @@ time, and freeing what has no backward is refused: its gradient would be missing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import ref
 
 from torch import nn
 
@@ -37,20 +38,19 @@ class Frozen:
         self.program = prune(program, trainable(cuts))
         self._is_whole = True
         self._cuts = cuts
-        self._parameters = [list(_parameters(stage)) for stage in cuts]
+        self._parameters = [[(name, ref(one)) for name, one in _parameters(stage)] for stage in cuts]
 
     def forget_all_but(self, cuts: Cuts) -> None:
-        """Keep only these blocks, where others are of other processes."""
+        """Keep only these blocks alive, where others are of other processes; others are looked at while they live."""
         self._is_whole = all(cuts)
         self._cuts = cuts
-        self._parameters = [list(_parameters(stage)) for stage in cuts]
 
     def check_trains(self) -> None:
         """Refuse a training step where nothing trains; alike on all ranks that were given the same model."""
         if self.program.has_backward:
             if not self._is_whole:
                 return  # the others may train
-            if any(one.requires_grad for stage in self._parameters for _, one in stage):
+            if any(one.requires_grad for stage in self._parameters for _, seen in stage if (one := seen()) is not None):
                 return
             if any(trainable(self._cuts)):  # parameters were exchanged
                 return
@@ -64,8 +64,9 @@ class Frozen:
         """Refuse parameters that are trained by now where the program has no gradients for them."""
         for kind, parameters in zip(self.program.backwards, self._parameters, strict=True):
             if kind is not Backward.WHOLE:
-                for name, one in parameters:
-                    if one.requires_grad:
+                for name, seen in parameters:
+                    one = seen()
+                    if one is not None and one.requires_grad:
                         self._refuse(name)
         for stage in stages:
             if stage.kind is not Backward.WHOLE and stage.parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from array import array
@@ -64,6 +65,18 @@ class EventClock(Clock):
         return record
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect no garbage while recording: an old graph that is freed meanwhile would break the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaRecorder(Recorder):
     """Records on a stream of its own; a recording is launched on the stream that is current then."""
 
@@ -83,6 +96,7 @@ class CudaRecorder(Recorder):
 
     def new_pool(self) -> Any:
         """Return a pool; what lies about unused goes back to the device, which the pool will ask for memory."""
+        gc.collect()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
@@ -91,7 +105,7 @@ class CudaRecorder(Recorder):
         """Record as a CUDA graph. Other threads, a loader's that pins memory say, may go on meanwhile."""
         torch.cuda.synchronize(self._stream.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+        with _no_garbage(), torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a stage may do nothing at all
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
