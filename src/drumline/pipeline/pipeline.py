@@ -26,6 +26,7 @@ from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
+from drumline.plan.held import held_by
 from drumline.runtime import clip
 from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
@@ -144,7 +145,7 @@ class Pipeline:
                 with numbers.autocast:
                     self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
                 balance = None if self.balance is None else self.balance.counts
-            stages = cut(blocks, program.num_stages, balance, cuts)
+            stages = cut(blocks, program.num_stages, balance, cuts, held=held_by(program))
             stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)

@@ -13,6 +13,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.frozen import needed
 from drumline.plan.chain import BlockCosts
+from drumline.plan.held import Held
 from drumline.plan.partition import partition
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -134,11 +135,13 @@ def cut(
     num_stages: int,
     balance: Sequence[int] | str | None = None,
     cuts: Sequence[str] | None = None,
+    *,
+    held: Sequence[Held] = (),
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 
     With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
-    a first guess at what they cost.
+    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -157,7 +160,7 @@ def cut(
     if isinstance(balance, str) and balance != "even":
         raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
     if balance is None:
-        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages).counts
+        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages, held=held).counts
     if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
