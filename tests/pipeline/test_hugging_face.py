@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-
 from drumline.core.errors import BatchError, ModelError
 from drumline.pipeline.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
