@@ -38,7 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"console", "python", "py", "sh", "text"}
 BUILT_IN = frozenset(schedules())
-NEEDS_TORCH = re.compile(r"import torch|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\.")
+NEEDS_TORCH = re.compile(
+    r"import torch|read_run\(|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\."
+)
 
 
 @dataclass(frozen=True)

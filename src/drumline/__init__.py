@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drumline.core.lower import lower
     from drumline.core.placement import Placement
     from drumline.core.program import Program
+    from drumline.core.run import Run, read_run
     from drumline.core.simulate import makespans, simulate
     from drumline.core.timeline import Timeline
     from drumline.core.torch_text import for_torch, titan_schedule
@@ -51,6 +52,7 @@ _HOME = {
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Program": "core.program",
+    "Run": "core.run",
     "Timeline": "core.timeline",
     "Violation": "core.violation",
     "W": "core.action",
@@ -67,6 +69,7 @@ _HOME = {
     "materialise": "pipeline.materialise",
     "overlap": "core.action",
     "prune": "core.frozen",
+    "read_run": "core.run",
     "schedule": "schedules",
     "simulate": "core.simulate",
     "titan_schedule": "core.torch_text",
@@ -87,6 +90,7 @@ __all__ = [
     "Pipeline",
     "Placement",
     "Program",
+    "Run",
     "Timeline",
     "Violation",
     "W",
@@ -103,6 +107,7 @@ __all__ = [
     "materialise",
     "overlap",
     "prune",
+    "read_run",
     "schedule",
     "simulate",
     "titan_schedule",

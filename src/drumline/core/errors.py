@@ -10,6 +10,7 @@ DrumlineError            anything that Drumline refuses
 ├── ModelError           a model that cannot be cut as asked, or does not fit the program
 ├── BatchError           a batch that cannot be cut into the microbatches
 ├── MismatchError        ranks that were not given the same thing
+├── RecordError          a folder that holds no run, or files of one that cannot be read together
 └── RunError             a run that failed
     ├── NonFiniteError   a loss or gradient that is NaN or infinite; nothing was updated
     ├── WaitTimeout      a rank waited too long; says for which action of which rank
@@ -74,6 +75,10 @@ class BatchError(DrumlineError):
 
 class MismatchError(DrumlineError):
     """Ranks that were not given the same schedule, model or settings."""
+
+
+class RecordError(DrumlineError):
+    """A folder that holds no run, or files of one that cannot be read together."""
 
 
 class RunError(DrumlineError):

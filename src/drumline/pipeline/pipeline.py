@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
+from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.core.record import Record
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
@@ -22,22 +24,25 @@ from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.programs import attempt, forwards_of, program_for
+from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
+from drumline.runtime.batch import counted_in
 from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
+from drumline.runtime.clock import NoClock
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import clock_for, recorder_for
 from drumline.runtime.cut import Block, Model
+from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
@@ -79,6 +84,7 @@ class Pipeline:
     - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
       numbers.
+    - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
     """
 
     def __init__(
@@ -109,7 +115,9 @@ class Pipeline:
         capture: bool = False,
         weigh: bool = False,
         compile: Compile = False,  # noqa: A002 - as torch calls it
+        record: bool | str | Path = True,
     ) -> None:
+        given = dict(locals())
         transports.check(transport)
         self.device = torch.device(device) if device is not None else assembly.device_of(model)
         self.check_finite = check_finite
@@ -154,9 +162,12 @@ class Pipeline:
                 compiler_for(compile, self.device),
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            more = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
+            more: dict[str, Any] = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
+            more["record"] = record if isinstance(record, bool) else str(record)
             self._agree(self._assembly.described(**more))
             self._crew.connect(self._assembly.ties.edges)
+            self._recording = Recording(record, self._crew)
+            self._recording.describe(given, program, self._assembly, self.balance)
             copies = self._copies(stages)
             self._executors = [
                 self._executor(channel, merge_weight_gradients, weigh, copies.get(channel.rank))
@@ -206,7 +217,7 @@ class Pipeline:
             channel.rank,
             stages,
             channel,
-            clock_for(self.device),
+            clock_for(self.device) if self._recording.is_on else NoClock(),
             merge_weight_gradients=merge,
             scale=Scale(stages.values()) if weigh else None,
             ties=self._assembly.ties,
@@ -238,7 +249,7 @@ class Pipeline:
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
-        records = [Record(executor.rank) for executor in self._executors]
+        drafts = [Draft(executor.rank, step.number) for executor in self._executors]
         with self._crew.together("the start of a step"):
             self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
@@ -247,10 +258,10 @@ class Pipeline:
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
-            self._run(self._executors, step, records)
+            self._run(self._executors, step, drafts)
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
-            tally = self._told(step, records)
+            tally = self._told(step, drafts)
         return StepResult(step.number, lambda: tally.loss)
 
     def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
@@ -266,7 +277,7 @@ class Pipeline:
             for module in training:
                 module.training = False
             try:
-                self._run(self._evaluators, step, [Record(executor.rank) for executor in self._evaluators])
+                self._run(self._evaluators, step, [Draft(executor.rank) for executor in self._evaluators])
             finally:
                 for module in training:
                     module.training = True
@@ -280,17 +291,17 @@ class Pipeline:
         held = {index for executor in self._executors for index in executor.stages}
         return {end for end, index in (("first", 0), ("last", self.program.num_stages - 1)) if index in held}
 
-    def _run(self, executors: Sequence[Executor], step: Step, records: Sequence[Record]) -> None:
+    def _run(self, executors: Sequence[Executor], step: Step, drafts: Sequence[Draft]) -> None:
         """Run every rank of this process through its row."""
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step, records, self._crew.drive)
+            self._captured.run(step, drafts, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
         kept = self._assembly.precision.step()
         with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
-            self._crew.drive([one.run(step, record) for one, record in zip(executors, records, strict=True)])
+            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
@@ -315,7 +326,7 @@ class Pipeline:
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _told(self, step: Step, records: Sequence[Record]) -> Tally:
+    def _told(self, step: Step, drafts: Sequence[Draft]) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         alone = self._crew.alone
         told = Told(sorted(step.losses))
@@ -334,13 +345,23 @@ class Pipeline:
             self._ledger.reached = True
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
-        for one, executor, record in zip(each, self._executors, records, strict=False):
-            one.record = record if alone else executor.clock.settle(record)
+        told.num_rows, told.num_tokens = counted_in(step.batch)
+
+        def records() -> list[Record]:
+            for executor, draft in zip(self._executors, drafts, strict=False):
+                executor.clock.settle(draft)
+            return [draft.record() for draft in drafts]
+
+        own = records if alone and self._recording.folder is None else None
+        if own is None and self._recording.is_on:
+            for one, made in zip(each, records(), strict=False):
+                one.record = made
         topic = f"step/{step.number}"
         self._crew.tell(topic, each)
-        clocks = [executor.clock for executor in self._executors] if alone else []
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks, self.scaler)
+        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler, own)
         self._ledger.add(tally, trained=step.train)
+        if step.train:
+            self._recording.add(tally, [one.record for one in each if one.record is not None])
         self._number += 1
         return tally
 
@@ -371,10 +392,12 @@ class Pipeline:
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
         total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
+        self._recording.note(grad_norm=total)
         return total
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
+        self._recording.check()
         if self._ledger.last is None:
             raise RunError("no step has run yet", fix="call step first")
         return self._ledger.last.timeline
@@ -421,7 +444,8 @@ class Pipeline:
         self._holdings.load_state_dict(mapping)
 
     def close(self) -> None:
-        """Take leave of the other ranks; nothing is left behind."""
+        """Take leave of the other ranks; nothing is left behind but a run that was recorded."""
+        self._recording.close()
         self._crew.close()
 
     def __enter__(self) -> Pipeline:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
+from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.core.record import Record
 from drumline.pipeline.scaler import LossScaler
-from drumline.runtime.clock import Clock
-from drumline.runtime.record import Measured, Record
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class Told:
     scale: float | None = None  # of the loss, as this rank knows it
     unreached: list[str] = field(default_factory=list)
     record: Record | None = None
+    num_rows: int = 0  # of the batch, where it is known
+    num_tokens: int = 0
 
 
 @dataclass
@@ -39,13 +41,28 @@ class Tally:
     number: int
     hear: Callable[[], list[Told]]
     program: Program
-    clocks: Sequence[Clock] = ()  # of ranks in this process, whose records are still marks
     scaler: LossScaler | None = None
+    own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
 
     @cached_property
     def told(self) -> list[Told]:
         """What every rank told."""
         return self.hear()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether all ranks' words are here."""
+        return "told" in self.__dict__
+
+    @cached_property
+    def records(self) -> Sequence[Record | None]:
+        """What every rank recorded."""
+        return [one.record for one in self.told] if self.own is None else self.own()
+
+    @property
+    def has_timeline(self) -> bool:
+        """Whether the actions were timed on all ranks: not if they were captured, or nothing is recorded."""
+        return all(record is not None and record.starts for record in self.records)
 
     @cached_property
     def loss(self) -> Tensor | None:
@@ -62,12 +79,9 @@ class Tally:
     @cached_property
     def timeline(self) -> Measured:
         """What the ranks measured."""
-        records = [one.record for one in self.told if one.record is not None and one.record.starts]
-        if len(records) != self.program.num_ranks:
+        if not self.has_timeline:
             raise RunError("a captured step has no timeline", fix="use capture=False to measure")
-        for clock, record in zip(self.clocks, records, strict=False):
-            clock.settle(record)
-        return Measured(self.program, tuple(records))
+        return Measured(self.program, tuple(one for one in self.records if one is not None))
 
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""

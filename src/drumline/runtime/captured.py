@@ -133,7 +133,7 @@ class CapturedRow:
                     )
             self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
         receive, tensors, form = self._sent[job.action]
-        self.executor.channel.send(receive, job.other, tuple([one.clone() for one in tensors]), form)
+        self.executor.hand_over(job.other, receive, tuple([one.clone() for one in tensors]), form)
 
 
 def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:

@@ -25,13 +25,15 @@ from drumline.core.errors import WaitTimeout
 class Delivery:
     """A message that arrived: its tensors, how they are put together, and when it was on its way.
 
-    `made_ns` is when the sender handed it over and `sent_ns` when it could be taken up, both by this rank's clock.
+    `made_ns` is when the sender handed it over and `sent_ns` when it had left the sender (the same, where that is not
+    known); `arrived_ns` is when it could be taken up here, or later where nobody looked.
     """
 
     tensors: tuple[Tensor, ...]
     form: Any
     made_ns: int
     sent_ns: int
+    arrived_ns: int
     num_bytes: int
 
 

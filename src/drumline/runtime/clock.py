@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from drumline.runtime.record import Record
+from drumline.runtime.draft import Draft
 
 
 class Clock:
@@ -25,6 +25,17 @@ class Clock:
         """Mark the moment that the device's work so far is done; on a host that is now."""
         return time.perf_counter_ns()
 
-    def settle(self, record: Record) -> Record:
+    def settle(self, draft: Draft) -> None:
         """Turn marks into moments, once the step is over."""
-        return record
+
+
+class NoClock(Clock):
+    """Stands still: for pipelines that record nothing."""
+
+    def now(self) -> int:
+        """Return no moment."""
+        return 0
+
+    def mark(self) -> int:
+        """Mark nothing."""
+        return 0

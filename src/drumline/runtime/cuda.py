@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.clock import Clock
-from drumline.runtime.record import Record
+from drumline.runtime.draft import Draft
 from drumline.runtime.recorder import Recorder
 
 
@@ -48,21 +48,20 @@ class EventClock(Clock):
         self._used += 1
         return self._used - 1
 
-    def settle(self, record: Record) -> Record:
+    def settle(self, draft: Draft) -> None:
         """Turn marks into moments; waits for the device."""
         if self._zero is None:
-            return record
+            return
         torch.cuda.synchronize()
         event, zero = self._zero
 
         def moment(mark: int) -> int:
             return zero + int(event.elapsed_time(self._events[mark]) * 1e6)
 
-        record.starts = array("q", map(moment, record.starts))
-        record.ends = array("q", map(moment, record.ends))
-        record.end_ns = max(record.end_ns, *record.ends) if record.ends else record.end_ns
+        draft.starts = array("q", map(moment, draft.starts))
+        draft.ends = array("q", map(moment, draft.ends))
+        draft.end_ns = max(draft.end_ns, *draft.ends) if draft.ends else draft.end_ns
         self._zero = None
-        return record
 
 
 @contextmanager
@@ -148,6 +147,15 @@ def recorder_for(device: torch.device) -> Recorder:
     if device.type != "cuda":
         raise ModelError(f"capture=True on {device.type}", expected="a CUDA device", fix="use capture=False")
     return CudaRecorder(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called; nothing where it is the host.
+
+    >>> device_name(torch.device("cpu"))
+    ''
+    """
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -65,13 +65,13 @@ class _Sent(NamedTuple):
 class _Coming:
     """A message whose header has arrived; `flat` exists once its receive is issued."""
 
-    __slots__ = ("error", "flat", "has_arrived", "layout", "made_ns", "number", "sent_ns", "work")
+    __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
 
     def __init__(self, number: int, layout: Layout, made_ns: int) -> None:
         self.number = number
         self.layout = layout
         self.made_ns = made_ns
-        self.sent_ns = 0
+        self.arrived_ns = 0
         self.flat: Tensor | None = None
         self.work: Work | None = None
         self.has_arrived = False
@@ -211,14 +211,15 @@ class DistributedChannel(MeshChannel[_Coming]):
                     return None
             elif coming.work is not None:
                 coming.work.wait()  # the current stream waits, the host does not
-                coming.sent_ns = _clock()
+                coming.arrived_ns = _clock()
         self._pick(source, key)
         if coming.work is not None:
             edge.num_issued -= 1
             self._issue(source, edge, _MOST_AHEAD)
         assert coming.flat is not None
         tensors = coming.layout.unpacked(coming.flat.to(self._device))
-        return Delivery(tensors, coming.layout.form, coming.made_ns, coming.sent_ns, coming.layout.num_bytes)
+        form, made_ns, num_bytes = coming.layout.form, coming.made_ns, coming.layout.num_bytes
+        return Delivery(tensors, form, made_ns, made_ns, coming.arrived_ns, num_bytes)
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there, payload included if the host has to wait for that."""
@@ -236,7 +237,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             coming = edge.not_issued.popleft()
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             if not coming.layout.room:
-                coming.has_arrived, coming.sent_ns = True, _clock()
+                coming.has_arrived, coming.arrived_ns = True, _clock()
                 continue
             try:
                 coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
@@ -249,7 +250,7 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
         if error is None:
-            coming.has_arrived, coming.sent_ns = True, _clock()
+            coming.has_arrived, coming.arrived_ns = True, _clock()
             self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
         else:
             coming.error = error
@@ -309,7 +310,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         if kind == _SMALL_MESSAGE:
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
-            coming.has_arrived, coming.sent_ns = True, _clock()
+            coming.has_arrived, coming.arrived_ns = True, _clock()
         else:
             edge.not_issued.append(coming)
             self._issue(source, edge, _MOST_AHEAD)

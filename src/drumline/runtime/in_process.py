@@ -55,7 +55,7 @@ class Hub:
                     f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
                     expected="one order per edge",
                 )
-            delivery.sent_ns = time.perf_counter_ns()
+            delivery.sent_ns = delivery.arrived_ns = time.perf_counter_ns()
             self.arrived[target][source, sent].append(delivery)
 
 
@@ -81,7 +81,7 @@ class InProcessChannel(Channel):
         now = time.perf_counter_ns()
         exchange = receive.op is Op.REDUCE_GRAD
         sends = self.hub.edges[self.rank, target, exchange].sends
-        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, num_bytes)))
+        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, now, num_bytes)))
         self.peak_open_sends = max(self.peak_open_sends, len(sends))
         self.hub.activity += 1
         self.hub.match(self.rank, target, exchange)

@@ -157,7 +157,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if len(edge.credits) * 2 >= self._num_slots:
             self._send_credits(source, edge)
         offset_ns = edge.offset_ns
-        return Delivery(tensors, layout.form, made_ns + offset_ns, sent_ns + offset_ns, layout.num_bytes)
+        return Delivery(tensors, layout.form, made_ns + offset_ns, sent_ns + offset_ns, _clock(), layout.num_bytes)
 
     def _send_credits(self, source: int, edge: _Edge) -> None:
         self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)

@@ -1,13 +1,8 @@
-"""What a rank measured in one step, and the timeline that all ranks' records make.
-
-Every rank notes when each action started and ended, when it waited and for which message, and when each message that it
-took up was made, on its way, and consumed. Records are arrays of whole numbers, so they are small and travel well.
-"""
+"""The timeline of a step that ran: what all ranks' records make together."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -17,6 +12,7 @@ from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
 from drumline.core.memory import Holding, holdings
+from drumline.core.record import Record, decoded
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
 
 NANO = 1e-9
@@ -24,64 +20,45 @@ NANO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A time in which a rank had nothing to do: it was at `action` and waited for `receive` of `source`."""
+    """A time in which a rank had nothing to do: it was at `action` and waited for `receive` of `source`.
+
+    `action` is None where the row had ended and gradients were exchanged.
+    """
 
     rank: int
-    action: Action
+    action: Action | None
     receive: Action
     source: int
     start: float
     end: float
 
 
-def _numbers() -> array[int]:
-    return array("q")
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One rank's step in seconds, by what the rank did; each is the sum of spans of its own, but the last.
 
+    `busy` is computing, `transfer` moving messages or having them on their way while it had nothing else to do, `wait`
+    waiting for another rank to make one. What no span covers is `unexplained`.
+    """
 
-@dataclass(slots=True)
-class Record:
-    """One rank's step, in nanoseconds of a clock that all ranks share; rows of several numbers are laid out flat."""
+    busy: float
+    transfer: float
+    wait: float
+    overhead: float
+    unexplained: float
 
-    rank: int
-    begin_ns: int = 0
-    end_ns: int = 0
-    starts: array[int] = field(default_factory=_numbers)  # of each timed action
-    ends: array[int] = field(default_factory=_numbers)
-    held: array[int] = field(default_factory=_numbers)  # pairs held once it has ended
-    stash: array[int] = field(default_factory=_numbers)  # bytes held once it has ended, where they were weighed
-    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
-    waits: array[int] = field(default_factory=_numbers)  # index of the action, message, source, from, to
-    messages: array[int] = field(default_factory=_numbers)  # message, source, made, sent, consumed, bytes
-    exchanges: array[int] = field(default_factory=_numbers)  # stage, from, to
-    waited_ns: int = 0  # in exchanges, for other ranks' gradients
-
-    def waited(self, index: int, receive: Action, source: int, start: int, end: int) -> None:
-        """Note a wait before the timed action `index`."""
-        self.waits.extend((index, *_coded(receive), source, start, end))
-
-    def took(self, receive: Action, source: int, made: int, sent: int, consumed: int, num_bytes: int) -> None:
-        """Note a message that was taken up."""
-        self.messages.extend((*_coded(receive), source, made, sent, consumed, num_bytes))
-
-
-def _coded(receive: Action) -> tuple[int, int, int]:
-    return receive.stage, int(receive.op is Op.RECV_B), -1 if receive.microbatch is None else receive.microbatch
-
-
-def _decoded(stage: int, backward: int, microbatch: int) -> Action:
-    return Action(stage, Op.RECV_B if backward else Op.RECV_F, microbatch)
-
-
-def _rows(flat: array[int], width: int) -> Iterator[Sequence[int]]:
-    return (flat[at : at + width] for at in range(0, len(flat), width))
+    @property
+    def total(self) -> float:
+        """The seconds from the call of `step` to its end."""
+        return self.busy + self.transfer + self.wait + self.overhead + self.unexplained
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measured(Timeline):
     """The timeline of a step that ran, in seconds from its first action.
 
-    Beyond what every timeline has: `waits`, the waiting of each rank by what it waited for, and `overhead`, the seconds
-    of each rank's step that were neither compute nor waiting.
+    Beyond what every timeline has: `waits`, the waiting of each rank by what it waited for, and `parts`, each rank's
+    step by what it did.
     """
 
     records: tuple[Record, ...]
@@ -133,7 +110,7 @@ class Measured(Timeline):
         return [
             Span(record.rank, Action(stage, Op.REDUCE_GRAD), self._seconds(start), self._seconds(end), Lane.EXCHANGE)
             for record in self.records
-            for stage, start, end in _rows(record.exchanges, 3)
+            for stage, start, end in record.rows("exchanges")
         ]
 
     @cached_property
@@ -141,29 +118,39 @@ class Measured(Timeline):
         """The messages between ranks, transfer and waiting apart."""
         found = []
         for record in self.records:
-            for *coded, source, made, sent, consumed, num_bytes in _rows(record.messages, 8):
-                send = rules.message_of(_decoded(*coded)).send
-                start, end, taken = (self._seconds(one) for one in (made, min(sent, consumed), consumed))
+            for *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
+                ready = min(sent if sent > made else arrived, consumed)
+                send = rules.message_of(decoded(*coded)).send
+                start, end, taken = (self._seconds(one) for one in (made, ready, consumed))
                 found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
         return found
 
     @cached_property
     def waits(self) -> tuple[Waited, ...]:
         """Every time a rank waited, and for what."""
-        return tuple(
-            Waited(record.rank, track.actions[at], _decoded(*coded), source, self._seconds(start), self._seconds(end))
-            for track, record in zip(self.tracks, self.records, strict=True)
-            for at, *coded, source, start, end in _rows(record.waits, 7)
-        )
+        found = []
+        for track, record in zip(self.tracks, self.records, strict=True):
+            for at, *coded, source, start, end in record.rows("waits"):
+                action = track.actions[at] if at < len(track.actions) else None
+                moments = self._seconds(start), self._seconds(end)
+                found.append(Waited(record.rank, action, decoded(*coded), source, *moments))
+        return tuple(found)
 
     @cached_property
+    def parts(self) -> tuple[Parts, ...]:
+        """Per rank, its step by what it did."""
+        found = []
+        for record in self.records:
+            busy = sum(record.ends) - sum(record.starts)
+            wait, took, sent = (_nanoseconds(record, table) for table in ("waits", "messages", "sends"))
+            left = record.end_ns - record.begin_ns - busy - wait - took - sent
+            found.append(Parts(*(one * NANO for one in (busy, took + sent, wait, 0, left))))
+        return tuple(found)
+
+    @property
     def overhead(self) -> tuple[float, ...]:
-        """Seconds of each rank's step that were neither compute nor waiting: the executor's own."""
-        return tuple(
-            (record.end_ns - record.begin_ns - sum(record.ends) + sum(record.starts)) * NANO
-            - (record.waited_ns + sum(end - start for *_, start, end in _rows(record.waits, 7))) * NANO
-            for record in self.records
-        )
+        """Seconds of each rank's step that were the executor's own."""
+        return tuple(parts.overhead for parts in self.parts)
 
     def measured_costs(self) -> Costs:
         """Return the median seconds of each stage and op, and bytes where they were weighed, ready for `simulate`.
@@ -205,3 +192,7 @@ class Measured(Timeline):
             "activation_bytes": full,
             "held_until_weight_bytes": [held + less for held, less in zip(full, freed, strict=True)],
         }
+
+
+def _nanoseconds(record: Record, table: str) -> int:
+    return sum(record.column(table, "to")) - sum(record.column(table, "from"))

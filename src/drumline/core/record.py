@@ -1,0 +1,138 @@
+"""What one rank measured in one step: moments by its own clock, as whole nanoseconds, in flat tables.
+
+    starts     100  350       the tables of one column: one number per timed action
+    ends       300  600
+    waits      1  1 0 0  0  300 350      several columns are laid out row by row; COLUMNS names them
+
+A record is what ranks tell each other and what the files of a run hold, so it is small and travels well. What it means
+for all ranks together says `Measured`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from drumline.core.action import Action, Op
+
+# A message is named by its receive: its stage, its op as an index into RECEIVES, its microbatch (-1: none).
+RECEIVES = (Op.RECV_F, Op.RECV_B, Op.REDUCE_GRAD)
+_MESSAGE = ("stage", "op", "microbatch")
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "starts": ("start",),
+    "ends": ("end",),
+    "held": ("pairs",),
+    "stash": ("bytes",),
+    "waits": ("action", *_MESSAGE, "source", "from", "to"),
+    "messages": (*_MESSAGE, "source", "made", "sent", "arrived", "from", "to", "bytes"),
+    "sends": (*_MESSAGE, "target", "from", "to", "bytes"),
+    "exchanges": ("stage", "from", "to"),
+}
+
+# Columns that are moments of the rank's own clock; files count them from the step's begin.
+_MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})
+
+
+def _numbers() -> array[int]:
+    return array("q")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One rank's step.
+
+    `held` and `stash` are pairs and bytes held once each timed action has ended; bytes only where they were weighed.
+    A wait stands before the timed action of its number. A message was `made` and `sent` by its source's clock, could be
+    taken up when it had `arrived`, and was copied `from` then `to` then.
+    """
+
+    rank: int
+    step: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
+    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
+    starts: Sequence[int] = field(default_factory=_numbers)
+    ends: Sequence[int] = field(default_factory=_numbers)
+    held: Sequence[int] = field(default_factory=_numbers)
+    stash: Sequence[int] = field(default_factory=_numbers)
+    waits: Sequence[int] = field(default_factory=_numbers)
+    messages: Sequence[int] = field(default_factory=_numbers)
+    sends: Sequence[int] = field(default_factory=_numbers)
+    exchanges: Sequence[int] = field(default_factory=_numbers)
+
+    def rows(self, table: str) -> Iterator[Sequence[int]]:
+        """Yield the rows of a table.
+
+        >>> list(Record(0, exchanges=[2, 100, 300, 3, 200, 400]).rows("exchanges"))
+        [[2, 100, 300], [3, 200, 400]]
+        """
+        flat, width = getattr(self, table), len(COLUMNS[table])
+        return (flat[at : at + width] for at in range(0, len(flat), width))
+
+    def column(self, table: str, name: str) -> Sequence[int]:
+        """Return one column of a table.
+
+        >>> Record(0, exchanges=[2, 100, 300, 3, 200, 400]).column("exchanges", "to")
+        [300, 400]
+        """
+        columns = COLUMNS[table]
+        found: Sequence[int] = getattr(self, table)[columns.index(name) :: len(columns)]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object for JSON: own moments count from the begin, empty tables are left out.
+
+        >>> Record(0, begin_ns=1000, end_ns=1500, starts=[1100], ends=[1300]).to_json()
+        {'rank': 0, 'step': 0, 'begin_ns': 1000, 'end_ns': 500, 'peak_stash': 0, 'starts': [100], 'ends': [300]}
+        """
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain["end_ns"] -= self.begin_ns
+        tables = ((name, getattr(self, name)) for name in COLUMNS)
+        return plain | {name: _shifted(name, flat, -self.begin_ns) for name, flat in tables if flat}
+
+    @staticmethod
+    def from_json(table: Mapping[str, Any]) -> Record:
+        """Return the record that `to_json` made an object of.
+
+        >>> record = Record(1, begin_ns=1000, end_ns=1500, exchanges=array("q", [2, 1100, 1300]))
+        >>> Record.from_json(record.to_json()) == record
+        True
+        """
+        begin = int(table["begin_ns"])
+        values: dict[str, Any] = {name: int(table[name]) for name in _PLAIN}
+        values["end_ns"] += begin
+        values |= {name: array("q", _shifted(name, table.get(name, ()), begin)) for name in COLUMNS}
+        return Record(**values)
+
+
+_PLAIN = tuple(one.name for one in fields(Record) if one.name not in COLUMNS)
+
+
+def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
+    """Return a table with its own moments moved."""
+    moved, columns = list(flat), COLUMNS[table]
+    for at, name in enumerate(columns):
+        if name in _MOMENTS:
+            moved[at :: len(columns)] = [moment + by for moment in moved[at :: len(columns)]]
+    return moved
+
+
+def coded(receive: Action) -> tuple[int, int, int]:
+    """Return a message's three columns.
+
+    >>> coded(Action.parse("2RECV_B5"))
+    (2, 1, 5)
+    """
+    return receive.stage, RECEIVES.index(receive.op), -1 if receive.microbatch is None else receive.microbatch
+
+
+def decoded(stage: int, op: int, microbatch: int) -> Action:
+    """Return the receive that three columns name.
+
+    >>> decoded(2, 1, 5)
+    2RECV_B5
+    """
+    return Action(stage, RECEIVES[op], None if microbatch < 0 else microbatch)

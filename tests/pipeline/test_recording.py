@@ -1,0 +1,184 @@
+"""Runs that a pipeline writes: ranks that take turns in one process, and one launch of real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drumline as dl
+from drumline.core.errors import RunError, UsageError
+from drumline.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.torch
+
+
+def pipeline(**settings: Any) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    settings = {"num_microbatches": 4, "schedule": "1f1b", "num_ranks": 2, **settings}
+    return Pipeline(model, loss_fn=nn.functional.mse_loss, **settings)
+
+
+def train(pipe: Pipeline, num_steps: int = 3) -> list[float]:
+    torch.manual_seed(1)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+    for _ in range(num_steps):
+        batch = torch.randn(8, 4)
+        result = pipe.step(batch, target=batch.flip(1))
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.loss is not None
+        losses.append(result.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_a_folder_holds_every_step(tmp_path: Path, schedule: str) -> None:
+    with pipeline(schedule=schedule, record=tmp_path / "run") as pipe:
+        losses = train(pipe)
+        timeline = pipe.timeline()
+        program = pipe.program
+    run = dl.read_run(tmp_path / "run")
+    assert run.steps == (0, 1, 2)
+    assert run.program == program
+    assert run.timeline().records == timeline.records
+    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == losses
+    assert all(one["grad_norm"] > 0 for one in run.metrics())
+    assert run.metrics()[-1]["pp/bubble"] == timeline.bubble
+
+
+def test_plan_and_surroundings_are_written_without_paths(tmp_path: Path) -> None:
+    with pipeline(record=str(tmp_path), checkpoint=["1"], balance=[1, 3]) as pipe:
+        run = dl.read_run(tmp_path)
+        assert run.num_steps == 0
+        train(pipe, 1)
+    assert run.plan["blocks"] == [["0"], ["1", "2", "3"]]
+    assert run.plan["checkpoint"] == [[], ["1"]]
+    assert run.plan["placement"] == [[0], [1]]
+    assert run.config["settings"]["balance"] == [1, 3]
+    assert run.environment["ranks"][1]["torch"] == torch.__version__
+    for name in ("config.json", "plan.json", "environment.json"):
+        text = (tmp_path / name).read_text()
+        assert str(tmp_path) not in text
+        assert str(Path.home()) not in text
+
+
+def test_what_a_measured_cut_predicts_is_part_of_the_plan(tmp_path: Path) -> None:
+    batch = torch.randn(8, 4)
+    with pipeline(record=tmp_path, example=batch, example_target=batch) as pipe:
+        assert pipe.balance is not None
+        plan = dl.read_run(tmp_path).plan
+        assert dl.Costs.from_json(json.dumps(plan["predicted"]["costs"])) == pipe.balance.costs
+        assert plan["predicted"]["makespan"] == pipe.balance.timeline.makespan
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=r"holds a run already: .* is there; .*name another folder"):
+        pipeline(record=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="is no folder"):
+        pipeline(record=tmp_path / "run")
+
+
+def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:
+    pipe = pipeline(record=False)
+    assert train(pipe) == train(pipeline())
+    with pytest.raises(RunError, match="nothing was recorded: record=False; make the pipeline with record=True"):
+        pipe.timeline()
+
+
+def test_steps_that_only_evaluate_are_no_steps_of_the_run(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+        pipe.eval_step(torch.randn(8, 4))
+        train(pipe, 1)
+    assert dl.read_run(tmp_path).steps == (0, 2)
+
+
+def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path, check_finite=False) as pipe:
+        result = pipe.step(torch.full((8, 4), torch.nan), target=torch.zeros(8, 4))
+        assert result.loss is not None
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss_metrics/global_avg_loss"] is None
+    assert not re.search("NaN|Infinity", text)
+
+
+def test_tokens_are_counted_where_the_batch_is_text(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    words = torch.randint(10, (4, 6))
+    with Pipeline(model, loss_fn=loss, num_microbatches=2, num_ranks=2, record=tmp_path) as pipe:
+        pipe.step(words, target=words).loss  # noqa: B018 - it is heard
+    (metrics,) = dl.read_run(tmp_path).metrics()
+    assert metrics["throughput(tps)"] * 2 == pytest.approx(metrics["throughput(rows/s)"] * 6)
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def record_and_die(folder: str) -> None:
+    pipe = pipeline(record=folder)
+    train(pipe, 3)
+    assert pipe._recording.folder is not None
+    pipe._recording.folder.flush()  # as if a second had passed
+    train(pipe, 2)
+    if pipe.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(pipe, 1)
+
+
+def record_twice(folder: str) -> tuple[list[float], str, str]:
+    with pipeline(record=f"{folder}/run") as pipe:
+        losses = train(pipe)
+    try:
+        pipeline(record=f"{folder}/run")
+    except UsageError as error:
+        refused = str(error)
+    try:
+        pipeline(record=f"{folder}/rank{pipe.rank}")
+    except ValueError as error:
+        differs = str(error)
+    return losses, refused, differs
+
+
+def test_every_rank_writes_its_own_file(tmp_path: Path) -> None:
+    told = dl.launch(record_twice, str(tmp_path), num_ranks=2)
+    run = dl.read_run(tmp_path / "run")
+    assert run.steps == (0, 1, 2)
+    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == told[0][0] == told[1][0]
+    assert len(run.timeline().transfers) == 8
+    assert told[0][1] == told[1][1]
+    assert "holds a run already" in told[0][1]
+    assert "ranks 0 and 1 have another record" in told[0][2]
+    assert not (tmp_path / "rank0").exists()
+
+
+def test_the_run_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(dl.DrumlineError, match="rank 1"):
+        dl.launch(record_and_die, str(tmp_path), num_ranks=2)
+    run = dl.read_run(tmp_path)
+    assert run.steps[:3] == (0, 1, 2)
+    assert run.timeline(2).makespan > 0
+    assert len(run.metrics()) >= 2
