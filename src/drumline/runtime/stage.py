@@ -29,7 +29,7 @@ from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.compiled import Compiler, Named
 from drumline.runtime.cut import Block
-from drumline.runtime.foreign import refuse_foreign
+from drumline.runtime.foreign import begun, refuse_foreign
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
 from drumline.runtime.precision import Precision
@@ -319,7 +319,8 @@ class Stage:
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         if not segment.looked_at:
             segment.looked_at = True
-            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks])
+            begins = [*this.leaves, *segment.splitter.begins]
+            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks], begins)
         return unpack([one.detach() for one in outputs], form)
 
     def _loss(self, target: Any, output: Any) -> Tensor:
@@ -357,8 +358,8 @@ def versions_of(value: Any) -> list[int]:
 
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
     leaf = tensor.detach()
-    if wants_gradient and (leaf.is_floating_point() or leaf.is_complex()):
-        leaf.requires_grad_()
+    if wants_gradient and _has_gradient(leaf):
+        begun(leaf).requires_grad_()
     return leaf
 
 
@@ -371,3 +372,8 @@ def _paired(this: Pass, gradients: Sequence[Tensor | None]) -> tuple[list[Gradie
             roots.append(root)
             given.append(gradient)
     return roots, given
+def _has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
