@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,24 @@ from drumline.runtime.values import pack, unpack
 Loss = Callable[[Any, Any], Tensor | None]
 
 
+class Partly(NamedTuple):
+    """What a stage hands on where it has no gradient for some of the numbers in it: which of the tensors these are."""
+
+    plain: tuple[int, ...]
+    value: Any
+
+
 class Pass:
     """One microbatch's way through one segment: what its backward needs."""
 
-    __slots__ = ("again", "buffers", "form", "leaves", "roots", "tape", "wanted")
+    __slots__ = ("again", "buffers", "form", "leaves", "plain", "roots", "tape", "wanted")
 
     def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
         self.leaves = leaves
         self.form = form
         self.roots: list[GradientEdge] = []
         self.wanted: list[int] = []  # which of the outputs a gradient can come back for
+        self.plain: tuple[int, ...] = ()  # which of those that could have one do not
         self.tape: Tape | None = None
         self.again = False  # whether the segment has to be run again first
         self.buffers: dict[int, Tensor] = {}
@@ -200,6 +208,7 @@ class Stage:
             return self._forward(microbatch, value, target, keep)
 
     def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
+        plain, value = value if isinstance(value, Partly) else ((), value)
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
@@ -213,7 +222,7 @@ class Stage:
         wants_gradient = self.trained_below
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
-            leaves = [_leaf(one, wants_gradient) for one in tensors]
+            leaves = [_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)]
             this = Pass(leaves, form)
             last = number == len(self.segments) - 1
             # Where nothing is trained so far there is no graph to save by running again.
@@ -230,12 +239,13 @@ class Stage:
                 loss = partial(self._loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
                 wants_gradient = bool(this.wanted)
+            plain = this.plain
             passes.append(this)
         if self.kind is Backward.NONE:
             self._refuse_hidden(wants_gradient)
         else:
             self.held[microbatch] = passes
-        return value
+        return Partly(plain, value) if plain and self.kind is not Backward.NONE and self.loss is None else value
 
     def _refuse_hidden(self, trains: bool) -> None:
         """Refuse a stage whose parameters are all frozen and that trains something all the same."""
@@ -317,6 +327,9 @@ class Stage:
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        if len(this.wanted) < len(outputs):
+            apart = set(this.wanted)
+            this.plain = tuple(at for at, one in enumerate(outputs) if _has_gradient(one) and at not in apart)
         if not segment.looked_at:
             segment.looked_at = True
             begins = [*this.leaves, *segment.splitter.begins]
@@ -356,6 +369,11 @@ def versions_of(value: Any) -> list[int]:
     return [one._version for one in pack(value)[0]]
 
 
+def _has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
     leaf = tensor.detach()
     if wants_gradient and _has_gradient(leaf):
@@ -372,8 +390,3 @@ def _paired(this: Pass, gradients: Sequence[Tensor | None]) -> tuple[list[Gradie
             roots.append(root)
             given.append(gradient)
     return roots, given
-def _has_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind that can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
