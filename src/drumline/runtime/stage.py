@@ -92,6 +92,7 @@ class Segment:
         if compiled is not None and any(draws(module) for _, module in self.blocks):
             self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
+        self.keeps_input = False  # whether they were seen not to
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
@@ -229,11 +230,8 @@ class Stage:
             this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
             if this.again:
                 this.buffers = segment.buffers.save()
-                versions = versions_of(leaves)
-                with torch.no_grad():
-                    value = segment.run(unpack(leaves, form), microbatch, self.randomness)
+                value = self._first_run(segment, this, microbatch)
                 segment.buffers.learn()
-                segment.unchanged(leaves, versions)
                 wants_gradient = True
             else:
                 loss = partial(self._loss, target) if last and self.loss is not None else None
@@ -246,6 +244,20 @@ class Stage:
         else:
             self.held[microbatch] = passes
         return Partly(plain, value) if plain and self.kind is not Backward.NONE and self.loss is None else value
+
+    def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
+        """Run a segment that will be run again: on a copy of its input if it changes that, or is not known not to."""
+        given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
+        versions = versions_of(given)
+        with torch.no_grad():
+            value = segment.run(unpack(given, this.form), microbatch, self.randomness)
+        if segment.keeps_input:
+            segment.unchanged(given, versions)
+        elif versions_of(given) == versions:
+            segment.keeps_input = not segment.on_copies
+        else:
+            segment.on_copies = True
+        return value
 
     def _refuse_hidden(self, trains: bool) -> None:
         """Refuse a stage whose parameters are all frozen and that trains something all the same."""
