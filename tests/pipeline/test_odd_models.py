@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,6 +58,18 @@ class Named(NamedTuple):
 class Fields:
     x: Tensor
     more: Tensor
+
+
+@dataclass(frozen=True)
+class LateFields:
+    x: Tensor
+    more: Tensor = field(init=False)
+
+
+def late_fields(x: Tensor, more: Tensor) -> LateFields:
+    made = LateFields(x)
+    object.__setattr__(made, "more", more)
+    return made
 
 
 class Opaque:
@@ -132,18 +144,6 @@ class WithoutGradient(nn.Module):
         return made
 
 
-def pruned() -> nn.Module:
-    one = layer()
-    prune.random_unstructured(one, "weight", 0.5)  # type: ignore[no-untyped-call]
-    return one
-
-
-ODD: dict[str, Callable[[], nn.Sequential]] = {
-    "two terms": lambda: nn.Sequential(layer(), TwoTerms(), layer(), TwoTerms()),
-    "shift": lambda: nn.Sequential(Shift(), Shift(), Shift(), Shift()),
-    "named tuple": lambda: nn.Sequential(layer(), Wraps(Named), Unwraps(), layer()),
-    "dataclass": lambda: nn.Sequential(layer(), Wraps(Fields), Unwraps(), layer()),
-    "ordered": lambda: nn.Sequential(layer(), Wraps(lambda x, m: OrderedDict(x=x, more=m)), Unwraps(), layer()),
 class Notes(nn.Module):
     """Hands a number on beside its output and reads it on the host, as can be done where it has no gradient."""
 
@@ -161,11 +161,25 @@ class First(nn.Module):
         return value[0]
 
 
+def pruned() -> nn.Module:
+    one = layer()
+    prune.random_unstructured(one, "weight", 0.5)  # type: ignore[no-untyped-call]
+    return one
+
+
+ODD: dict[str, Callable[[], nn.Sequential]] = {
+    "two terms": lambda: nn.Sequential(layer(), TwoTerms(), layer(), TwoTerms()),
+    "shift": lambda: nn.Sequential(Shift(), Shift(), Shift(), Shift()),
+    "named tuple": lambda: nn.Sequential(layer(), Wraps(Named), Unwraps(), layer()),
+    "dataclass": lambda: nn.Sequential(layer(), Wraps(Fields), Unwraps(), layer()),
+    "ordered": lambda: nn.Sequential(layer(), Wraps(lambda x, m: OrderedDict(x=x, more=m)), Unwraps(), layer()),
     "packed": lambda: nn.Sequential(layer(), Packed(), layer(), Packed()),
     "functional": lambda: nn.Sequential(layer(), Functional(), layer(), Functional()),
     "complex": lambda: nn.Sequential(layer(), Complex(), layer(), layer()),
     "without gradient": lambda: nn.Sequential(layer(), WithoutGradient(), layer(), WithoutGradient()),
     "pruned": lambda: nn.Sequential(layer(), pruned(), pruned(), layer()),
+    "late dataclass": lambda: nn.Sequential(layer(), Wraps(late_fields), Unwraps(), layer()),
+    "number beside": lambda: nn.Sequential(Notes(), Notes(), Notes(), Notes(), First()),
     "in place at a cut": lambda: nn.Sequential(layer(), layer(), nn.ReLU(inplace=True), layer()),
 }
 
