@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -312,6 +314,34 @@ def test_blocks_that_change_their_input_in_place_may_be_recomputed(schedule: str
         plain(whole)
         for one, other in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+class Lottery(nn.Module):
+    """Leaves its layer out at random, by Python's or numpy's numbers; notes what it decided."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = layer(), draw
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append(self.draw())
+        made: Tensor = x * self.drawn[-1] + self.layer(x)
+        return made
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_recomputed_blocks_draw_again_what_they_drew_from_python_and_numpy(schedule: str, draw: Any) -> None:
+    blocks = [Lottery(draw) for _ in range(2)]
+    pipe = pipeline(nn.Sequential(*blocks), schedule, checkpoint="full", num_microbatches=1)
+    x, y = data()
+    pipe.step(x, target=y)
+    pipe.settle()
+    for block in blocks:
+        first, again = block.drawn
+        assert first == again
+    assert blocks[0].drawn != blocks[1].drawn
 
 
 def test_a_second_pipeline_over_the_model_leaves_the_first_ones_guard_alone() -> None:

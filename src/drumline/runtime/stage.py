@@ -15,6 +15,7 @@ alone keeps no tape, and lets go of a microbatch with I; blocks below the lowest
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from drumline.runtime.foreign import begun, refuse_foreign
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
 from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness, draws, may_draw
+from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
@@ -50,7 +51,7 @@ class Partly(NamedTuple):
 class Pass:
     """One microbatch's way through one segment: what its backward needs."""
 
-    __slots__ = ("again", "buffers", "form", "leaves", "plain", "roots", "tape", "wanted")
+    __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "tape", "wanted")
 
     def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
         self.leaves = leaves
@@ -61,6 +62,7 @@ class Pass:
         self.tape: Tape | None = None
         self.again = False  # whether the segment has to be run again first
         self.buffers: dict[int, Tensor] = {}
+        self.chance: HostChance | None = None  # where its random numbers of Python's began, if it drew any
 
 
 class Segment:
@@ -138,6 +140,11 @@ class Segment:
                 expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
                 fix="let the block work on a copy: x = x.clone()",
             )
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether any of the blocks may draw random numbers."""
+        return bool(self._suspects)
 
     @property
     def changes_buffers(self) -> bool:
@@ -249,8 +256,10 @@ class Stage:
         """Run a segment that will be run again: on a copy of its input if it changes that, or is not known not to."""
         given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
         versions = versions_of(given)
+        chance = HostChance() if segment.may_draw else None
         with torch.no_grad():
             value = segment.run(unpack(given, this.form), microbatch, self.randomness)
+        this.chance = chance if chance is not None and chance.has_moved() else None
         if segment.keeps_input:
             segment.unchanged(given, versions)
         elif versions_of(given) == versions:
@@ -370,9 +379,10 @@ class Stage:
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if this.again:
-            with segment.buffers.as_they_were(this.buffers), self.precision.autocast:
+            drawn = nullcontext() if this.chance is None else this.chance.again()
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
                 self._through(segment, this, microbatch)
-            this.buffers = {}
+            this.buffers, this.chance = {}, None
             this.again = False
 
 
