@@ -14,7 +14,7 @@ from drumline.core.lower import lower
 from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.record import Record
-from drumline.pipeline import assembly, transports
+from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
 from drumline.pipeline.crew import Crew
@@ -118,8 +118,9 @@ class Pipeline:
         record: bool | str | Path = True,
     ) -> None:
         given = dict(locals())
+        arguments.check(given)
         transports.check(transport)
-        self.device = torch.device(device) if device is not None else assembly.device_of(model)
+        self.device = arguments.device_named(device) or assembly.device_of(model)
         self.check_finite = check_finite
         self._number = 0  # of the next step
         self._ledger = Ledger()
@@ -386,6 +387,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        clip.check(max_norm, norm_type)
         self.settle()
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)

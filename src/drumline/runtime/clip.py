@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drumline.core.errors import UsageError
+
+
+def check(max_norm: Any, norm_type: Any) -> None:
+    """Refuse what is no norm.
+
+    >>> check(-1.0, 2.0)
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of 0 or more
+    """
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of 0 or more")
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise UsageError(f"norm_type is {norm_type!r}", expected="a number above 0; inf for the largest")
 
 
 def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:
