@@ -46,7 +46,6 @@ class Outcome:
     trial: Trial
     run: Run
     losses: tuple[float, ...]
-    peak_stash: tuple[int, ...]
     difference: float  # the largest of any weight or epoch's loss from one process
 
     @cached_property
@@ -79,6 +78,13 @@ class Outcome:
     def simulated_utilisation(self) -> float:
         """The same with the ops as long as they were measured: what is lost beyond it are messages and overhead."""
         return 1 - simulate(self.run.program, self.timeline.measured_costs()).bubble
+
+    @cached_property
+    def peak_stash(self) -> tuple[int, ...]:
+        """The most bytes of activations that each rank held at once, as the first step of a run is weighed."""
+        peak = self.run.timeline(self.run.steps[0]).peak_stash
+        assert peak is not None, "the first step of a run is weighed"
+        return peak
 
     def summary(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -124,7 +130,7 @@ def run_demo(
     for at, (trial, path) in enumerate(zip(trials, folders, strict=True)):
         parts = [one[at] for one in ranks]
         difference = _difference(parts, unsplit[trial.num_microbatches])
-        outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, parts[0].peak_stash, difference))
+        outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, difference))
     return outcomes
 
 

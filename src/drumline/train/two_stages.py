@@ -108,18 +108,14 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of training: the mean loss of every epoch, the weights of this process, its ranks' peak stash."""
+    """What came of training: the mean loss of every epoch, and the weights of this process."""
 
     losses: tuple[float, ...]
     weights: Weights
-    peak_stash: tuple[int, ...] = ()
 
 
 def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Trained:
-    """Train by a schedule, on this rank; `record` may name the folder of the run.
-
-    One step more, which nothing learns from, weighs the stash: weighing slows steps down.
-    """
+    """Train by a schedule, on this rank; `record` may name the folder of the run."""
     losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
     with trial.pipeline(build, record=record) as pipe:
         optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
@@ -130,12 +126,7 @@ def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Tr
             assert result.loss is not None, "a step has a loss"
             losses[epoch].append(result.loss)
         weights = {name: one.detach().clone() for name, one in pipe.state_dict().items()}
-    with trial.pipeline(build, weigh=True) as pipe:
-        _, x, y = next(build.batches())
-        pipe.step(x, target=y)
-        peak = pipe.timeline().peak_stash
-    assert peak is not None, "it was weighed"
-    return Trained(_means(losses), weights, peak)
+    return Trained(_means(losses), weights)
 
 
 def train_unsplit(build: Build, num_microbatches: int) -> Trained:
