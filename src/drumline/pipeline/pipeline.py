@@ -14,15 +14,15 @@ from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
 from drumline.core.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline import assembly, auto, transports
+from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
+from drumline.pipeline.auto import Found
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
-from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
@@ -36,7 +36,7 @@ from drumline.runtime.channel import Channel
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import clock_for, recorder_for
-from drumline.runtime.cut import Model, cut
+from drumline.runtime.cut import Block, Model
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
@@ -120,8 +120,9 @@ class Pipeline:
         record: bool | str | Path = True,
     ) -> None:
         given = dict(locals())
+        arguments.check(given)
         transports.check(transport)
-        self.device = torch.device(device) if device is not None else assembly.device_of(model)
+        self.device = arguments.device_named(device) or assembly.device_of(model)
         self.check_finite = check_finite
         self._number = 0  # of the next step
         self._ledger = Ledger()
@@ -144,18 +145,11 @@ class Pipeline:
                 raise problem
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
-            numbers = Precision(precision, self.device)
-            blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
-            self.balance = None
-            if auto.is_asked(balance, cuts, example):
-                inputs = example_inputs(model, example)
-                wanted = inputs if self._intake.own else example_target
-                loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
-                with numbers.autocast:
-                    self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
-                balance = None if self.balance is None else self.balance.counts
-            stages = cut(blocks, program.num_stages, balance, cuts)
-            stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
+            stored, numbers = opened(weights), Precision(precision, self.device)
+            self._agree({"weights": stored and stored.described()})
+            found = Found(model, example, example_target, self._intake, numbers)
+            stages, self.balance = found.stages(self._crew, program, balance, cuts)
+            ranks = [channel.rank for channel in self._crew.channels]
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)
             self.program = program = self._frozen.program
@@ -171,26 +165,20 @@ class Pipeline:
                 compiler_for(compile, self.device),
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            described = self._assembly.described(
-                check_finite=check_finite,
-                master_weights=master_weights,
-                capture=capture,
-                weights=stored and stored.described(),
-                record=record if isinstance(record, bool) else str(record),
-            )
-            assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+            more: dict[str, Any] = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
+            more["record"] = record if isinstance(record, bool) else str(record)
+            self._agree(self._assembly.described(**more))
             self._crew.connect(self._assembly.ties.edges)
             self._recording = Recording(record, self._crew)
             self._recording.describe(given, program, self._assembly, self.balance)
             weigh |= self._recording.folder is not None and not compile  # the first step, unless all
-            ties, alone = self._assembly.ties, self._crew.alone
-            copies = [Copies(one.rank, ties, stages) if alone else None for one in self._crew.channels]
+            copies = self._copies(stages)
             self._executors = [
-                self._executor(channel, merge_weight_gradients, weigh, own)
-                for channel, own in zip(self._crew.channels, copies, strict=True)
+                self._executor(channel, merge_weight_gradients, weigh, copies.get(channel.rank))
+                for channel in self._crew.channels
             ]
             self._recording.follow(self._executors, weigh=bool(given["weigh"]))
-            self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
+            self._holdings = Holdings(self._assembly.ties, self._crew, self._executors, list(copies.values()))
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
             self._assembly = self._assembly.of_ranks(ranks)
             self._frozen.forget_all_but(self._assembly.cuts)
@@ -216,6 +204,16 @@ class Pipeline:
         return self._crew.channels[0].name
 
     # ---- setting up --------------------------------------------------------------------------------------------------
+
+    def _agree(self, described: dict[str, Any]) -> None:
+        """Raise, alike on all ranks, unless all were given the same."""
+        assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+
+    def _copies(self, stages: Sequence[Sequence[Block]]) -> dict[int, Copies]:
+        """Return, where all ranks live in this process, each one's copies of what is at home on another."""
+        if not self._crew.alone:
+            return {}
+        return {one.rank: Copies(one.rank, self._assembly.ties, stages) for one in self._crew.channels}
 
     def _executor(self, channel: Channel, merge: bool, weigh: bool, copies: Copies | None) -> Executor:
         stages = self._assembly.stages_of(channel.rank, copies)
@@ -403,6 +401,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        clip.check(max_norm, norm_type)
         with self._recording.during("clip"):
             return self._clipped(max_norm, norm_type)
 

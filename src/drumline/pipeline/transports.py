@@ -38,7 +38,7 @@ def default_device() -> torch.device:
 def check(transport: str) -> None:
     """Refuse a transport that does not exist."""
     if transport not in TRANSPORTS:
-        raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
+        raise UsageError(f"transport is {transport!r}", fix=nearest(str(transport), TRANSPORTS))
 
 
 def alone(transport: str) -> bool:
