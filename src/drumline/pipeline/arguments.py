@@ -41,6 +41,9 @@ def check(given: Mapping[str, Any]) -> None:
     schedule = given.get("schedule", "1f1b")
     if not isinstance(schedule, str | Path | Program):
         raise UsageError(f"schedule is {schedule!r:.80}", expected="a name, a Program, or a CSV file")
+    record = given.get("record", True)
+    if not isinstance(record, bool | str | Path) or record == "":
+        raise UsageError(f"record is {record!r:.80}", expected="True, False, or the folder of a run")
     device_named(given.get("device"))
     if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
         raise ModelError(

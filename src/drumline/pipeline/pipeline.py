@@ -135,8 +135,9 @@ class Pipeline:
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
         )
+        clock = clock_for(self.device)
         self._crew = Crew.gathered(
-            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout
+            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout, now=clock.now
         )
         self._crew.current = self._action
         with self._crew.together("the set-up"):
@@ -169,7 +170,7 @@ class Pipeline:
             more["record"] = record if isinstance(record, bool) else str(record)
             self._agree(self._assembly.described(**more))
             self._crew.connect(self._assembly.ties.edges)
-            self._recording = Recording(record, self._crew)
+            self._recording = Recording(record, self._crew, self._ledger)
             self._recording.describe(given, program, self._assembly, self.balance)
             weigh |= self._recording.folder is not None and not compile  # the first step, unless all
             copies = self._copies(stages)
