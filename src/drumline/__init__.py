@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
+    from drumline.report.analysis import analyze
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -55,6 +56,7 @@ _HOME = {
     "Violation": "core.violation",
     "W": "core.action",
     "Weights": "pipeline.materialise",
+    "analyze": "report.analysis",
     "attribute": "core.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
@@ -91,6 +93,7 @@ __all__ = [
     "Violation",
     "W",
     "Weights",
+    "analyze",
     "attribute",
     "balance",
     "compare",
