@@ -15,8 +15,9 @@ from drumline.core.simulate import Simulation
 from drumline.core.timeline import Timeline
 from drumline.core.validate import validate
 from drumline.core.violation import Violation
-from drumline.report.kineto import NANO, Traced, Traces, described, load
+from drumline.report.kineto import NANO, Traced, Traces, described
 from drumline.report.kineto_idle import Kept, Unsent
+from drumline.report.kineto_load import load
 from drumline.report.stages import StageSeconds, replayed, slowest, stage_seconds
 from drumline.report.summary import figures, summarize
 

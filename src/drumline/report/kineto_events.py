@@ -13,6 +13,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,15 @@ def events(path: Path, header: Event) -> Iterator[Event]:
         raise TraceError(f"{path}: {error.strerror or error}", expected=_EXPECTED) from None
 
 
-def _opened(path: Path) -> io.TextIOWrapper:
+@contextmanager
+def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
     if path.exists() and not path.is_file():
         raise TraceError("not a regular file", expected=_EXPECTED)
-    file = path.open("rb")
-    zipped = file.peek(2)[:2] == b"\x1f\x8b"
-    # Names of kernels are whatever somebody called them: a byte that is no text must not end the reading.
-    return io.TextIOWrapper(gzip.GzipFile(fileobj=file) if zipped else file, encoding="utf-8", errors="replace")
+    with path.open("rb") as file, ExitStack() as stack:
+        zipped = file.peek(2)[:2] == b"\x1f\x8b"
+        plain: Any = stack.enter_context(gzip.GzipFile(fileobj=file)) if zipped else file
+        # Names of kernels are whatever somebody called them: a byte that is no text must not end the reading.
+        yield stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8", errors="replace"))
 
 
 class _Text:

@@ -13,9 +13,9 @@ unexplained   what is left; after the rank's last action it is drain instead
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from drumline.core import rules
@@ -131,15 +131,7 @@ class _Rank:
                 break
             if end > low:
                 inside.append((max(start, low), min(end, high), name))
-        edges = sorted({low, high, *(edge for start, end, _ in inside for edge in (start, end))})
-        pieces: list[tuple[float, float, str]] = []
-        for start, end in pairwise(edges):
-            name = next((name for s, e, name in reversed(inside) if s <= start and e >= end), "")
-            if pieces and pieces[-1][2] == name:
-                pieces[-1] = (pieces[-1][0], end, name)
-            else:
-                pieces.append((start, end, name))
-        for start, end, name in pieces:
+        for start, end, name in _innermost(inside, low, high):
             if name:
                 yield Kept(self.rank, start, end, Cause.OVERHEAD, before, what=name)
             elif before is None:
@@ -165,6 +157,34 @@ class _Rank:
         tracks = self.timeline.tracks
         rank = max(range(len(tracks)), key=lambda one: tracks[one].ends[-1])
         return rank, tracks[rank].actions[-1]
+
+
+def _innermost(
+    marks: Sequence[tuple[float, float, str]], low: float, high: float
+) -> Iterator[tuple[float, float, str]]:
+    """Yield the stretch in pieces, each with the name that began last of those that cover it, or with none.
+
+    >>> list(_innermost([(1, 9, "outer"), (2, 4, "inner")], 0, 10))
+    [(0, 1, ''), (1, 2, 'outer'), (2, 4, 'inner'), (4, 9, 'outer'), (9, 10, '')]
+    """
+    edges = sorted({low, high, *(edge for start, end, _ in marks for edge in (start, end))})
+    # The last to begin lies on top; what has ended is taken off once it gets there.
+    covering: list[tuple[float, float, str]] = []
+    upcoming, begun, name = 0, low, ""
+    for at in edges[:-1]:
+        while upcoming < len(marks) and marks[upcoming][0] <= at:
+            start, end, one = marks[upcoming]
+            heappush(covering, (-start, end, one))
+            upcoming += 1
+        while covering and covering[0][1] <= at:
+            heappop(covering)
+        now = covering[0][2] if covering else ""
+        if now != name:
+            if at > begun:
+                yield begun, at, name
+            begun, name = at, now
+    if high > begun:
+        yield begun, high, name
 
 
 def _within(moment: float, low: float, high: float) -> float:

@@ -17,7 +17,7 @@ from drumline.report.kineto_recording import Recording
 
 _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
-_ONE_RUN = "one trace of each rank, all of one run"
+ONE_RUN = "one trace of each rank, all of one run"
 # Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
 _APART_NS = 60 * 10**9
 
@@ -68,7 +68,7 @@ def crew_of(recordings: Sequence[Recording]) -> Crew:
     for one, other in pairwise(members):
         if one.rank == other.rank:
             raise TraceError(
-                f"{one.recording.path} and {other.recording.path} are both of rank {one.rank}", expected=_ONE_RUN
+                f"{one.recording.path} and {other.recording.path} are both of rank {one.rank}", expected=ONE_RUN
             )
     _check_one_run(members)
     groups = {one.rank: _pipeline(one) for one in members}
@@ -79,7 +79,7 @@ def crew_of(recordings: Sequence[Recording]) -> Crew:
     if missing := [rank for rank in wanted if rank not in given]:
         raise TraceError(
             f"no trace of {_ranks(missing)}; the pipeline is {_ranks(wanted)}",
-            expected=_ONE_RUN,
+            expected=ONE_RUN,
             fix="give the traces of all ranks of the pipeline",
         )
     return Crew(tuple(given[rank] for rank in wanted), len(set(groups.values())) - 1)
@@ -129,13 +129,13 @@ def _check_one_run(members: Sequence[Member]) -> None:
             if mine is not None and theirs is not None and mine != theirs:
                 raise TraceError(
                     f"{what} is {mine} in {first.recording.path}, but {theirs} in {other.recording.path}",
-                    expected=_ONE_RUN,
+                    expected=ONE_RUN,
                 )
         (begins, ends), (starts, stops) = first.recording.bounds, other.recording.bounds
         apart = max(starts - ends, begins - stops)
         if apart > _APART_NS:
             raise TraceError(
                 f"{other.recording.path} was recorded {apart / 1e9:.0f} s apart from {first.recording.path}",
-                expected=_ONE_RUN,
+                expected=ONE_RUN,
                 fix=f"of {counted(len(members), 'trace')} give only those that were recorded together",
             )

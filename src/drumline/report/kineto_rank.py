@@ -12,6 +12,7 @@ behind it. On a device, the kernels that were launched under the label are the c
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
+from drumline.core.errors import TraceError
 from drumline.report.kineto_calls import Call
 from drumline.report.kineto_labels import Labelled
 from drumline.report.kineto_recording import Kernels, Mark, Recording
@@ -87,7 +89,10 @@ def rank_step(recording: Recording, labelled: Sequence[Labelled], num_stages: in
     computed = [one for one in labelled if one.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
     spelled = any(one.action.op in TRANSFER_OPS for one in labelled)
-    halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(computed, calls, num_stages, end))
+    try:
+        halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(computed, calls, num_stages, end))
+    except TraceError as error:
+        raise TraceError(f"{recording.path}: {error.error}", expected=error.expected, fix=error.fix) from None
     device = recording.has_device
     ran = _on_device(computed, recording.kernels) if device else _on_host(computed, halves, calls, num_stages)
     return RankStep(
@@ -120,14 +125,25 @@ def _by_neighbour(
     for one, after in pairwise([*computed, None]):
         assert one is not None
         awaited = [call for call in receives if freed < call.start <= one.end]
-        for need in _needs(one.action, num_stages):
-            if awaited:
-                yield need, _half(awaited)
-        made = rules.message(one.action, num_stages)
         handed = [call for call in sends if one.start <= call.start < (after.start if after else end)]
-        if made is not None and handed:
+        need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
+        if one.action.op is Op.FORWARD:
+            if awaited and need is None:
+                raise _no_neighbour(f"{one.action} receives its input", "before", num_stages)
+            if handed and made is None:
+                raise _no_neighbour(f"the output of {one.action} is sent on", "behind", num_stages)
+        if awaited and need is not None:
+            yield need, _half(awaited)
+        if handed and made is not None:
             yield made.send, _half(handed)
         freed = one.end
+
+
+def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
+    return TraceError(
+        f"{what}, but no trace of a rank {where} it was given (of {num_stages} in all)",
+        expected="the traces of all ranks of one pipeline, and of no other",
+    )
 
 
 def _half(calls: Sequence[Call]) -> Half:
@@ -207,20 +223,32 @@ def _others(
         elif recording.has_device:
             yield Mark(f"launching {one.action}", one.start, one.end)
     yield from (Mark(f"posting a {'send' if call.sends else 'receive'}", call.start, call.end) for call in calls)
-    yield from (mark for mark in recording.others if start <= mark.start < end)
+    named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, labelled)]
+    yield from named
     if recording.has_device:
-        yield from _other_kernels(recording, labelled, start, end)
+        yield from _other_kernels(recording.kernels, labelled, named, start, end)
 
 
-def _other_kernels(recording: Recording, labelled: Sequence[Labelled], start: int, end: int) -> Iterator[Mark]:
+def _encloses(mark: Mark, labelled: Sequence[Labelled]) -> bool:
+    """Whether a mark has a whole action in it: it names a stretch of the step then, and explains no gap in it."""
+    at = bisect_left(labelled, mark.start, key=lambda one: one.start)
+    return at < len(labelled) and labelled[at].end <= mark.end
+
+
+def _other_kernels(
+    kernels: Kernels, labelled: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
+) -> Iterator[Mark]:
     """Yield the kernels that no action launched, under the name of what did, where that has one."""
-    kernels = recording.kernels
     first, last = np.searchsorted(kernels.launch, (start, end))
-    inside = np.zeros(int(last - first), dtype=bool)
+    outside = kernels.moves[first:last] == 0
     for _, low, high in labelled:
-        inside |= (kernels.launch[first:last] >= low) & (kernels.launch[first:last] <= high)
-    for at in (np.flatnonzero(~inside & (kernels.moves[first:last] == 0)) + first).tolist():
+        outside &= (kernels.launch[first:last] < low) | (kernels.launch[first:last] > high)
+    upcoming, open_marks = 0, list[Mark]()
+    for at in (np.flatnonzero(outside) + first).tolist():
         launch = int(kernels.launch[at])
-        names = [mark.name for mark in recording.others if mark.start <= launch <= mark.end]
-        name = f"kernels of {names[-1]}" if names else "kernels outside of all actions"
+        while upcoming < len(named) and named[upcoming].start <= launch:
+            open_marks.append(named[upcoming])
+            upcoming += 1
+        open_marks = [mark for mark in open_marks if mark.end >= launch]
+        name = f"kernels of {open_marks[-1].name}" if open_marks else "kernels outside of all actions"
         yield Mark(name, int(kernels.start[at]), int(kernels.end[at]))
