@@ -50,14 +50,41 @@ def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Ali
     for source, target, sent, arrived in messages:
         if source != target:
             slack[source, target] = min(slack[source, target], arrived - sent)
-    relaxed = _smallest_feasible(slack)
-    closed = _closed(slack + relaxed * ~np.eye(num_clocks, dtype=bool))
+    granted = _smallest_feasible(slack)
+    closed = _closed(slack + granted * ~np.eye(num_clocks, dtype=bool))
+    shifts, errors = np.zeros(num_clocks), np.zeros(num_clocks)
+    for clocks in _connected(closed):
+        shifts[clocks], errors[clocks] = _solved(closed[np.ix_(clocks, clocks)])
+    if granted:
+        errors[1:] = math.inf
+    elif (slack >= 0).all():
+        errors, shifts = np.maximum(errors + shifts, errors - shifts), np.zeros(num_clocks)
+    return Alignment(tuple(np.rint(shifts).astype(int).tolist()), tuple(errors.tolist()), granted)
+
+
+def _solved(closed: Floats) -> tuple[Floats, Floats]:
+    """Return the shifts of clocks that messages connect, the first one's being 0, and how far off each may be."""
     highest, lowest = closed[:, 0], -closed[0]
-    if relaxed:
-        return Alignment(_middle(lowest, highest), (0.0, *[math.inf] * (num_clocks - 1)), relaxed)
-    if (slack >= 0).all():
-        return Alignment((0,) * num_clocks, tuple(np.maximum(highest, -lowest).tolist()))
-    return Alignment(_middle(lowest, highest), tuple(((highest - lowest) / 2).tolist()))
+    above, below = np.isfinite(highest).all(), np.isfinite(lowest).all()
+    errors = (highest - lowest) / 2
+    if above and below:
+        return (highest + lowest) / 2, errors
+    if above or below:
+        return highest if above else lowest, errors
+    # Some are bounded on one side and some on the other: any solution, for there is no middle.
+    solution = np.minimum(closed.min(axis=1), 0.0)
+    return solution - solution[0], errors
+
+
+def _connected(closed: Floats) -> list[list[int]]:
+    """Return the clocks in groups that messages connect, in whichever direction."""
+    near = np.isfinite(closed) | np.isfinite(closed.T)
+    groups: list[list[int]] = []
+    for clock in range(len(near)):
+        joined = [group for group in groups if near[clock, group].any()]
+        groups = [group for group in groups if group not in joined]
+        groups.append(sorted([clock, *(one for group in joined for one in group)]))
+    return groups
 
 
 def _closed(slack: Floats) -> Floats:
@@ -80,12 +107,3 @@ def _smallest_feasible(slack: Floats) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return high
-
-
-def _middle(lowest: Floats, highest: Floats) -> tuple[int, ...]:
-    """Return the middle of each range; of one that is open on a side the other side, of one open on both 0."""
-    found = []
-    for low, high in zip(lowest.tolist(), highest.tolist(), strict=True):
-        known = [one for one in (low, high) if math.isfinite(one)]
-        found.append(round(sum(known) / len(known)) if known else 0)
-    return tuple(found)

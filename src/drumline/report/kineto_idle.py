@@ -142,12 +142,14 @@ class _Rank:
 
     def unnamed(self, low: float, high: float, before: Action) -> Iterator[Idle]:
         """Yield a stretch without a name: transfer as long as the host waited for a send, unexplained behind it."""
-        first = bisect_left(self.sends, (low,))
-        for done, posted, action in self.sends[first:]:
+        for done, posted, action in self.sends[bisect_left(self.sends, (low,)) :]:
             if done > high:
                 break
-            if posted < low < done:
-                yield Idle(self.rank, low, done, Cause.TRANSFER, before, action, self.rank)
+            waited = max(low, posted)
+            if done > waited:
+                if waited > low:
+                    yield Idle(self.rank, low, waited, Cause.UNEXPLAINED, before)
+                yield Idle(self.rank, waited, done, Cause.TRANSFER, before, action, self.rank)
                 low = done
         if high > low:
             yield Idle(self.rank, low, high, Cause.UNEXPLAINED, before)

@@ -124,7 +124,7 @@ def _by_neighbour(
     freed = 0
     for one, after in pairwise([*computed, None]):
         assert one is not None
-        awaited = [call for call in receives if freed < call.start <= one.end]
+        awaited = [call for call in receives if freed <= call.start < one.end]
         handed = [call for call in sends if one.start <= call.start < (after.start if after else end)]
         need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
         if one.action.op is Op.FORWARD:
@@ -176,7 +176,7 @@ def _on_host(
         inputs = (halves.get(need) for need in _needs(action.work[0], num_stages))
         arrivals = [half.done for half in inputs if half is not None and half.done is not None]
         begins = max([start, *(done for done in arrivals if done <= end)])
-        ends = min([end, *(call.start for call in calls if call.sends and begins <= call.start <= end)])
+        ends = min([end, *(call.start for call in calls if call.sends and begins < call.start <= end)])
         yield Ran(action, begins, ends, ends - begins, start if begins > start else 0)
 
 

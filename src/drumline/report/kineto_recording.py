@@ -83,9 +83,10 @@ class Recording:
     def bounds(self) -> tuple[int, int]:
         """The first start and the last end of what is kept."""
         marks = (*self.actions, *self.frames, *self.steps, *self.others)
-        starts = [mark.start for mark in marks] + [call.start for call in self.calls]
-        ends = [mark.end for mark in marks] + [call.end for call in self.calls]
-        return min(starts, default=0), max(ends, default=0)
+        stretches = [(mark.start, mark.end) for mark in marks] + [(call.start, call.end) for call in self.calls]
+        for rows in (self.links.forward, self.links.backward):
+            stretches += [(int(rows[:, 0].min()), int(rows[:, 1].max()))] if len(rows) else []
+        return min((low for low, _ in stretches), default=0), max((high for _, high in stretches), default=0)
 
 
 def read(path: Path) -> Recording:
