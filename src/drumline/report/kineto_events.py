@@ -25,7 +25,8 @@ _EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or
 _AGAIN = "record or copy the trace again"
 _PIECE = 1 << 20
 _LARGEST_VALUE = 64 << 20  # characters of one event; what is larger is no event
-_LONGEST_WORD = 10  # characters that one word of JSON may begin with before it is known to be wrong: -Infinity
+_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+_LONGEST_ESCAPE = len(r"\ud83d\ude00")
 _DECODER = json.JSONDecoder()
 
 
@@ -110,16 +111,18 @@ class _Text:
             except RecursionError:
                 raise TraceError("the JSON is nested too deeply", expected=_EXPECTED) from None
             else:
-                # A number at the very end of the window may go on behind it.
-                if end < len(self.text) or not self.more():
-                    self.at = end
+                length = end - self.at
+                # A number at the very end of the window may go on behind it: 1, 1.5, 1e-5.
+                if len(self.text) - end > _LONGEST_ESCAPE or not self.more():
+                    self.at += length
                     return found
                 continue
-            near = self.text[at : at + 20]
-            # What merely goes on behind the window fails at its very end, or within a string.
-            goes_on = "Unterminated" in fault or len(self.text) - at < _LONGEST_WORD
-            if not goes_on or not self.more():
-                raise _cut_off() if goes_on and fault != "Expecting value" else _not_json(fault, near)
+            # What merely goes on behind the window fails at its very end, or within a string or a word.
+            rest, open_string = self.text[at : at + 20], "Unterminated" in fault or "escape" in fault
+            cut = open_string or any(word.startswith(rest.strip()) for word in _WORDS)
+            near_the_end = len(self.text) - at <= _LONGEST_ESCAPE
+            if not (cut or near_the_end) or not self.more():
+                raise _cut_off() if cut else _not_json(fault, rest)
 
 
 def _events(text: _Text, header: Event) -> Iterator[Event]:

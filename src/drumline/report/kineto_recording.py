@@ -101,11 +101,12 @@ def read(path: Path) -> Recording:
     (Mark(name='PP:0F0', start=3500, end=4500),)
     """
     reader = _Reader()
+    takers = reader.takers
     header: Event = {}
     for event in events(path, header):
-        take = reader.takers.get(event.get("cat", ""))
-        if take is not None:
-            take(event)
+        kind = event.get("cat")
+        if isinstance(kind, str) and kind in takers:
+            takers[kind](event)
     return reader.recording(path, header)
 
 
