@@ -121,7 +121,7 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
         table(*_ranks(analysis), width=width, left=2),
         "\nmilliseconds of each step:",
         table(*_all_steps(analysis), width=width),
-        *(["", *_against(analysis)] if analysis.violations else []),
+        *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
         "\n" + wrapped(advice, width),
     ]
     return "\n".join(parts)

@@ -197,19 +197,20 @@ class _Reader:
         base = header.get("baseTimeNanoseconds")
         zero = base if isinstance(base, int) else 0
 
-        def sorted_marks(marks: list[Mark]) -> tuple[Mark, ...]:
+        def in_order(marks: list[Mark]) -> tuple[Mark, ...]:
+            """Outer marks come before those inside of them."""
             return tuple(sorted((Mark(n, s + zero, e + zero) for n, s, e in marks), key=lambda m: (m.start, -m.end)))
 
         kernels = self._kernels(zero)
         shifted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
-        moved = _launched(kernels, sorted_marks(self.messages))
+        moved = _launched(kernels, in_order(self.messages))
         return Recording(
             path,
             header,
-            sorted_marks(self.actions),
-            sorted_marks(self.frames),
-            sorted_marks(self.steps),
-            sorted_marks(self.others),
+            tuple(sorted(in_order(self.actions), key=lambda mark: (mark.start, mark.end))),  # one behind the other
+            in_order(self.frames),
+            in_order(self.steps),
+            in_order(self.others),
             calls_of(shifted, moved),
             kernels,
             Links(_pairs(self.ops, zero), _pairs(self.engine, zero), self._linked(zero)),
