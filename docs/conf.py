@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from drumline.core.simulate import simulate
+from drumline.report.analysis import analyze
 from drumline.report.svg import svg
 from drumline.schedules import schedules
 
@@ -17,8 +18,11 @@ myst_heading_anchors = 3
 
 pictures = Path(__file__).parent / "pictures"
 pictures.mkdir(exist_ok=True)
-for name, schedule in schedules().items():
-    drawn = svg(simulate(schedule.build(4, 8)), width=900)
+drawings = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
+for folder in sorted((Path(__file__).parent / "traces").iterdir()):
+    recorded = analyze([folder]).timeline
+    drawings[f"recorded-{folder.name}"] = svg(recorded, width=900, title=f"{recorded.program.name} as recorded")
+for name, drawn in drawings.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != drawn:
         path.write_text(drawn, encoding="utf-8")

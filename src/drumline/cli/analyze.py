@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from drumline.cli.output import colour_wanted, counts, print_json, progress, sav
 from drumline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from drumline.core.timeline import Timeline
     from drumline.report.analysis import Analysis
 
 # More violations, ranks or steps than anybody reads; --json has them all.
@@ -78,8 +80,15 @@ def _svg(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
 def _html(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
     from drumline.report.html import page
 
-    shown = [analysis.timeline] if analysis.ideal is None else [analysis.timeline, analysis.ideal]
+    name = analysis.timeline.program.name
+    shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
+    if analysis.ideal is not None:
+        shown.append(_called(analysis.ideal, f"{name}, at best"))
     return page(shown, title=_title(analysis), advice=advice)
+
+
+def _called(timeline: Timeline, name: str) -> Timeline:
+    return replace(timeline, program=replace(timeline.program, name=name))
 
 
 def _perfetto(args: argparse.Namespace, analysis: Analysis, advice: str) -> bytes:

@@ -22,7 +22,7 @@ from drumline.report.stages import StageSeconds, replayed, slowest, stage_second
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
-_STATE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+_STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
 @dataclass(frozen=True)
@@ -140,4 +140,4 @@ def _kind(idle: Idle) -> str:
     if name.startswith("launching "):
         return "launching kernels"
     state = _STATE.fullmatch(name)
-    return state[1] if state else name
+    return f"{state[1] or ''}{state[2]}" if state else name

@@ -85,11 +85,11 @@ def _other_schedule(analysis: Analysis, ideal: Simulation) -> Iterator[_Gain]:
     name = min(spans, key=spans.__getitem__)
     never_split = all(one.backward_weight is None for one in analysis.stages)
     guessed = never_split and Op.BACKWARD_WEIGHT in found[name].columns.ops
-    guess = ", if the halves of the backward take equally long" if guessed else ""
+    guess = " if the halves of the backward take equally long" if guessed else ""
     yield _Gain(
         now.makespan - spans[name],
-        f"Run {name}: with the same stage times and no more activations held, it takes {_ms(spans[name])} at best; "
-        f"{program.name} takes {_ms(now.makespan)}{guess}.",
+        f"Run {name}: with the median times of these stages it takes {_ms(spans[name])} at best and {program.name} "
+        f"{_ms(now.makespan)}, with no more activations held{guess and ','}{guess}.",
     )
 
 

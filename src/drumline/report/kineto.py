@@ -6,6 +6,7 @@ is called unexplained. `kineto_load` reads the files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,12 +154,11 @@ def described(traces: Traces) -> str:
         return "one rank, one clock"
     if alignment.contradiction:
         return f"messages arrive up to {alignment.contradiction / 1e6:.3g} ms before they are sent: the clocks drift"
-    worst = max(alignment.errors)
-    known = f"known to {worst / 1e6:.3g} ms" if worst != float("inf") else "by how much they are off cannot be known"
     if len(hosts) == 1 and None not in hosts:
         return "one host, one clock"
-    shift = max(map(abs, alignment.shifts))
+    worst, shift = max(alignment.errors), max(map(abs, alignment.shifts))
+    right = f"right to {worst / 1e6:.3g} ms" if math.isfinite(worst) else "how far off they still are cannot be known"
     where = "hosts unknown" if None in hosts else counted(len(hosts), "host")
     if shift:
-        return f"{where}; clocks moved by up to {shift / 1e6:.3g} ms so that nothing arrives before it is sent, {known}"
-    return f"{where}; the clocks contradict no message, {known}"
+        return f"{where}; moved by up to {shift / 1e6:.3g} ms, so that nothing arrives before it is sent; {right}"
+    return f"{where}; no message contradicts them; {right}"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS
-from drumline.core.errors import TraceError
+from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
 from drumline.report.kineto import Traced, Traces
 from drumline.report.kineto_clocks import Alignment, align
@@ -181,7 +181,7 @@ def _check_messages(crew: Crew, steps: Sequence[RankStep]) -> None:
                 other = message.recv if action == message.send else message.send
                 if other not in there:
                     raise TraceError(
-                        f"{action} of rank {member.rank} meets no {other} in the {len(steps)} traces given",
+                        f"{action} of rank {member.rank} meets no {other} in {counted(len(steps), 'trace')}",
                         expected=ONE_RUN,
                         fix="give the traces of all ranks of the pipeline, and of no other run",
                     )

@@ -217,31 +217,30 @@ def _others(
     recording: Recording, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
 ) -> Iterator[Mark]:
     """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
-    for one in labelled:
-        if not one.action.is_compute:
-            yield Mark(str(one.action), one.start, one.end)
-        elif recording.has_device:
-            yield Mark(f"launching {one.action}", one.start, one.end)
+    computed = [one for one in labelled if one.action.is_compute]
+    labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
+    named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, computed)]
+    yield from (*labels, *named)
     yield from (Mark(f"posting a {'send' if call.sends else 'receive'}", call.start, call.end) for call in calls)
-    named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, labelled)]
-    yield from named
     if recording.has_device:
-        yield from _other_kernels(recording.kernels, labelled, named, start, end)
+        yield from (Mark(f"launching {one.action}", one.start, one.end) for one in computed)
+        marks = sorted([*labels, *named], key=lambda mark: (mark.start, -mark.end))
+        yield from _other_kernels(recording.kernels, computed, marks, start, end)
 
 
-def _encloses(mark: Mark, labelled: Sequence[Labelled]) -> bool:
+def _encloses(mark: Mark, computed: Sequence[Labelled]) -> bool:
     """Whether a mark has a whole action in it: it names a stretch of the step then, and explains no gap in it."""
-    at = bisect_left(labelled, mark.start, key=lambda one: one.start)
-    return at < len(labelled) and labelled[at].end <= mark.end
+    at = bisect_left(computed, mark.start, key=lambda one: one.start)
+    return at < len(computed) and computed[at].end <= mark.end
 
 
 def _other_kernels(
-    kernels: Kernels, labelled: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
+    kernels: Kernels, computed: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
 ) -> Iterator[Mark]:
     """Yield the kernels that no action launched, under the name of what did, where that has one."""
     first, last = np.searchsorted(kernels.launch, (start, end))
     outside = kernels.moves[first:last] == 0
-    for _, low, high in labelled:
+    for _, low, high in computed:
         outside &= (kernels.launch[first:last] < low) | (kernels.launch[first:last] > high)
     upcoming, open_marks = 0, list[Mark]()
     for at in (np.flatnonzero(outside) + first).tolist():
