@@ -296,10 +296,10 @@ def test_of_several_pipelines_beside_each_other_the_first_is_read(tmp_path: Path
             save(tmp_path / f"trace{global_rank}.json", events, **header)
     files = [tmp_path / f"trace{rank}.json" for rank in range(4)]
     traces = load(files)
-    assert [member.rank for member in traces.crew.members] == [0, 2]
-    assert traces.crew.num_others == 1
+    assert traces.global_ranks == (0, 2)
+    assert traces.num_others == 1
     assert traces.step().program == timeline.program
-    assert [member.rank for member in load([files[1], files[3]]).crew.members] == [1, 3]
+    assert load([files[1], files[3]]).global_ranks == (1, 3)
     with pytest.raises(TraceError, match="no trace of rank 2; the pipeline is ranks 0, 2"):
         load([files[0], files[1], files[3]])
 
@@ -330,7 +330,14 @@ def linked(number: int, forward: float, backward: float) -> list[Event]:
 def unlabelled(*pairs: tuple[float, float]) -> list[Event]:
     """Two forwards and two backwards, with a message behind the first and before the last."""
     ops = [one for number, pair in enumerate(pairs) for one in linked(number, *pair)]
-    return [*ops, event("cpu_op", "c10d::send", 0.75, 0.8), event("cpu_op", "c10d::recv_", 2.8, 2.9)]
+    calls = [event("cpu_op", "c10d::send", 0.75, 0.8), event("cpu_op", "c10d::recv_", 2.8, 2.9)]
+    return [*ops, *calls, mark("gloo:send", 0.76, 0.8), mark("gloo:recv", 2.85, 2.9)]
+
+
+def test_a_run_on_a_device_that_was_not_recorded_is_refused(tmp_path: Path) -> None:
+    hidden = [one for one in unlabelled((0, 2), (1, 3)) if not one["name"].startswith("gloo")]
+    with pytest.raises(TraceError, match="its sends and receives are a device's, and no device was recorded"):
+        load(by_hand(tmp_path, hidden))
 
 
 def test_backwards_that_belong_to_other_forwards_are_refused_without_labels(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
         *_beside(analysis),
         f"clocks: {described(analysis.traces)}",
     ]
-    if analysis.traces.crew.num_others:
-        lines.append(f"the traces of {analysis.traces.crew.num_others} more pipelines beside it were left out")
+    if analysis.traces.num_others:
+        lines.append(f"the traces of {analysis.traces.num_others} more pipelines beside it were left out")
     parts = [
         *(wrapped(line, width) if "\n" not in line else line for line in head),
         *(wrapped(line, width) for line in lines),

@@ -25,12 +25,15 @@ _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
 _STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Analysis:
     """One recorded step, and what else its traces say."""
 
     traces: Traces
     timeline: Traced
+
+    def __repr__(self) -> str:
+        return f"Analysis(step={self.timeline.step}, {self.timeline!r})"
 
     @cached_property
     def violations(self) -> tuple[Violation, ...]:
@@ -76,9 +79,9 @@ class Analysis:
             ],
             "incomplete_steps": list(traces.incomplete),
             "found_by": traces.found_by,
-            "traces": [str(member.recording.path) for member in traces.crew.members],
-            "global_ranks": [member.rank for member in traces.crew.members],
-            "other_pipelines": traces.crew.num_others,
+            "traces": [str(path) for path in traces.paths],
+            "global_ranks": list(traces.global_ranks),
+            "other_pipelines": traces.num_others,
             "kernel_seconds": None if timeline.kernel_seconds is None else list(timeline.kernel_seconds),
             "overhead_by_kind": self.overhead,
             "stage_seconds": [{**asdict(one), "total": one.total} for one in self.stages],

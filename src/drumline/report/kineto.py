@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import median_low
 
 from drumline.core import rules
@@ -22,7 +23,6 @@ from drumline.core.program import Program
 from drumline.core.timeline import Timeline, Track, Transfer
 from drumline.report.kineto_clocks import Alignment
 from drumline.report.kineto_idle import causes
-from drumline.report.kineto_members import Crew
 from drumline.report.kineto_rank import Half, RankStep
 
 NANO = 1e-9
@@ -120,16 +120,21 @@ class Traced(Timeline):
         return next((self.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Traces:
     """The traces of one pipeline: its complete steps, on one clock."""
 
-    crew: Crew
+    paths: tuple[Path, ...]
+    global_ranks: tuple[int, ...]
+    num_others: int  # pipelines beside this one
     found_by: str
     hosts: tuple[str | None, ...]
     alignment: Alignment
     steps: Mapping[int, Traced]
     incomplete: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"Traces(steps={list(self.steps)}, found_by={self.found_by!r})"
 
     def typical(self) -> int:
         """Return the number of the step with the median makespan; of two the faster one."""

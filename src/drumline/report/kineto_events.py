@@ -12,7 +12,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _LONGEST_ESCAPE = len(r"\ud83d\ude00")
 _DECODER = json.JSONDecoder()
 
 
-def events(path: Path, header: Event) -> Iterator[Event]:
+def events(path: Path, header: Event) -> Generator[Event, None, None]:
     """Yield the events of a trace; what else the file says is put into `header`.
 
     >>> from tempfile import TemporaryDirectory

@@ -1,14 +1,17 @@
 """From files to steps on one clock: what is complete, who sent to whom, and whether it is one run at all.
 
-rank0.json ──► recording ──► labelled actions ──► steps ─┐
-rank1.json ──► recording ──► labelled actions ──► steps ─┼─► complete on all ranks ──► one clock ──► timelines
-...                                                      ┘
+    rank0.json ──► recording ──► labelled actions ──► steps ─┐
+    rank1.json ──► recording ──► labelled actions ──► steps ─┼─► complete on all ranks ──► one clock ──► timelines
+    ...                                                      ┘
+
+A run is one run if every message has two ends, every rank's step is as long as its longest, and they ran together.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +23,7 @@ from drumline.core.program import Program
 from drumline.report.kineto import Traced, Traces
 from drumline.report.kineto_clocks import Alignment, align
 from drumline.report.kineto_labels import Labelled, numbered, numbered_on, spelled
-from drumline.report.kineto_members import ONE_RUN, Crew, crew_of, trace_files
+from drumline.report.kineto_members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto_rank import RankStep, rank_step
 from drumline.report.kineto_recording import Recording, read
 from drumline.report.kineto_unlabelled import unlabelled
@@ -35,59 +38,58 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
     drumline.core.errors.TraceError: no-such-trace.json: No such file or directory; ...
     """
     files = trace_files([Path(path) for path in paths])
-    recordings = []
-    for file in files:
-        if progress is not None:
-            progress(f"reading {file}")
-        recordings.append(read(file))
-    if not recordings:
+    if not files:
         raise TraceError("no trace given", expected="one trace per rank, or a folder of them")
-    crew = crew_of(recordings)
-    found_by = _found_by(crew)
-    by_rank = _rank_steps(crew, found_by)
-    complete, incomplete = _complete(by_rank)
-    if not complete:
-        pairs = zip(crew.members, by_rank, strict=True)
-        numbers = "; ".join(f"rank {one.rank}: {', '.join(map(str, steps)) or 'none'}" for one, steps in pairs)
-        raise TraceError(
-            f"no step is complete on every rank ({numbers})",
-            expected="traces of one run that have a whole step in common",
-            fix="let the profiler record two steps or more",
-        )
-    _check_messages(crew, next(iter(complete.values())))
-    hosts = tuple(member.host for member in crew.members)
+    members, num_others = crew_of(files)
+    recordings = []
+    for member in members:
+        if progress is not None:
+            progress(f"reading {member.path}")
+        recordings.append(read(member.path))
+    check_recorded_together(members, [one.bounds for one in recordings])
+    found_by = _found_by(recordings)
+    complete, incomplete = _complete(_rank_steps(recordings, found_by))
+    _check_messages(members, next(iter(complete.values())))
+    hosts = tuple(member.host for member in members)
     alignment = _alignment(hosts, [_timeline(number, steps) for number, steps in complete.items()])
     timelines = {}
     for number, steps in complete.items():
         on_one_clock = [one.shifted(by) for one, by in zip(steps, alignment.shifts, strict=True)]
-        _check_together(crew, number, on_one_clock)
+        _check_together(members, number, on_one_clock)
         timelines[number] = _timeline(number, on_one_clock)
-    return Traces(crew, found_by, hosts, alignment, timelines, incomplete)
+    paths_read, ranks = tuple(one.path for one in members), tuple(one.rank for one in members)
+    return Traces(paths_read, ranks, num_others, found_by, hosts, alignment, timelines, incomplete)
 
 
 _SPELLED, _NUMBERED = "labels PP:", "labels Forward and Backward"
 _FRAMES, _LINKS = "Python frames", "autograd's links"
 
 
-def _found_by(crew: Crew) -> str:
+def _found_by(recordings: Sequence[Recording]) -> str:
     """Return by what the actions of these traces are known; ranks without labels need not agree about frames."""
     kinds = {}
-    for member in crew.members:
-        kind = _kind(member.recording)
+    for one in recordings:
+        kind = _kind(one)
         if kind is None:
-            names = [mark.name for mark in member.recording.others][:3]
+            names = [mark.name for mark in one.others][:3]
             raise TraceError(
-                f"{member.recording.path}: no pipeline in it: neither labels like PP:0F0 or Forward 0, nor forwards "
-                "that autograd links to backwards between sends and receives"
+                f"{one.path}: no pipeline in it: neither labels like PP:0F0 or Forward 0, nor forwards that autograd "
+                "links to backwards between sends and receives"
                 + (f"; its labels are {', '.join(names)}" if names else ""),
                 expected="a trace of torch.distributed.pipelining or torchtitan that covers a step",
                 fix="call schedule.step() while the profiler records, on every rank",
             )
-        kinds[member.rank] = kind
+        if one.calls and not one.has_device and all(call.done is None for call in one.calls):
+            raise TraceError(
+                f"{one.path}: its sends and receives are a device's, and no device was recorded",
+                expected="a trace with the kernels of the device that computes: the host only launches them",
+                fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or with none given",
+            )
+        kinds[one.path] = kind
     if (found := set(kinds.values())) == {_FRAMES, _LINKS}:
         return _FRAMES
     if len(found) > 1:
-        said = "; ".join(f"rank {rank}: {kind}" for rank, kind in kinds.items())
+        said = "; ".join(f"{path}: {kind}" for path, kind in kinds.items())
         raise TraceError(f"the ranks' actions are known by different signs ({said})", expected=ONE_RUN)
     return found.pop()
 
@@ -142,10 +144,9 @@ def _labelled(recording: Recording, place: int, found_by: str, start: int, end: 
     return spelled(inside) if found_by == _SPELLED else numbered(inside, place)
 
 
-def _rank_steps(crew: Crew, found_by: str) -> list[dict[int, RankStep]]:
+def _rank_steps(recordings: Sequence[Recording], found_by: str) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
-    members = [one.recording for one in crew.members]
-    stretches = [_stretches(recording, place, found_by) for place, recording in enumerate(members)]
+    stretches = [_stretches(recording, place, found_by) for place, recording in enumerate(recordings)]
     every = (one.action for steps in stretches for step in steps.values() for one in step.labelled)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
@@ -153,7 +154,7 @@ def _rank_steps(crew: Crew, found_by: str) -> list[dict[int, RankStep]]:
             number: rank_step(recording, labelled, num_stages, start=start, end=end)
             for number, (labelled, start, end) in steps.items()
         }
-        for recording, steps in zip(members, stretches, strict=True)
+        for recording, steps in zip(recordings, stretches, strict=True)
     ]
 
 
@@ -168,13 +169,20 @@ def _complete(by_rank: Sequence[Mapping[int, RankStep]]) -> tuple[dict[int, list
             number in steps and len(steps[number].order) == most for steps, most in zip(by_rank, longest, strict=True)
         )
     }
+    if not complete:
+        had = "; ".join(f"rank {at}: {', '.join(map(str, steps)) or 'none'}" for at, steps in enumerate(by_rank))
+        raise TraceError(
+            f"no step is complete on every rank ({had})",
+            expected="traces of one run that have a whole step in common",
+            fix="let the profiler record two steps or more",
+        )
     return complete, tuple(number for number in numbers if number not in complete)
 
 
-def _check_messages(crew: Crew, steps: Sequence[RankStep]) -> None:
+def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> None:
     """Refuse traces in which a labelled message has only one end: a rank's trace is missing, or of another run."""
     there = {action for step in steps for action in step.order}
-    for member, step in zip(crew.members, steps, strict=True):
+    for member, step in zip(members, steps, strict=True):
         for action in step.order:
             if action.op in TRANSFER_OPS:
                 message = rules.message_of(action)
@@ -187,21 +195,24 @@ def _check_messages(crew: Crew, steps: Sequence[RankStep]) -> None:
                     )
 
 
-def _check_together(crew: Crew, number: int, steps: Sequence[RankStep]) -> None:
+def _check_together(members: Sequence[Member], number: int, steps: Sequence[RankStep]) -> None:
     """Refuse ranks whose steps of one number did not run at the same time."""
     first = min(range(len(steps)), key=lambda rank: steps[rank].end)
     last = max(range(len(steps)), key=lambda rank: steps[rank].start)
     if steps[first].end < steps[last].start:
         apart = (steps[last].start - steps[first].end) / 1e9
         raise TraceError(
-            f"step {number} of rank {crew.members[first].rank} ends {apart:.3g} s before it begins on rank "
-            f"{crew.members[last].rank}",
+            f"step {number} of rank {members[first].rank} ends {apart:.3g} s before it begins on rank "
+            f"{members[last].rank}",
             expected=ONE_RUN,
         )
 
 
+_named = lru_cache(maxsize=8)(recipe_of)  # the steps of a run have one program
+
+
 def _timeline(number: int, steps: Sequence[RankStep]) -> Traced:
-    program = recipe_of(Program.of([[one.action for one in step.ran] for step in steps], "trace"))
+    program = _named(Program.of([[one.action for one in step.ran] for step in steps], "trace"))
     ran = Program.of([step.order for step in steps], program.name)
     return Traced(program, ran, number, tuple(steps))
 

@@ -7,13 +7,13 @@ pipeline, and ranks beside it (data or tensor parallel) are others like it; othe
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drumline.core.errors import TraceError, counted
-from drumline.report.kineto_recording import Recording
+from drumline.core.errors import TraceError
+from drumline.report.kineto_events import Event, events
 
 _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
@@ -23,11 +23,12 @@ _APART_NS = 60 * 10**9
 
 
 class Member(NamedTuple):
-    """A trace of the pipeline, the rank among all processes that it is of, and its host where that is known."""
+    """A trace, its rank among all processes, its host where that is known, and what else it says of the run."""
 
-    recording: Recording
+    path: Path
     rank: int
     host: str | None
+    info: Mapping[str, Any]
 
 
 class Crew(NamedTuple):
@@ -62,15 +63,16 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def crew_of(recordings: Sequence[Recording]) -> Crew:
-    """Return the traces that make one pipeline; of several, the one with the lowest rank."""
-    members = sorted(map(_member, recordings), key=lambda one: one.rank)
+def crew_of(paths: Sequence[Path]) -> Crew:
+    """Return the traces that make one pipeline; of several, the one with the lowest rank. Only their heads are read."""
+    members = sorted(map(_member, paths), key=lambda one: one.rank)
     for one, other in pairwise(members):
         if one.rank == other.rank:
-            raise TraceError(
-                f"{one.recording.path} and {other.recording.path} are both of rank {one.rank}", expected=ONE_RUN
-            )
-    _check_one_run(members)
+            raise TraceError(f"{one.path} and {other.path} are both of rank {one.rank}", expected=ONE_RUN)
+        for what in ("world_size", "backend"):
+            mine, theirs = one.info.get(what), other.info.get(what)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise TraceError(f"{what} is {mine} in {one.path}, but {theirs} in {other.path}", expected=ONE_RUN)
     groups = {one.rank: _pipeline(one) for one in members}
     wanted = groups[members[0].rank]
     if wanted is None:
@@ -85,33 +87,44 @@ def crew_of(recordings: Sequence[Recording]) -> Crew:
     return Crew(tuple(given[rank] for rank in wanted), len(set(groups.values())) - 1)
 
 
+def check_recorded_together(members: Sequence[Member], bounds: Sequence[tuple[int, int]]) -> None:
+    """Refuse traces that were recorded at quite different times; `bounds` are their first start and last end."""
+    for other, (starts, stops) in zip(members, bounds, strict=True):
+        apart = max(starts - bounds[0][1], bounds[0][0] - stops)
+        if apart > _APART_NS:
+            raise TraceError(
+                f"{other.path} was recorded {apart / 1e9:.0f} s apart from {members[0].path}", expected=ONE_RUN
+            )
+
+
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _member(recording: Recording) -> Member:
-    rank = _info(recording).get("rank")
+def _member(path: Path) -> Member:
+    header: Event = {}
+    head = events(path, header)
+    next(head, None)
+    head.close()
+    said = header.get("distributedInfo")
+    info = said if isinstance(said, dict) else {}
+    rank = info.get("rank")
     if not isinstance(rank, int) or isinstance(rank, bool):
-        named = _RANK.search(recording.path.name)
+        named = _RANK.search(path.name)
         if named is None:
             raise TraceError(
-                f"{recording.path}: neither the trace nor its name says of which rank it is",
+                f"{path}: neither the trace nor its name says of which rank it is",
                 expected="distributedInfo in the trace, or a name like rank0.json",
                 fix="rename the file, or start the profiler after init_process_group",
             )
         rank = int(named[1])
-    host = recording.header.get("host_name")
-    return Member(recording, rank, host if isinstance(host, str) and host else None)
-
-
-def _info(recording: Recording) -> dict[str, Any]:
-    info = recording.header.get("distributedInfo")
-    return info if isinstance(info, dict) else {}
+    host = header.get("host_name")
+    return Member(path, rank, host if isinstance(host, str) and host else None, info)
 
 
 def _pipeline(member: Member) -> tuple[int, ...] | None:
     """Return the ranks of the group that is called pp, or None where none is."""
-    groups = _info(member.recording).get("pg_config")
+    groups = member.info.get("pg_config")
     for group in groups if isinstance(groups, list) else ():
         if not isinstance(group, dict) or not _PIPELINE.search(str(group.get("pg_desc", ""))):
             continue
@@ -119,23 +132,3 @@ def _pipeline(member: Member) -> tuple[int, ...] | None:
         if isinstance(ranks, list) and member.rank in ranks:
             return tuple(ranks)
     return None
-
-
-def _check_one_run(members: Sequence[Member]) -> None:
-    first = members[0]
-    for other in members[1:]:
-        for what in ("world_size", "backend"):
-            mine, theirs = (_info(one.recording).get(what) for one in (first, other))
-            if mine is not None and theirs is not None and mine != theirs:
-                raise TraceError(
-                    f"{what} is {mine} in {first.recording.path}, but {theirs} in {other.recording.path}",
-                    expected=ONE_RUN,
-                )
-        (begins, ends), (starts, stops) = first.recording.bounds, other.recording.bounds
-        apart = max(starts - ends, begins - stops)
-        if apart > _APART_NS:
-            raise TraceError(
-                f"{other.recording.path} was recorded {apart / 1e9:.0f} s apart from {first.recording.path}",
-                expected=ONE_RUN,
-                fix=f"of {counted(len(members), 'trace')} give only those that were recorded together",
-            )
