@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from drumline.core.simulate import simulate
+from drumline.report.analysis import analyze
 from drumline.report.chart import Series, chart
 from drumline.report.compare import compare
 from drumline.report.svg import svg
@@ -46,6 +47,9 @@ def scaling() -> str:
 drawn = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
 drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
 pictures.mkdir(exist_ok=True)
+for folder in sorted((here / "traces").iterdir()):
+    recorded = analyze([folder]).timeline
+    drawn[f"recorded-{folder.name}"] = svg(recorded, width=900, title=f"{recorded.program.name} as recorded")
 for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:

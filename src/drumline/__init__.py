@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
+    from drumline.report.analysis import analyze
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -57,6 +58,7 @@ _HOME = {
     "Violation": "core.violation",
     "W": "core.action",
     "Weights": "pipeline.materialise",
+    "analyze": "report.analysis",
     "attribute": "core.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
@@ -95,6 +97,7 @@ __all__ = [
     "Violation",
     "W",
     "Weights",
+    "analyze",
     "attribute",
     "balance",
     "compare",

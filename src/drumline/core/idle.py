@@ -65,7 +65,7 @@ class Idle:
             case Cause.MEMORY:
                 return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
             case Cause.OVERHEAD:
-                return _OVERHEAD.get(self.kind, "the executor's own work")
+                return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
             case Cause.OUTSIDE:
                 return "the rank had not begun its step"
             case Cause.UNEXPLAINED:
