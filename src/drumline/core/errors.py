@@ -8,6 +8,7 @@ DrumlineError            anything that Drumline refuses
 ├── PlanError            what cannot be decided as asked: a cut that no memory limit admits
 ├── UsageError           command-line input that no library call ever sees
 ├── ModelError           a model that cannot be cut as asked, or does not fit the program
+├── TraceError           a profiler's trace that cannot be read, or traces that do not belong together
 ├── BatchError           a batch that cannot be cut into the microbatches
 ├── MismatchError        ranks that were not given the same thing
 ├── RecordError          a folder that holds no run, or files of one that cannot be read together
@@ -67,6 +68,10 @@ class UsageError(DrumlineError):
 
 class ModelError(DrumlineError):
     """A model that cannot be cut as asked, or does not fit the program."""
+
+
+class TraceError(DrumlineError):
+    """A profiler's trace that cannot be read, or traces that do not belong together."""
 
 
 class BatchError(DrumlineError):

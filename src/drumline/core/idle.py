@@ -17,6 +17,8 @@ class Cause(StrEnum):
     TRANSFER = "transfer"
     IMBALANCE = "imbalance"
     MEMORY = "memory"
+    OVERHEAD = "overhead"
+    UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Idle:
                 return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
             case Cause.MEMORY:
                 return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
+            case Cause.OVERHEAD:
+                return "the rank is busy with something that is no action"
+            case Cause.UNEXPLAINED:
+                return "nothing that was measured explains it"
 
 
 @dataclass(frozen=True, slots=True)
