@@ -97,6 +97,13 @@ def _text(reports: Sequence[RunReport]) -> str:
     return reports_text(reports)
 
 
+def _html(reports: Sequence[RunReport]) -> str:
+    from drumline.report.run_page import run_page
+
+    return run_page(reports)
+
+
 _WRITERS: dict[str, Callable[[Sequence[RunReport]], str | bytes]] = {
+    "html": _html,
     "text": _text,
 }

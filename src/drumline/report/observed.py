@@ -16,7 +16,7 @@ from drumline.core.costs import Costs
 from drumline.core.measured import Measured
 from drumline.core.replay import replay, typical_costs
 from drumline.core.run import Run
-from drumline.core.simulate import Simulation
+from drumline.core.simulate import Simulation, simulate
 
 MAKESPAN = "pp/makespan_seconds"
 _POOLED = 15  # steps whose seconds are taken together
@@ -43,13 +43,18 @@ class Observed:
         return typical_costs(self._timelines)
 
     @cached_property
+    def middle(self) -> Simulation:
+        """The step with what stages and edges cost in the middle: what changes are held against."""
+        return simulate(self.run.program, self.costs)
+
+    @cached_property
     def overhead(self) -> float:
         """Seconds of a step, on the rank that had most of them, that were neither compute, nor messages, nor waits."""
         return median(max(one.overhead + one.unexplained for one in timeline.parts) for timeline in self._timelines)
 
     @cached_property
     def _timelines(self) -> list[Measured]:
-        return [self.run.timeline(step) for step in self.pooled]
+        return [self.measured if step == self.step else self.run.timeline(step) for step in self.pooled]
 
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:

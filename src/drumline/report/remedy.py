@@ -57,6 +57,8 @@ def duration(seconds: float) -> str:
     >>> duration(0.00123), duration(2.5), duration(4.2e-5)
     ('1.23 ms', '2.5 s', '42 us')
     """
+    if seconds == 0:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}"

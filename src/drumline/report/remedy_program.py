@@ -21,6 +21,7 @@ from drumline.report.remedy import LEAST_GAIN, Remedy, predicted
 from drumline.schedules import find, schedules
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
+_MAX_ACTIONS = 50_000  # of a program that is tried; steps larger than that repeat themselves
 _HALVES = "if W takes half of B"
 _LINEAR = "if a microbatch takes as long as it has rows"
 
@@ -94,23 +95,25 @@ def rows_of_batch(seen: Observed, *, most: int) -> int:
     for one in seen.metrics:
         rate, seconds = one.get("throughput(rows/s)"), one.get("time_metrics/end_to_end(s)")
         if one["step"] == seen.step and rate and seconds:
-            return int(round(rate * seconds))
+            return int(rate * seconds + 0.5)
     return most
 
 
 def _gain(seen: Observed, changed: Simulation, actions: float) -> float:
     """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
-    before = simulate(seen.run.program, seen.costs).makespan
-    return (before - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
+    return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
 
 
 def _generated(program: Program, name: str, num_microbatches: int | None = None) -> Program | None:
     """Return what a recipe makes for the program's counts, or others; None where there is no such recipe."""
     try:
         schedule, stages = find(name), program.num_stages // program.num_ranks
+        count = num_microbatches or program.num_microbatches
+        if 3 * count * program.num_stages > _MAX_ACTIONS:
+            return None
         if (schedule.stages_per_rank > 1) != (stages > 1):
             return None  # a recipe for several stages per rank, with one, is another schedule
-        return schedule.build(program.num_ranks, num_microbatches or program.num_microbatches, stages)
+        return schedule.build(program.num_ranks, count, stages)
     except DrumlineError:
         return None
 

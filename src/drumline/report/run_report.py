@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from drumline.core.run import Run
@@ -91,6 +92,11 @@ class RunReport:
             found.append({"step": line["step"], **one, "utilisation": None if bubble is None else 1.0 - bubble})
         return found
 
+    def _middle(self, name: str) -> float | None:
+        """Return the median over steps of something that their lines say, if any does."""
+        values = [one[name] for one in self.steps if one[name] is not None]
+        return median(values) if values else None
+
     @property
     def overhead_seconds(self) -> float:
         """What the step took beyond the simulator's, with the same seconds of every action."""
@@ -116,6 +122,7 @@ class RunReport:
             "overhead_share": self.overhead_seconds / makespan if makespan > 0 else 0.0,
             "bubble": seen.measured.bubble,
             "utilisation": 1.0 - seen.measured.bubble,
+            **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
             "slowest_stage": self.slowest_stage,
             "advice": self.advice.to_json(),
             "per_rank": self.ranks,

@@ -29,7 +29,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
     seen, program = report.seen, report.run.program
     counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
-    share = report.overhead_seconds / measured if measured > 0 else 0.0
+    share = round(report.overhead_seconds / measured, 3) + 0.0 if measured > 0 else 0.0  # never minus zero
     slowest = report.stages[report.slowest_stage]
     head = [
         f"{report.name}: {program.name}, {', '.join(counted(*one) for one in counts)}, step {seen.step} of "
