@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,24 +21,26 @@ def two_ranks(step: int = 0, begin_ns: int = 1000) -> tuple[Record, Record]:
         step,
         begin_ns=at,
         end_ns=at + 460,
-        starts=array("q", [at + 10, at + 350]),
-        ends=array("q", [at + 110, at + 450]),
-        held=array("q", [1, 0]),
-        waits=array("q", [1, 0, 1, 0, 1, at + 125, at + 342]),
-        messages=array("q", [0, 1, 0, 1, at + 322, at + 332, at + 342, at + 342, at + 347, 64]),
-        sends=array("q", [1, 0, 0, 1, at + 111, at + 121, 64]),
+        starts=[at + 10, at + 350],
+        ends=[at + 110, at + 450],
+        held=[1, 0],
+        waits=[0, at + 125, at + 342],
+        messages=[1, 0, 1, 0, 1, at + 322, at + 332, at + 342, at + 342, at + 347, 64],
+        sends=[1, 0, 0, 1, at + 111, at + 121, 64],
+        overheads=[0, at, at + 8, 2, at + 450, at + 454],
     )
     second = Record(
         1,
         step,
         begin_ns=at + 2,
         end_ns=at + 340,
-        starts=array("q", [at + 120, at + 221]),
-        ends=array("q", [at + 220, at + 321]),
-        held=array("q", [1, 0]),
-        waits=array("q", [0, 1, 0, 0, 0, at + 4, at + 115]),
-        messages=array("q", [1, 0, 0, 0, at + 111, at + 114, at + 115, at + 115, at + 119, 64]),
-        sends=array("q", [0, 1, 0, 0, at + 322, at + 333, 64]),
+        starts=[at + 120, at + 221],
+        ends=[at + 220, at + 321],
+        held=[1, 0],
+        waits=[0, at + 4, at + 115],
+        messages=[0, 1, 0, 0, 0, at + 111, at + 114, at + 115, at + 115, at + 119, 64],
+        sends=[0, 1, 0, 0, at + 322, at + 333, 64],
+        overheads=[0, at + 2, at + 4],
     )
     return first, second
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from drumline.core.errors import RecordError
+from drumline.core.record import Record
 from drumline.core.run import Run, read_run
 from records import PROGRAM, line, two_ranks, write_run
 
@@ -69,15 +70,12 @@ def test_a_step_that_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_a_captured_step_has_no_timeline(folder: Path) -> None:
-    for name in ("rank0.jsonl", "rank1.jsonl"):
-        add(folder, name, json.dumps({"run": "abc", "step": 3, **PLAIN}, separators=(",", ":")) + "\n")
+    for rank in range(2):
+        add(folder, f"rank{rank}.jsonl", line(Record(rank, 3, begin_ns=10, end_ns=20)))
     run = read_run(folder)
     assert run.steps == (0, 1, 2, 3)
     with pytest.raises(RecordError, match="step 3 was captured"):
         run.timeline()
-
-
-PLAIN = {"rank": 0, "begin_ns": 10, "end_ns": 20, "peak_stash": 0}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -105,6 +103,13 @@ def test_a_line_that_no_run_wrote_is_named(folder: Path) -> None:
     add(folder, "rank0.jsonl", "hello\n")
     with pytest.raises(RecordError, match=r"line 4 of .*rank0.jsonl is not one that a run wrote"):
         read_run(folder).num_steps  # noqa: B018 - it reads
+
+
+def test_a_line_that_is_no_record_is_named(folder: Path) -> None:
+    for rank in range(2):
+        add(folder, f"rank{rank}.jsonl", '{"run":"abc","step":3,"rank":0}\n')
+    with pytest.raises(RecordError, match=r"the line of step 3 in .*rank0.jsonl is no record: KeyError"):
+        read_run(folder).timeline()
 
 
 def test_another_format_is_refused(folder: Path) -> None:

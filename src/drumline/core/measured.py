@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
 from drumline.core import rules
+from drumline.core.account import Piece, account
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.attribute_measured import idle_intervals
 from drumline.core.costs import Costs
+from drumline.core.idle import Idle
 from drumline.core.memory import Holding, holdings
-from drumline.core.record import Record, decoded
+from drumline.core.parts import NANO, Parts, summed_parts
+from drumline.core.record import BETWEEN, Record, decoded
 from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
-
-NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +36,13 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """One rank's step in seconds, by what the rank did; each is the sum of spans of its own, but the last.
+class Passed:
+    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate"."""
 
-    `busy` is computing, `transfer` moving messages or having them on their way while it had nothing else to do, `wait`
-    waiting for another rank to make one. What no span covers is `unexplained`.
-    """
-
-    busy: float
-    transfer: float
-    wait: float
-    overhead: float
-    unexplained: float
-
-    @property
-    def total(self) -> float:
-        """The seconds from the call of `step` to its end."""
-        return self.busy + self.transfer + self.wait + self.overhead + self.unexplained
+    rank: int
+    kind: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,12 +56,22 @@ class Measured(Timeline):
     records: tuple[Record, ...]
     costs: Costs = field(default_factory=Costs)
 
-    @cached_property
-    def _zero(self) -> int:
-        return min((record.starts[0] for record in self.records if record.starts), default=0)
+    def common(self, rank: int, moment: int) -> int:
+        """Return a moment of a rank's clock in the time that all ranks share."""
+        return moment
 
-    def _seconds(self, moment: int) -> float:
-        return (moment - self._zero) * NANO
+    def here(self, rank: int, other: int, moment: int) -> int:
+        """Return what a rank's clock showed when another's showed a moment."""
+        return moment
+
+    @cached_property
+    def zero_ns(self) -> int:
+        """When the first action started, in the time that all ranks share."""
+        return min((self.common(one.rank, one.starts[0]) for one in self.records if one.starts), default=0)
+
+    def seconds(self, rank: int, moment: int) -> float:
+        """Return a moment of a rank's clock in seconds from the first action."""
+        return (self.common(rank, moment) - self.zero_ns) * NANO
 
     @cached_property
     def tracks(self) -> Sequence[Track]:
@@ -77,9 +79,8 @@ class Measured(Timeline):
         found = []
         for row, record in zip(self.program.rows, self.records, strict=True):
             actions = tuple(action for action in row if action.op in TIMED_OPS)
-            found.append(
-                Track(actions, [self._seconds(at) for at in record.starts], [self._seconds(at) for at in record.ends])
-            )
+            starts, ends = ([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends))
+            found.append(Track(actions, starts, ends))
         return found
 
     @cached_property
@@ -108,20 +109,28 @@ class Measured(Timeline):
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
         return [
-            Span(record.rank, Action(stage, Op.REDUCE_GRAD), self._seconds(start), self._seconds(end), Lane.EXCHANGE)
-            for record in self.records
-            for stage, start, end in record.rows("exchanges")
+            Span(one.rank, Action(stage, Op.REDUCE_GRAD), *self._both(one.rank, start, end), Lane.EXCHANGE)
+            for one in self.records
+            for stage, start, end in one.rows("exchanges")
         ]
+
+    def _both(self, rank: int, start: int, end: int) -> tuple[float, float]:
+        return self.seconds(rank, start), self.seconds(rank, end)
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
         """The messages between ranks, transfer and waiting apart."""
         found = []
         for record in self.records:
-            for *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
-                ready = min(sent if sent > made else arrived, consumed)
-                send = rules.message_of(decoded(*coded)).send
-                start, end, taken = (self._seconds(one) for one in (made, ready, consumed))
+            for _, *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
+                receive = decoded(*coded)
+                if receive.op is Op.REDUCE_GRAD:
+                    continue
+                start, taken = self.seconds(source, made), self.seconds(record.rank, consumed)
+                # Who sends knows when the message had left, or else who receives when it had arrived.
+                there = self.seconds(source, sent) if sent > made else self.seconds(record.rank, arrived)
+                end = max(min(there, taken), start)
+                send = rules.message_of(receive).send
                 found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
         return found
 
@@ -130,22 +139,44 @@ class Measured(Timeline):
         """Every time a rank waited, and for what."""
         found = []
         for track, record in zip(self.tracks, self.records, strict=True):
-            for at, *coded, source, start, end in record.rows("waits"):
+            messages = list(record.rows("messages"))
+            for message, start, end in record.rows("waits"):
+                at, *coded, source = messages[message][:5]
                 action = track.actions[at] if at < len(track.actions) else None
-                moments = self._seconds(start), self._seconds(end)
-                found.append(Waited(record.rank, action, decoded(*coded), source, *moments))
+                found.append(Waited(record.rank, action, decoded(*coded), source, *self._both(record.rank, start, end)))
         return tuple(found)
+
+    @cached_property
+    def between(self) -> tuple[Passed, ...]:
+        """What happened on each rank from the end of the step before to the call of this one; the rest is outside."""
+        return tuple(
+            Passed(record.rank, BETWEEN[kind], *self._both(record.rank, start, end))
+            for record in self.records
+            for kind, start, end in record.rows("between")
+        )
 
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
         """Per rank, its step by what it did."""
-        found = []
-        for record in self.records:
-            busy = sum(record.ends) - sum(record.starts)
-            wait, took, sent = (_nanoseconds(record, table) for table in ("waits", "messages", "sends"))
-            left = record.end_ns - record.begin_ns - busy - wait - took - sent
-            found.append(Parts(*(one * NANO for one in (busy, took + sent, wait, 0, left))))
-        return tuple(found)
+        return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self.records)
+
+    @cached_property
+    def accounts(self) -> tuple[list[Piece], ...]:
+        """Per rank, its step as pieces without gaps, each with what the rank did in it."""
+        return tuple(account(record, partial(self.here, record.rank)) for record in self.records)
+
+    @cached_property
+    def accounted(self) -> tuple[Idle, ...]:
+        """Every idle interval, as the ranks measured it."""
+        return tuple(idle for rank in range(self.num_ranks) for idle in idle_intervals(self, rank))
+
+    @cached_property
+    def last_action(self) -> tuple[int, Action]:
+        """The rank and the action, or exchange, that ends last of all."""
+        tracks = ((track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.tracks) if track.ends)
+        spans = ((span.end, span.rank, span.action) for span in self.exchanges)
+        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
+        return rank, action
 
     @property
     def overhead(self) -> tuple[float, ...]:
@@ -204,7 +235,3 @@ def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dic
         ],
         "backward_weight": weight,
     }
-
-
-def _nanoseconds(record: Record, table: str) -> int:
-    return sum(record.column(table, "to")) - sum(record.column(table, "from"))

@@ -2,7 +2,7 @@
 
     starts     100  350       the tables of one column: one number per timed action
     ends       300  600
-    waits      1  1 0 0  0  300 350      several columns are laid out row by row; COLUMNS names them
+    waits      0  300  350    several columns are laid out row by row: here message 0, from 300 to 350
 
 A record is what ranks tell each other and what the files of a run hold, so it is small and travels well. What it means
 for all ranks together says `Measured`.
@@ -10,9 +10,9 @@ for all ranks together says `Measured`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from drumline.core.action import Action, Op
@@ -26,42 +26,49 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "ends": ("end",),
     "held": ("pairs",),
     "stash": ("bytes",),
-    "waits": ("action", *_MESSAGE, "source", "from", "to"),
-    "messages": (*_MESSAGE, "source", "made", "sent", "arrived", "from", "to", "bytes"),
+    "waits": ("message", "from", "to"),
+    "messages": ("action", *_MESSAGE, "source", "made", "sent", "arrived", "from", "to", "bytes"),
     "sends": (*_MESSAGE, "target", "from", "to", "bytes"),
     "exchanges": ("stage", "from", "to"),
+    "overheads": ("kind", "from", "to"),
+    "between": ("kind", "from", "to"),
 }
+
+# What the kinds in these two tables mean: what the executor does itself in a step, and what happens between steps.
+OVERHEADS = ("begin", "post", "note", "leave", "end")
+BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate")
 
 # Columns that are moments of the rank's own clock; files count them from the step's begin.
 _MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})
-
-
-def _numbers() -> array[int]:
-    return array("q")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One rank's step.
 
-    `held` and `stash` are pairs and bytes held once each timed action has ended; bytes only where they were weighed.
-    A wait stands before the timed action of its number. A message was `made` and `sent` by its source's clock, could be
-    taken up when it had `arrived`, and was copied `from` then `to` then.
+    It lasts from the call of `step` until this rank had only to tell the others; `since_ns` is when the step before it
+    ended, and `between` what happened from then on. `held` and `stash` are pairs and bytes held once each timed action
+    has ended; bytes only where they were weighed. A message was needed by the timed action of its number, `made` and
+    `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then.
     """
 
     rank: int
     step: int = 0
+    since_ns: int = 0
     begin_ns: int = 0
     end_ns: int = 0
+    on_device: int = 0  # whether starts and ends are a device's, and the host may have been ahead of it
     peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
-    starts: Sequence[int] = field(default_factory=_numbers)
-    ends: Sequence[int] = field(default_factory=_numbers)
-    held: Sequence[int] = field(default_factory=_numbers)
-    stash: Sequence[int] = field(default_factory=_numbers)
-    waits: Sequence[int] = field(default_factory=_numbers)
-    messages: Sequence[int] = field(default_factory=_numbers)
-    sends: Sequence[int] = field(default_factory=_numbers)
-    exchanges: Sequence[int] = field(default_factory=_numbers)
+    starts: Sequence[int] = field(default_factory=list)
+    ends: Sequence[int] = field(default_factory=list)
+    held: Sequence[int] = field(default_factory=list)
+    stash: Sequence[int] = field(default_factory=list)
+    waits: Sequence[int] = field(default_factory=list)
+    messages: Sequence[int] = field(default_factory=list)
+    sends: Sequence[int] = field(default_factory=list)
+    exchanges: Sequence[int] = field(default_factory=list)
+    overheads: Sequence[int] = field(default_factory=list)
+    between: Sequence[int] = field(default_factory=list)
 
     def rows(self, table: str) -> Iterator[Sequence[int]]:
         """Yield the rows of a table.
@@ -86,9 +93,10 @@ class Record:
         """Return it as an object for JSON: own moments count from the begin, empty tables are left out.
 
         >>> Record(0, begin_ns=1000, end_ns=1500, starts=[1100], ends=[1300]).to_json()
-        {'rank': 0, 'step': 0, 'begin_ns': 1000, 'end_ns': 500, 'peak_stash': 0, 'starts': [100], 'ends': [300]}
+        {'rank': 0, 'step': 0, 'since_ns': -1000, 'begin_ns': 1000, 'end_ns': 500, ... 'starts': [100], 'ends': [300]}
         """
         plain = {name: getattr(self, name) for name in _PLAIN}
+        plain["since_ns"] -= self.begin_ns
         plain["end_ns"] -= self.begin_ns
         tables = ((name, getattr(self, name)) for name in COLUMNS)
         return plain | {name: _shifted(name, flat, -self.begin_ns) for name, flat in tables if flat}
@@ -97,14 +105,15 @@ class Record:
     def from_json(table: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` made an object of.
 
-        >>> record = Record(1, begin_ns=1000, end_ns=1500, exchanges=array("q", [2, 1100, 1300]))
+        >>> record = Record(1, begin_ns=1000, end_ns=1500, exchanges=[2, 1100, 1300])
         >>> Record.from_json(record.to_json()) == record
         True
         """
         begin = int(table["begin_ns"])
         values: dict[str, Any] = {name: int(table[name]) for name in _PLAIN}
+        values["since_ns"] += begin
         values["end_ns"] += begin
-        values |= {name: array("q", _shifted(name, table.get(name, ()), begin)) for name in COLUMNS}
+        values |= {name: _shifted(name, table.get(name, ()), begin) for name in COLUMNS}
         return Record(**values)
 
 
@@ -120,6 +129,7 @@ def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
     return moved
 
 
+@cache
 def coded(receive: Action) -> tuple[int, int, int]:
     """Return a message's three columns.
 

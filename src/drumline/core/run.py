@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, RecordError, counted
 from drumline.core.measured import Measured
 from drumline.core.program import Program
@@ -98,7 +100,14 @@ class Run:
 
     def record(self, rank: int, step: int) -> Record:
         """Return what one rank measured in a step."""
-        return Record.from_json(self._ranks[rank].read(step))
+        table = self._ranks[rank].read(step)
+        try:
+            return Record.from_json(table)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"the line of step {step} in {self._ranks[rank].path} is no record: {type(error).__name__}: {error}",
+                expected="the line as the run wrote it",
+            ) from None
 
     def timeline(self, step: int | None = None) -> Measured:
         """Return what a step did on all ranks, the last one unless its number is given."""
@@ -112,7 +121,16 @@ class Run:
         records = tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
         if not all(record.starts for record in records):
             raise RecordError(f"step {step} was captured: its actions were not timed", fix="choose one that was not")
-        return Measured(self.program, records)
+        return Measured(self.program, records, self._costs)
+
+    @cached_property
+    def _costs(self) -> Costs:
+        """What a pair holds, as it was weighed in the first step that was."""
+        records = [self.record(rank, self.steps[0]) for rank in range(self.program.num_ranks)]
+        if not all(record.stash for record in records):
+            return Costs()
+        weighed = Measured(self.program, tuple(records)).measured_costs()
+        return Costs(activation_bytes=weighed.activation_bytes, held_until_weight_bytes=weighed.held_until_weight_bytes)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of every step, as far as they are written."""

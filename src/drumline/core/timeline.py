@@ -143,6 +143,11 @@ class Timeline(ABC):
         return None
 
     @property
+    def accounted(self) -> tuple[Idle, ...] | None:
+        """Every idle interval as it was measured; None where causes follow from the actions."""
+        return None
+
+    @property
     def num_ranks(self) -> int:
         """How many ranks took part."""
         return self.program.num_ranks

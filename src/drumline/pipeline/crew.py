@@ -33,6 +33,8 @@ class Crew:
         self.timeout = timeout
         self.over = ""  # why nothing more can be done together
         self.current: Callable[[], str] = lambda: ""  # what this process is at, for errors
+        self.while_waiting: Callable[[], None] = lambda: None  # what can be done when there is nothing else to do
+        self.at_failure: Callable[[], None] = lambda: None
         self._topics = itertools.count()
 
     @staticmethod
@@ -91,6 +93,7 @@ class Crew:
             take_turns(self.hub, runs)
             return
         for wait in runs[0]:
+            self.while_waiting()
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
@@ -119,6 +122,7 @@ class Crew:
             yield
         except BaseException as error:
             at = self.current() or during
+            self.at_failure()
             for channel in self.channels:
                 channel.abort(error, at)
             if not self.alone:

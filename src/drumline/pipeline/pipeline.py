@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
 from drumline.core.measured import Measured
 from drumline.core.program import Program
-from drumline.core.record import Record
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
@@ -33,7 +33,6 @@ from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
 from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
-from drumline.runtime.clock import NoClock
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import clock_for, recorder_for
@@ -47,6 +46,9 @@ from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
+
+T = TypeVar("T")
+_ENDED: Any = object()
 
 
 class Pipeline:
@@ -168,11 +170,13 @@ class Pipeline:
             self._crew.connect(self._assembly.ties.edges)
             self._recording = Recording(record, self._crew)
             self._recording.describe(given, program, self._assembly, self.balance)
+            weigh |= self._recording.folder is not None and not compile  # the first step, unless all
             copies = self._copies(stages)
             self._executors = [
                 self._executor(channel, merge_weight_gradients, weigh, copies.get(channel.rank))
                 for channel in self._crew.channels
             ]
+            self._recording.follow(self._executors, weigh=bool(given["weigh"]))
             self._holdings = Holdings(self._assembly.ties, self._crew, self._executors, list(copies.values()))
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
             self._assembly = self._assembly.of_ranks(ranks)
@@ -181,7 +185,7 @@ class Pipeline:
             self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
-        self._guard = Guard(list(self.parameters()), self._before_update)
+        self._guard = self._guarded()
 
     @property
     def num_ranks(self) -> int:
@@ -217,7 +221,7 @@ class Pipeline:
             channel.rank,
             stages,
             channel,
-            clock_for(self.device) if self._recording.is_on else NoClock(),
+            self._recording.clock(clock_for(self.device)),
             merge_weight_gradients=merge,
             scale=Scale(stages.values()) if weigh else None,
             ties=self._assembly.ties,
@@ -245,11 +249,11 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        drafts = self._recording.begin(self._number)
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
-        drafts = [Draft(executor.rank, step.number) for executor in self._executors]
         with self._crew.together("the start of a step"):
             self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
@@ -259,6 +263,7 @@ class Pipeline:
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
             self._run(self._executors, step, drafts)
+            self._recording.ran(drafts)
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
             tally = self._told(step, drafts)
@@ -266,6 +271,10 @@ class Pipeline:
 
     def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
+        with self._recording.during("evaluate"):
+            return self._evaluated(batch, target, named)
+
+    def _evaluated(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> StepResult:
         self._settle(until=self._number - 2)
         self._renew()
         step = Step(self._number, train=False)
@@ -313,8 +322,11 @@ class Pipeline:
             for executor in self._executors:
                 executor.exchange.renew()
             self._updates.follow(self._all_parameters())
-            self._guard = Guard(list(self.parameters()), self._before_update)
+            self._guard = self._guarded()
             self._ledger.reached = False
+
+    def _guarded(self) -> Guard:
+        return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
 
     def _all_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters of all stages here, second copies included."""
@@ -346,22 +358,20 @@ class Pipeline:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         told.num_rows, told.num_tokens = counted_in(step.batch)
-
-        def records() -> list[Record]:
-            for executor, draft in zip(self._executors, drafts, strict=False):
-                executor.clock.settle(draft)
-            return [draft.record() for draft in drafts]
-
-        own = records if alone and self._recording.folder is None else None
-        if own is None and self._recording.is_on:
-            for one, made in zip(each, records(), strict=False):
-                one.record = made
         topic = f"step/{step.number}"
-        self._crew.tell(topic, each)
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler, own)
+        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
+        if alone and self._recording.is_on:
+            tally.own = lambda: self._recording.settled(drafts)
+        if step.train:
+            self._recording.ended(drafts)
+        with self._recording.during("tell"):
+            if step.train:
+                self._recording.fill(each, drafts)
+            self._crew.tell(topic, each)
         self._ledger.add(tally, trained=step.train)
         if step.train:
-            self._recording.add(tally, [one.record for one in each if one.record is not None])
+            with self._recording.during("write"):
+                self._recording.add(tally, each)
         self._number += 1
         return tally
 
@@ -373,11 +383,15 @@ class Pipeline:
         self._settle(until=None)
 
     def _settle(self, *, until: int | None) -> None:
-        self._ledger.settle(until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters()))
+        with self._recording.during("hear") if until is None else nullcontext():
+            self._ledger.settle(
+                until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters())
+            )
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._updates.check(optimizer)
         self.settle()
+        self._recording.enter("update")
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -386,6 +400,10 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        with self._recording.during("clip"):
+            return self._clipped(max_norm, norm_type)
+
+    def _clipped(self, max_norm: float, norm_type: float) -> Tensor:
         self.settle()
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)
@@ -398,9 +416,24 @@ class Pipeline:
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
         self._recording.check()
-        if self._ledger.last is None:
-            raise RunError("no step has run yet", fix="call step first")
-        return self._ledger.last.timeline
+        return self._ledger.timeline()
+
+    def data(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what `loader` does; how long each batch takes to come is measured as waiting for data.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> for x in pipe.data([torch.ones(1, 1)]):
+        ...     _ = pipe.step(x, target=x)
+        >>> [one.kind for one in pipe.timeline().between]
+        ['data']
+        """
+        batches = iter(loader)
+        while True:
+            with self._recording.during("data"):
+                batch = next(batches, _ENDED)
+            if batch is _ENDED:
+                return
+            yield batch
 
     # ---- what it holds -----------------------------------------------------------------------------------------------
 

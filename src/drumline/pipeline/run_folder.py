@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,8 +46,7 @@ class RunFolder:
         self._ranks = {rank: (path / name).open("xb", buffering=_BUFFER) for rank, name in names.items()}
         self._metrics = (path / METRICS).open("xb", buffering=_BUFFER) if 0 in ranks else None
         self._flushed = time.monotonic()
-        files = [*self._ranks.values(), *([] if self._metrics is None else [self._metrics])]
-        self.close = weakref.finalize(self, _close, files)  # at the end of the process, too
+        self.is_open = True
 
     def describe(
         self, program: Program, config: dict[str, Any], plan: dict[str, Any], environment: dict[str, Any]
@@ -81,8 +79,15 @@ class RunFolder:
     def flush(self) -> None:
         """Write all lines out."""
         for file in (*self._ranks.values(), self._metrics):
-            if file is not None and not file.closed:
+            if file is not None:
                 file.flush()
+
+    def close(self) -> None:
+        """Write all lines out and close the files."""
+        self.is_open = False
+        for file in (*self._ranks.values(), self._metrics):
+            if file is not None:
+                file.close()
 
 
 def _put(path: Path, text: str) -> None:
@@ -90,8 +95,3 @@ def _put(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
-
-
-def _close(files: Sequence[BinaryIO]) -> None:
-    for file in files:
-        file.close()

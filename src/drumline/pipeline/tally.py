@@ -30,6 +30,7 @@ class Told:
     scale: float | None = None  # of the loss, as this rank knows it
     unreached: list[str] = field(default_factory=list)
     record: Record | None = None
+    late: Record | None = None  # of the step before, where the device had not passed that in time
     num_rows: int = 0  # of the batch, where it is known
     num_tokens: int = 0
 
@@ -43,6 +44,7 @@ class Tally:
     program: Program
     scaler: LossScaler | None = None
     own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
+    following: Tally | None = None  # the next step that trained
 
     @cached_property
     def told(self) -> list[Told]:
@@ -54,15 +56,25 @@ class Tally:
         """Whether all ranks' words are here."""
         return "told" in self.__dict__
 
-    @cached_property
-    def records(self) -> Sequence[Record | None]:
-        """What every rank recorded."""
-        return [one.record for one in self.told] if self.own is None else self.own()
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that will be known of the step is here."""
+        return self.is_heard and self.known_records is not None
 
     @property
-    def has_timeline(self) -> bool:
-        """Whether the actions were timed on all ranks: not if they were captured, or nothing is recorded."""
-        return all(record is not None and record.starts for record in self.records)
+    def records(self) -> tuple[Record, ...] | None:
+        """What every rank recorded, those of this process waited for; None as long as another has not told it."""
+        known = self.known_records
+        return tuple(self.own()) if known is None and self.own is not None else known
+
+    @property
+    def known_records(self) -> tuple[Record, ...] | None:
+        """The same without waiting for a device."""
+        found = [one.record for one in self.told]
+        if None in found and self.following is not None and self.following.is_heard:
+            found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
+        known = tuple(record for record in found if record is not None)
+        return known if len(known) == len(found) else None
 
     @cached_property
     def loss(self) -> Tensor | None:
@@ -79,9 +91,12 @@ class Tally:
     @cached_property
     def timeline(self) -> Measured:
         """What the ranks measured."""
-        if not self.has_timeline:
+        records = self.records
+        if records is None:
+            raise RunError("a device has not passed the step yet", fix="run another one, or use check_finite=True")
+        if not all(record.starts for record in records):
             raise RunError("a captured step has no timeline", fix="use capture=False to measure")
-        return Measured(self.program, tuple(one for one in self.records if one is not None))
+        return Measured(self.program, records)
 
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
@@ -113,6 +128,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.last: Tally | None = None  # of the steps that trained
+        self.before: Tally | None = None  # the one before that
         self.reached = False  # whether it was looked at that every parameter gets a gradient
         self._open: list[Tally] = []
         self._refused: Tally | None = None
@@ -121,8 +137,17 @@ class Ledger:
         """Enter a step that has been told of."""
         self._open.append(tally)
         if trained:
-            self.last = tally
+            if self.last is not None:
+                self.last.following = tally
+            self.before, self.last = self.last, tally
             self._refused = None  # gradients add up, so this step's check covers what was there before
+
+    def timeline(self) -> Measured:
+        """Return the last step that all ranks know; without waiting for a device, that may be the one before."""
+        if self.last is None:
+            raise RunError("no step has run yet", fix="call step first")
+        known = self.last if self.last.records is not None or self.before is None else self.before
+        return known.timeline
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Look at all steps, or those up to a number, and raise if one must not be built on."""

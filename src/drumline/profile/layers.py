@@ -158,7 +158,7 @@ class _Chain:
         draft = Draft(0)
         table: Ops = [[0.0] * len(self.stages) for _ in range(3 if self.split else 2)]
         order: list[tuple[int, int]] = []
-        clock.begin()
+        clock.begin(draft)
         for stage in self.stages:
             stage.begin()
 
@@ -177,7 +177,7 @@ class _Chain:
         if self.split:
             for stage in self.trained():
                 timed(2, stage, stage.backward_weight)
-        clock.settle(draft)
+        clock.settle(draft, wait=True)
         for (op, index), start, end in zip(order, draft.starts, draft.ends, strict=True):
             table[op][index] = (end - start) * _NANO
         return table

@@ -1,4 +1,4 @@
-"""When things happen on a rank, by a clock that the ranks of one host share."""
+"""When things happen on a rank, by a clock of its own; `core/align` says what other ranks' clocks showed then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Clock:
         """Return this moment in nanoseconds."""
         return time.perf_counter_ns()
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self, draft: Draft) -> None:
+        """Start a step, whose marks belong to the draft."""
 
     def start(self, directly: bool) -> int:
         """Mark the start of an action; `directly` says that it follows another without anything between."""
@@ -23,10 +23,11 @@ class Clock:
 
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; on a host that is now."""
-        return time.perf_counter_ns()
+        return self.now()
 
-    def settle(self, draft: Draft) -> None:
-        """Turn marks into moments, once the step is over."""
+    def settle(self, draft: Draft, *, wait: bool) -> bool:
+        """Turn marks into moments once the device has passed them; return whether it has. Waits for it if asked to."""
+        return True
 
 
 class NoClock(Clock):
@@ -34,8 +35,4 @@ class NoClock(Clock):
 
     def now(self) -> int:
         """Return no moment."""
-        return 0
-
-    def mark(self) -> int:
-        """Mark nothing."""
         return 0

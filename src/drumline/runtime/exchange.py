@@ -112,13 +112,15 @@ class Exchange:
 
     def _taken(self, action: Action, other: int, clock: Clock, draft: Draft) -> Generator[Wait, None, list[Any]]:
         """Wait for the gradients of another rank."""
+        asked = since = clock.now()
         delivery = self.channel.take(action, other)
         if delivery is None:
-            begin = clock.now()
             while delivery is None:
                 yield Wait(self.rank, action, action, other)
+                asked = clock.now()
                 delivery = self.channel.take(action, other)
-            draft.waited(action, other, begin, clock.now())
+            draft.waited(since, asked)
+        draft.took(action, other, delivery, asked, clock.now())
         return _heard(delivery)
 
     def _seen(self) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
 from drumline.runtime.exchange import Exchange
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
@@ -153,34 +153,33 @@ class Executor:
     def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
 
-        `jobs`, where given, stand for the row's own.
+        `jobs`, where given, stand for the row's own. What the rank does is noted in the draft, piece by piece.
         """
-        channel, clock, stages = self.channel, self.clock, self.stages.values()
+        channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
         channel.begin(step.number)
-        clock.begin()
+        clock.begin(draft)
         for stage in stages:
             stage.begin()
         if self.scale is not None:
             self.scale.begin(*step.inputs, *step.targets)
-        draft.begin_ns = clock.now()
         directly = False
+        draft.spent(BEGIN, draft.begin_ns, now())
         for job in self.jobs if jobs is None else jobs:
             self.current = job.action
             for receive, source in job.needs:
-                asked = clock.now()
+                asked = now()
                 delivery = channel.take(receive, source)
                 if delivery is None:
-                    begin = clock.now()
-                    wait = Wait(self.rank, job.action, receive, source)
+                    since, wait = asked, Wait(self.rank, job.action, receive, source)
                     while delivery is None:
                         yield wait
-                        asked = clock.now()
+                        asked = now()
                         delivery = channel.take(receive, source)
-                    draft.waited(receive, source, begin, asked)
+                    draft.waited(since, asked)
                 self.arrived[receive] = delivery
-                draft.took(receive, source, delivery, asked, clock.now())
+                draft.took(receive, source, delivery, asked, now())
             if job.timed:
                 start = clock.start(directly and not job.needs)
                 if self.scale is None:
@@ -190,16 +189,18 @@ class Executor:
                         job.run(job, step)
                 draft.starts.append(start)
                 draft.ends.append(clock.mark())
+                ended = now()
                 directly = True
                 draft.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
                     draft.stash.append(self.scale.weigh())
                     draft.peak_stash = self.scale.peak
+                draft.spent(NOTE, ended, now())
             else:
                 job.run(job, step)
                 directly = False
         yield from self.exchange.finish(clock, draft)
-        draft.end_ns = clock.now()
+        draft.end_ns = now()
         self.current = None
 
     def _reset(self) -> None:
@@ -282,14 +283,15 @@ class Executor:
                 self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
+        start = self.clock.now()
         self.channel.post(job.action, job.other)
+        self.draft.spent(POST, start, self.clock.now())
 
     def _send(self, job: Job, step: Step) -> None:
-        self.hand_over(job.other, *self.message(job))
+        self.hand_over(self.clock.now(), job.other, *self.message(job))
 
-    def hand_over(self, target: int, receive: Action, tensors: tuple[Tensor, ...], form: Any) -> None:
-        """Send a message, and note it."""
-        start = self.clock.now()
+    def hand_over(self, start: int, target: int, receive: Action, tensors: tuple[Tensor, ...], form: Any) -> None:
+        """Send a message, and note it; `start` is when this began."""
         self.channel.send(receive, target, tensors, form)
         self.draft.sent(receive, target, sum([one.nbytes for one in tensors]), start, self.clock.now())
 
