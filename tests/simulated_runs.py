@@ -30,7 +30,7 @@ def nanoseconds(seconds: float, begin: int) -> int:
 
 
 def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, weigh: float = 0.0) -> list[Record]:
-    """Return the records of a simulated step; `overhead` is what each rank's step takes beyond its last action."""
+    """Return the records of a simulated step; of every action the last `overhead` seconds were not its own."""
     begin = 1_000_000_000 * (step + 1)
     messages: list[list[dict[str, int]]] = [[] for _ in timeline.tracks]
     for one in timeline.transfers:
@@ -46,7 +46,8 @@ def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, we
         messages[one.target].append({"action": index, **names, "source": one.source, **moments})
     found = []
     for rank, track in enumerate(timeline.tracks):
-        starts, ends = ([nanoseconds(at, begin) for at in times] for times in (track.starts, track.ends))
+        starts = [nanoseconds(at, begin) for at in track.starts]
+        ends = [nanoseconds(at - overhead, begin) for at in track.ends]
         pairs = [after for _, after in timeline.memory[rank].pairs]
         waits = []
         for number, message in enumerate(messages[rank]):
@@ -58,7 +59,7 @@ def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, we
                 rank,
                 step,
                 begin_ns=begin,
-                end_ns=ends[-1] + round(overhead * GIGA),
+                end_ns=nanoseconds(track.ends[-1], begin),
                 peak_stash=round(weigh * max(during for during, _ in timeline.memory[rank].pairs)),
                 starts=array("q", starts),
                 ends=array("q", ends),
@@ -101,10 +102,10 @@ def write_simulated_run(
     metrics = []
     work = sum(part.op is not Op.REDUCE_GRAD for part in program.work())
     for step in range(num_steps):
-        timeline = simulate(program, costs, factors=1 + jitter * chance.random(work))
+        timeline = simulate(program, _longer(costs, overhead), factors=1 + jitter * chance.random(work))
         for rank, record in enumerate(records_of(timeline, step, overhead=overhead, weigh=weigh)):
             lines[rank].append(line(record, run))
-        seconds = timeline.makespan + overhead
+        seconds = timeline.makespan
         table = {
             "loss_metrics/global_avg_loss": 1 / (step + 1),
             "throughput(rows/s)": rows / seconds,
@@ -120,6 +121,16 @@ def write_simulated_run(
     return path
 
 
+def _longer(costs: Costs, seconds: float) -> Costs:
+    """Return costs with every action that much longer."""
+    if not seconds:
+        return costs
+    longer: dict[str, Any] = {
+        name: [one + seconds for one in costs.per_stage(name, 2)] for name in ("forward", "backward_input")
+    }
+    return replace(costs, **longer)
+
+
 def per_stage(*seconds: float, backward: float = 2.0) -> Costs:
     """Return costs with these forwards, and backwards that take a multiple of them."""
     return Costs(forward=list(seconds), backward_input=[one * backward for one in seconds], backward_weight=0)
@@ -133,8 +144,3 @@ def even_blocks(num_stages: int, each: int) -> list[list[str]]:
     """
     ends = range(0, (num_stages + 1) * each, each)
     return [[str(number) for number in range(i, j)] for i, j in pairwise(ends)]
-
-
-def without_messages(costs: Costs) -> Costs:
-    """Return the costs with messages that take no time."""
-    return replace(costs, comm=0.0, edges={})

@@ -76,7 +76,7 @@ def test_times_on_the_page_have_their_unit(opened: Open, tmp_path: Path) -> None
 
 
 def test_no_part_of_a_bar_lies_outside_of_it(opened: Open, tmp_path: Path) -> None:
-    page = opened(*reports(tmp_path, "zb-h1", overhead=1e-3))
+    page = opened(*reports(tmp_path, "1f1b", overhead=1e-4))
     outside = page.evaluate(
         """() => [...document.querySelectorAll(".bar rect")].filter((rect) => {
           const bar = rect.closest("svg").getBoundingClientRect(), own = rect.getBoundingClientRect();

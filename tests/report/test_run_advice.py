@@ -95,7 +95,7 @@ def test_no_more_microbatches_are_advised_than_the_batch_has_rows(tmp_path: Path
 
 def test_overhead_asks_for_larger_microbatches(tmp_path: Path) -> None:
     costs = per_stage(MILLI / 100, MILLI / 100)
-    found = advice(tmp_path, costs, microbatches=16, overhead=2 * MILLI)
+    found = advice(tmp_path, costs, microbatches=16, overhead=MILLI / 10)
     assert found.best is not None
     assert found.best.settings == {"num_microbatches": 4}
     assert "is overhead: cut the batch into 4, predicted" in found.sentence

@@ -24,6 +24,7 @@ VERBS = {
     "check": "prove that a program can run, or list every violation",
     "verify": "run a model pipelined and in one process, and compare the two",
     "report": "recorded runs as a page: where the time went, and what to change",
+    "watch": "a run live in the terminal: loss, throughput, bubble, queues",
     "explore": "schedules under sliders, in the browser",
 }
 

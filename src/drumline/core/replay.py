@@ -36,7 +36,8 @@ def replay(timeline: Measured) -> Simulation:
     >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
     (9.0, 7.0)
     """
-    costs = replace(timeline.measured_costs(), **_UNITS, edges=latencies([timeline]))
+    sizes = timeline.costs if timeline.costs.knows_bytes else timeline.measured_costs()
+    costs = replace(sizes, **_UNITS, edges=latencies([timeline]))
     return simulate(timeline.program, costs, factors=_action_seconds(timeline))
 
 

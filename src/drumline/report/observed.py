@@ -7,12 +7,12 @@ aside. Costs are the middle of steps like it, so that one that was disturbed doe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 from drumline.core.costs import Costs
+from drumline.core.errors import RecordError
 from drumline.core.measured import Measured
 from drumline.core.replay import replay, typical_costs
 from drumline.core.run import Run
@@ -47,10 +47,22 @@ class Observed:
         """The step with what stages and edges cost in the middle: what changes are held against."""
         return simulate(self.run.program, self.costs)
 
-    @cached_property
+    @property
     def overhead(self) -> float:
-        """Seconds of a step, on the rank that had most of them, that were neither compute, nor messages, nor waits."""
-        return median(max(one.overhead + one.unexplained for one in timeline.parts) for timeline in self._timelines)
+        """Seconds by which the step was longer than in the simulator: the executor's own, and jitter of messages."""
+        return max(self.measured.makespan - self.simulated.makespan, 0.0)
+
+    @cached_property
+    def weighed(self) -> Measured | None:
+        """A step whose stash was weighed: this one, or the first of the run."""
+        return next((one for one in (self.measured, self._first) if one is not None and one.stash is not None), None)
+
+    @cached_property
+    def _first(self) -> Measured | None:
+        try:
+            return self.run.timeline(self.run.steps[0])
+        except RecordError:  # it was captured
+            return None
 
     @cached_property
     def _timelines(self) -> list[Measured]:
@@ -81,8 +93,6 @@ def observe(run: Run, step: int | None = None) -> Observed:
     near = [step] if step is not None else _typical(metrics, steps)
     chosen = near[len(near) // 2] if near else None
     timeline = run.timeline(chosen)
-    if timeline.stash is not None:
-        timeline = replace(timeline, costs=timeline.measured_costs())  # so that it knows bytes, too
     number = timeline.records[0].step
     return Observed(run, number, timeline, tuple(near or [number]), metrics)
 

@@ -115,17 +115,20 @@ def _causes(run: Figures) -> str:
     causes = list(dict.fromkeys([*run["measured"]["idle_by_cause"], *run["simulated"]["idle_by_cause"]]))
     bars = []
     for rank in range(run["ranks"]):
-        for which, name in (("measured", f"rank {rank}"), ("simulated", "")):
+        shares = run["per_rank"][rank]
+        for which, name, share in (
+            ("measured", f"rank {rank}", shares["idle_share"]),
+            ("simulated", "", shares["simulated_idle_share"]),
+        ):
             found = run[which]["idle_by_cause"]
             parts = [
                 Part(cause, found[cause][rank], f"{which} {cause} {_time(found[cause][rank])}")
                 for cause in causes
                 if cause in found
             ]
-            idle = sum(part.size for part in parts)
             kind = "thin" if which == "simulated" else ""
-            said = f"rank {rank}, {which}: idle {_time(idle)}"
-            bars.append(_row(name, bar(parts, whole, said=said), _percent(idle / run["makespan"]), kind))
+            said = f"rank {rank}, {which}: idle {_percent(share)}"
+            bars.append(_row(name, bar(parts, whole, said=said), _percent(share), kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
     return _card("Bubble by cause", f"{''.join(bars)}{legend((cause, cause) for cause in causes)}{note}")
 

@@ -67,15 +67,16 @@ class RunReport:
 
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
-        """Every rank: its step by what it did, its idle share, and what it held."""
-        measured = self.seen.measured
-        peaks = measured.peak_stash or [None] * measured.num_ranks
+        """Every rank: its step by what it did, its idle share (simulated, too: of the measured makespan), its peak."""
+        measured, weighed = self.seen.measured, self.seen.weighed
+        peaks = (None if weighed is None else weighed.peak_stash) or [None] * measured.num_ranks
         return [
             {
                 "rank": rank,
                 **asdict(parts),
                 "step_seconds": parts.total,
-                "idle_share": measured.idle[rank] / measured.makespan if measured.makespan > 0 else 0.0,
+                "idle_share": measured.idle[rank] / measured.makespan,
+                "simulated_idle_share": self.seen.simulated.idle[rank] / measured.makespan,
                 "peak_pairs": max(measured.held[rank], default=0),
                 "peak_stash_bytes": peaks[rank],
             }
