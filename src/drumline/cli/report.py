@@ -103,7 +103,33 @@ def _html(reports: Sequence[RunReport]) -> str:
     return run_page(reports)
 
 
+def _svg(reports: Sequence[RunReport]) -> str:
+    from drumline.report.plots import plots
+
+    return plots(reports, format="svg").decode()
+
+
+def _png(reports: Sequence[RunReport]) -> bytes:
+    from drumline.report.plots import plots
+
+    return plots(reports, format="png")
+
+
+def _perfetto(reports: Sequence[RunReport]) -> bytes:
+    from drumline.report.trace import traces
+
+    timelines = {}
+    for one in reports:
+        prefix = f"{one.name}, " if len(reports) > 1 else ""
+        timelines[f"{prefix}measured"] = one.seen.measured
+        timelines[f"{prefix}simulated"] = one.seen.simulated
+    return traces(timelines)
+
+
 _WRITERS: dict[str, Callable[[Sequence[RunReport]], str | bytes]] = {
     "html": _html,
     "text": _text,
+    "svg": _svg,
+    "png": _png,
+    "perfetto": _perfetto,
 }

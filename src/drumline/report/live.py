@@ -24,7 +24,6 @@ _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
 _PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
 _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
-_PLAIN = 1.0  # the least that the deepest queue's bar stands for
 
 
 class Marks(NamedTuple):
@@ -82,9 +81,9 @@ class Live:
 
     def frame(self, width: int = 100) -> str:
         """Return the run as it stands, no line wider than `width`."""
-        counts = ("rank", self.program.num_ranks), ("stage", self.program.num_stages)
-        counts += (("microbatch", self.program.num_microbatches),)
-        title = f"{self.name}: {self.program.name}, {', '.join(counted(number, word) for word, number in counts)}"
+        program = self.program
+        counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
+        title = f"{self.name}: {program.name}, {', '.join(counted(*one) for one in counts)}"
         room = max(10, min(60, width - 40))
         lines = [title, self._head()]
         if len(self._losses) > 1:
@@ -95,9 +94,9 @@ class Live:
                 lines.append(
                     f"{f'rank {rank}':<9} {self._bar(rank, room)}  busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}"
                 )
-        deepest = max([*self._queues().values(), _PLAIN])
+        scale = min(1.0, room / max(self._queues().values(), default=1.0))
         for (source, target), depth in self._queues().items():
-            marks = self.marks.message * round(min(depth, room) if deepest <= room else depth / deepest * room)
+            marks = self.marks.message * round(depth * scale)
             lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
         if self._bubble(0) is not None:
             named = zip(self.marks.parts, _PARTS, strict=True)
@@ -127,9 +126,8 @@ class Live:
         return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
 
     def _bar(self, rank: int, room: int) -> str:
-        return stacked(
-            [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in _PARTS], self.marks.parts, room
-        )
+        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in _PARTS]
+        return stacked(sizes, self.marks.parts, room)
 
 
 def stacked(sizes: Sequence[float], marks: str, room: int) -> str:
