@@ -23,6 +23,8 @@ VERBS = {
     "compare": "all schedules for one model on given ranks, best first",
     "check": "prove that a program can run, or list every violation",
     "verify": "run a model pipelined and in one process, and compare the two",
+    "report": "recorded runs as a page: where the time went, and what to change",
+    "watch": "a run live in the terminal: loss, throughput, bubble, queues",
     "analyze": "the bubble of somebody else's run, from its profiler traces",
     "explore": "schedules under sliders, in the browser",
 }

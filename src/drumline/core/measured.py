@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from statistics import median
@@ -212,25 +212,17 @@ class Measured(Timeline):
 
         B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B.
         """
+        seconds = {key: median(values) for key, values in self.action_seconds().items()}
+        return Costs(**stage_costs(seconds, self.program.num_stages), **self._measured_bytes())
+
+    def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
+        """Return the seconds of all actions by stage and op; overlapped pairs are left out."""
         seconds: dict[tuple[int, Op], list[float]] = {}
         for track in self.tracks:
             for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
                 if not action.parts:
                     seconds.setdefault((action.stage, action.op), []).append(end - start)
-        stages = range(self.program.num_stages)
-        of = {key: median(values) for key, values in seconds.items()}
-        weight = [of.get((stage, Op.BACKWARD_WEIGHT), 0.0) for stage in stages]
-        whole = [of.get((stage, Op.BACKWARD)) for stage in stages]
-        split = [of.get((stage, Op.BACKWARD_INPUT)) for stage in stages]
-        return Costs(
-            forward=[of.get((stage, Op.FORWARD), 0.0) for stage in stages],
-            backward_input=[
-                alone if alone is not None else max((full or 0.0) - later, 0.0)
-                for alone, full, later in zip(split, whole, weight, strict=True)
-            ],
-            backward_weight=weight,
-            **self._measured_bytes(),
-        )
+        return seconds
 
     def _measured_bytes(self) -> dict[str, Any]:
         """Return what a microbatch holds from F, and from I to W, per stage."""
@@ -247,3 +239,23 @@ class Measured(Timeline):
             "activation_bytes": full,
             "held_until_weight_bytes": [held + less for held, less in zip(full, freed, strict=True)],
         }
+
+
+def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:
+    """Return forward, backward_input and backward_weight of every stage; B counts as the former where it is not split.
+
+    >>> stage_costs({(0, Op.FORWARD): 1.0, (0, Op.BACKWARD): 2.0}, 1)
+    {'forward': [1.0], 'backward_input': [2.0], 'backward_weight': [0.0]}
+    """
+    stages = range(num_stages)
+    weight = [seconds.get((stage, Op.BACKWARD_WEIGHT), 0.0) for stage in stages]
+    whole = [seconds.get((stage, Op.BACKWARD)) for stage in stages]
+    split = [seconds.get((stage, Op.BACKWARD_INPUT)) for stage in stages]
+    return {
+        "forward": [seconds.get((stage, Op.FORWARD), 0.0) for stage in stages],
+        "backward_input": [
+            alone if alone is not None else max((full or 0.0) - later, 0.0)
+            for alone, full, later in zip(split, whole, weight, strict=True)
+        ],
+        "backward_weight": weight,
+    }

@@ -3,6 +3,7 @@
     config.json  plan.json  program.csv  environment.json      written once, by rank 0
     rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
     metrics.jsonl                                              a line per step, by rank 0
+    ended.json                                                 when rank 0 has closed the run
 
 A line counts once it ends: what a killed rank left unfinished is not there. A step counts once every rank has its line.
 Every line and object names its run, so that files of two runs are told apart.
@@ -14,6 +15,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,13 @@ from drumline.core.record import Record
 
 FORMAT = 1
 _STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
-CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS = (
+CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
     "config.json",
     "plan.json",
     "program.csv",
     "environment.json",
     "metrics.jsonl",
+    "ended.json",
 )
 _OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d+),')
 
@@ -142,9 +145,14 @@ class Run:
         weighed = Measured(self.program, records).measured_costs()
         return Costs(activation_bytes=weighed.activation_bytes, held_until_weight_bytes=weighed.held_until_weight_bytes)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of every step, as far as they are written."""
-        return [self._metrics.read(step) for step in self._metrics.known()]
+    def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the metrics of every step, as far as they are written, but for the first `since` of them."""
+        return [self._metrics.read(step) for step in islice(self._metrics.known(), since, None)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether rank 0 has closed the run; one that was killed never says so."""
+        return (self.path / ENDED).exists()
 
     def _object(self, name: str) -> dict[str, Any]:
         path = self.path / name

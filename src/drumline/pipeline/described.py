@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from drumline.core.run import FORMAT
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.runtime.cuda import device_name
+from drumline.runtime.cut import guessed_costs
 
 _LEFT_OUT = frozenset({"self", "model", "example", "example_target", "record"})
 
@@ -56,9 +58,10 @@ def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> dict[str, Any]:
     """Return what was decided: blocks per stage, placement, schedule, checkpointing, and what it should cost."""
     placement = program.placement
-    predicted: dict[str, Any] = {"costs": None, "makespan": None}
+    predicted: dict[str, Any] = {"costs": None, "makespan": None, "blocks": None}
     if balance is not None:
-        predicted = {"costs": balance.costs.to_json(), "makespan": balance.timeline.makespan}
+        blocks = [{"name": one.name, **asdict(one.times)} for one in balance.profile.layers]
+        predicted = {"costs": balance.costs.to_json(), "makespan": balance.timeline.makespan, "blocks": blocks}
     return {
         "schedule": program.name,
         "num_ranks": program.num_ranks,
@@ -67,6 +70,7 @@ def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> di
         "placement": [list(placement.stages_of(rank)) for rank in range(program.num_ranks)],
         "blocks": [[block.name for block in blocks] for blocks in assembly.cuts],
         "checkpoint": [[one.name for one in blocks if one.name in assembly.checkpointed] for blocks in assembly.cuts],
+        "guessed_costs": guessed_costs([block for blocks in assembly.cuts for block in blocks]),
         "predicted": predicted,
         "program_sha256": hashlib.sha256(program.format().encode()).hexdigest(),
     }

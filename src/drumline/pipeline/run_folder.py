@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from drumline.core.program import Program
 from drumline.core.record import Record
-from drumline.core.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGRAM, rank_file
+from drumline.core.run import CONFIG, ENDED, ENVIRONMENT, METRICS, PLAN, PROGRAM, rank_file
 
 _SECONDS_TO_FLUSH = 1.0
 _BUFFER = 1 << 20
@@ -83,11 +83,13 @@ class RunFolder:
                 file.flush()
 
     def close(self) -> None:
-        """Write all lines out and close the files."""
+        """Write all lines out and close the files; rank 0 then says that the run has ended."""
         self.is_open = False
         for file in (*self._ranks.values(), self._metrics):
             if file is not None:
                 file.close()
+        if self._metrics is not None and self.path.is_dir():
+            _put(self.path / ENDED, json.dumps({"run": self.run}) + "\n")
 
 
 def _put(path: Path, text: str) -> None:

@@ -116,7 +116,7 @@ def _place(blocks: Sequence[Block], name: str) -> int:
     raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
 
 
-def _guessed(blocks: Sequence[Block]) -> list[float]:
+def guessed_costs(blocks: Sequence[Block]) -> list[float]:
     """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
 
     What is frozen has no W, and where nothing is trained up to it no I.
@@ -162,7 +162,7 @@ def cut(
     if isinstance(balance, str) and balance != "even":
         raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
     if balance is None:
-        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages, held=held).counts
+        balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
     if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
