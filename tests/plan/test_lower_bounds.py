@@ -74,7 +74,7 @@ def drawn(seed: int) -> Instance:
         backward_input=numbers(1, 9),
         backward_weight=numbers(1, 9),
         comm=rng.choice([0, 0, 2, 5]),
-        microbatch_factor=rng.choice([1.0, [rng.choice([0.5, 1.0, 2.0]) for _ in range(num_microbatches)]]),
+        microbatch_factor=[rng.choice([0.5, 1.0, 2.0]) for _ in range(num_microbatches)] if rng.random() < 0.5 else 1.0,
         activation_bytes=sizes,
         held_until_weight_bytes=[rng.choice([0.25, 0.5, 1.0]) * size for size in sizes],
     )

@@ -56,8 +56,10 @@ class _Rank:
         self.seconds = {key: relaxed.seconds[key] for key in self.counts}
         self.pairs = {stage: self._most_pairs(at) for at, stage in enumerate(self.stages)}
         self.owed = {stage: self._most_owed(at) for at, stage in enumerate(self.stages)}
+        self.begun: dict[Key, dict[int, Ints]] = {}
         self.before = {key: self._before(key) for key in self.counts}
-        self.work = {key: self._work(self.before[key]) for key in self.counts}
+        self.early = self._most_early_forwards()
+        self.work = {key: self._all_work(key, 0.0) for key in self.counts}
         self.since = {stage: self._since_first_backward(stage) for stage in self.stages}
 
     def _below(self, at: int) -> Sequence[int]:
@@ -111,6 +113,7 @@ class _Rank:
         for other in counts:
             np.minimum(counts[other], self.counts[other], out=counts[other])
         counts[key] = turn
+        self.begun[key] = begun
         return counts
 
     def _work(self, before: dict[Key, Ints], leaving_out: dict[Key, int] | None = None) -> Floats:
@@ -120,6 +123,43 @@ class _Rank:
             less = 0 if leaving_out is None else leaving_out[key]
             total += np.maximum(count - less, 0) * self.seconds[key]
         return total
+
+    def _most_early_forwards(self) -> float:
+        """Return the most seconds of forwards that can run before the first I: as much as there is room for."""
+        most = sum(self.counts[stage, F] * self.seconds[stage, F] for stage in self.stages)
+        for one, resource in enumerate(self.relaxed.instance.resources):
+            sizes = {stage: self.relaxed.sizes(stage, one)[0] for stage in self.stages}
+            if min(sizes.values()) > 0:
+                room = resource.most - resource.always[self.number]
+                most = min(most, room * max(self.seconds[stage, F] / sizes[stage] for stage in self.stages))
+        return most * (1 + 1e-12)
+
+    def _all_work(self, key: Key, early: float) -> Floats:
+        """Return the work before the m-th of `key`, less `early` seconds of forwards: what was freed took its time."""
+        before = self.before[key]
+        forwards = self._work({(stage, F): before[stage, F] for stage in self.stages})
+        backwards = self._work({other: count for other, count in before.items() if other[1] != F})
+        freeing: Floats = np.maximum(forwards - early, 0.0) + np.maximum(backwards, self._freeing(self.begun[key]))
+        return freeing
+
+    def _freeing(self, begun: dict[int, Ints]) -> Floats:
+        """Return the least seconds of I and W that make room for so many forwards, of all lanes together.
+
+        An I of a lane frees what it holds less what stays for W; an I with its W all of it. Whichever frees most in a
+        second, more than that is not freed.
+        """
+        longest: Floats = np.zeros(len(begun[self.stages[0]]))
+        for one, resource in enumerate(self.relaxed.instance.resources):
+            over = np.full(len(longest), -(resource.most - resource.always[self.number]))
+            rate = 0.0
+            for stage in self.stages:
+                full, rest = self.relaxed.sizes(stage, one)
+                first, both = self.seconds[stage, I], self.seconds[stage, I] + self.seconds[stage, W]
+                over += begun[stage] * full
+                rate = max(rate, (full - rest) / first if first > 0 else np.inf, full / both if both > 0 else np.inf)
+            if 0 < rate < np.inf:
+                np.maximum(longest, over * (1 - 1e-12) / rate, out=longest)
+        return longest
 
     def _since_first_backward(self, stage: int) -> dict[Key, Floats]:
         """Return, for every action, the work that must lie between the start of the stage's first I and it."""
@@ -133,7 +173,12 @@ class _Rank:
             for other in self.stages:
                 if other != stage:  # the other direction: nothing is known
                     most.update({(other, op): self.counts[other, op] for op in (F, I, W)})
-        return {key: self._work(self.before[key], most) for key in self.counts}
+        since = {key: self._work(self.before[key], most) for key in self.counts}
+        if self.relaxed.linked and stage == self.stages[-1]:
+            # No I of this rank is before this one: all that was freed was freed since.
+            for key in since:
+                np.maximum(since[key], self._all_work(key, self.early), out=since[key])
+        return since
 
     def tighten(self, heads: Heads) -> None:
         """Raise the heads of this rank's actions."""
@@ -197,6 +242,9 @@ class _Rank:
             if other == key:
                 first = turn + 1
             total += (count - first) * self.seconds[other]
+        if self.relaxed.linked and key == (self.stages[-1], I):
+            everything = sum(count * self.seconds[other] for other, count in self.counts.items())
+            total[0] = max(total[0], everything - self.early - self.seconds[key])
         return total
 
 

@@ -40,9 +40,11 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
     found = []
     plainest = [Program(instance.plain.rows, "one by one"), Program(instance.joined.rows, "one by one, joined")]
     for program in (*plainest, *_hand_made(instance)):
-        if validate(program, limit=instance.limit, costs=instance.costs):
-            continue
         rows = instance.rows_of(program) if program.placement == instance.placement else None
+        # Proving a large program takes seconds; what a recipe makes is legal, so here only its memory is in question.
+        fits = all(instance.fits(row, rank) for rank, row in enumerate(rows or ()))
+        if not fits or (rows is None and validate(program, limit=instance.limit, costs=instance.costs)):
+            continue
         value = _value(instance, objective, program, rows)
         if value is not None:
             found.append(Start(program.name, program, value, rows))
