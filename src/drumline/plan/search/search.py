@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -31,7 +31,8 @@ from drumline.plan.search.local import Annealer
 from drumline.plan.search.lower_bounds import Bound, lower_bound
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.starts import Start, split, starts
-from drumline.plan.search.styles import FIRST, Style, Styles, climb
+from drumline.plan.search.stretch import stretched
+from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 _SAME = 1e-9  # relative: values this close are one
 
@@ -130,6 +131,7 @@ class _Search:
         first = self.starts[0]
         self.value, self.rows = first.value, first.rows
         self.program: Program | None = first.program
+        self.annealer = Annealer(objective, self.rng, may_join=self.may_join)
         self.pool: list[tuple[float, Rows]] = []
         self.num_tried = len(self.starts)
         for start in self.starts:
@@ -158,14 +160,19 @@ class _Search:
         at_bound = self.value <= self.bound.value * (1 + _SAME)
         return not at_bound and self.units > 0 and time.monotonic() < self.deadline
 
+    def run(self) -> None:
+        """Search until there is nothing left to gain or to spend."""
+        if self.value > self.bound.value * (1 + _CLOSE):
+            self.construct()
+        self.stretch()
+        self.improve()
+
     def found(self) -> Found:
         """Run everything, and return the best with its proof."""
         interrupted = False
         try:
             self.say()
-            self.construct()
-            self.weave()
-            self.improve()
+            self.run()
         except KeyboardInterrupt:
             interrupted = True
         program = self.program or self.instance.program(self.rows or [])
@@ -184,21 +191,56 @@ class _Search:
             interrupted,
         )
 
+    def smaller(self, few: int) -> Instance | None:
+        """Return the same with fewer microbatches, where there are more of them and all alike."""
+        instance = self.instance
+        alike = len(set(instance.costs.factors(instance.num_microbatches))) == 1
+        if instance.num_microbatches <= few or not alike or instance.placement.mirrored:
+            return None
+        costs = instance.costs
+        if not isinstance(costs.microbatch_factor, float | int):
+            costs = replace(costs, microbatch_factor=costs.factors(instance.num_microbatches)[0])
+        return replace(instance, costs=costs, num_microbatches=few)
+
+    def stretch(self) -> None:
+        """Search with fewer microbatches, and repeat the middle of what was found."""
+        small = self.smaller(2 * self.instance.num_ranks + 2)
+        if small is None or not self.keep_on() or self.objective.jitter is not None:
+            return
+        seconds = min(self.deadline - time.monotonic(), self.units / _UNITS_PER_SECOND) * _STRETCHING
+        fewer = _Search(small, Objective(small, self.objective.name), seconds, 0, None)
+        fewer.run()
+        self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
+        for _, rows in fewer.pool:
+            for longer in stretched(small, rows, self.instance):
+                if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
+                    measured = self.objective.measure(longer)
+                    if measured is not None:
+                        self.offer(measured.value, longer)
+                if not self.keep_on(self.size):
+                    return
+
     def construct(self) -> None:
         """Climb over styles: with fewer microbatches first, where there are many of them and all alike."""
         instance, given = self.instance, None
-        few = 3 * instance.num_ranks
         share = self.units * _CONSTRUCTING
-        alike = len(set(instance.costs.factors(instance.num_microbatches))) == 1
-        if instance.num_microbatches > few and alike and not instance.placement.mirrored:
-            small = replace(instance, num_microbatches=few)
+        small = self.smaller(3 * instance.num_ranks)
+        if small is not None:
             given = self._climb(small, Objective(small, self.objective.name), share * 2 / 3, None)
             share /= 3
         self._climb(instance, self.objective, share, given)
 
-    def _climb(self, instance: Instance, objective: Objective, units: float, given: list[Style] | None) -> list[Style]:
+    def _climb(
+        self,
+        instance: Instance,
+        objective: Objective,
+        units: float,
+        given: Sequence[Style] | None,
+        *,
+        order: Rows | None = None,
+    ) -> list[Style]:
         """Try styles for so many units, and return the best of them."""
-        styles = Styles(instance, may_join=self.may_join)
+        styles = Styles(instance, may_join=self.may_join and order is None)
         best: list[tuple[float, Style]] = []
         own = instance is self.instance
 
@@ -212,7 +254,7 @@ class _Search:
         cost = _BUILD * 3 * len(instance.rank)
         tries = int(min(units / cost, _MOST_BUILDS))
         drawn = {} if given is None else {"num_drawn": 0}
-        made = climb(styles, value, self.rng, given=given or FIRST, **drawn)
+        made = climb(styles, value, self.rng, given=given or FIRST, order=order, **drawn)
         for found, style, built in islice(made, tries):
             best.append((found, style))
             if own:
@@ -221,38 +263,32 @@ class _Search:
                 break
         return [style for _, style in sorted(best, key=lambda one: one[0])[:6]]
 
-    def weave(self) -> None:
-        """Place the W of the best orders anew: where they fill gaps, or where memory asks for them."""
-        styles = Styles(self.instance, may_join=False)
-        cost = _BUILD * self.size
-        for _, rows in list(self.pool[:3]):
-            order = split(rows)
-            for weight in (0.5, 0.75, 1.0, 1.5):
-                for idle in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0):
-                    if not self.keep_on(cost):
-                        return
-                    built = styles.build(Style(weight=weight, idle=idle), order)
-                    measured = None if built is None else self.objective.measure(built.rows)
-                    if built is not None and measured is not None:
-                        self.offer(measured.value, built.rows)
-
     def improve(self) -> None:
-        """Local search, from the pool and from beams in turn, as long as the budget lasts."""
-        annealer = Annealer(self.objective, self.rng, may_join=self.may_join)
-        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (4 * self.size))))
+        """Improve what is in the pool, and what beams find, in turns, for as long as the budget lasts."""
         turn = 0
         while self.keep_on() and self.pool:
-            rows = self.beam(turn // 2) if turn % 2 == 0 else None
-            if rows is None:
-                rows = self.pool[turn // 2 % len(self.pool)][1]
-            value, improved = annealer.run(
-                rows,
-                num_steps=steps,
-                heat=_HEATS[turn // 2 % len(_HEATS)],
-                keep_on=lambda best: self._note(best) and self.keep_on(self.size + 30),
-            )
-            self.offer(value, improved)
+            if turn % 3 < 2:
+                self.weave(turn // 3)
+                self.anneal(self.pool[turn % len(self.pool)][1], turn)
+            elif (rows := self.beam(turn // 3)) is not None:
+                self.anneal(rows, turn)
             turn += 1
+
+    def anneal(self, rows: Rows, turn: int) -> None:
+        """Walk along the critical paths from these rows on."""
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (8 * self.size))))
+        value, improved = self.annealer.run(
+            rows,
+            num_steps=steps,
+            heat=_HEATS[turn % len(_HEATS)] if self.size <= _BEAM_SIZE else 0.0,
+            keep_on=lambda best: self._note(best) and self.keep_on(self.size + 30),
+        )
+        self.offer(value, improved)
+
+    def weave(self, turn: int) -> None:
+        """Place the W of a good order anew: where they fill gaps, or where memory asks for them."""
+        rows = self.pool[turn % min(len(self.pool), 3)][1]
+        self._climb(self.instance, self.objective, _WEAVES * _BUILD * self.size, WOVEN, order=split(rows))
 
     def beam(self, turn: int) -> Rows | None:
         """Return what a beam finds, another one every turn; None where the instance is too large for it."""
@@ -279,9 +315,12 @@ _UNITS_PER_SECOND = 1.5e6
 _BUILD = 15.0  # building takes so many times as long as timing
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
+_CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
+_STRETCHING = 0.6  # share of what is left for a search with fewer microbatches
 _POOL = 8
 _LEAST_STEPS, _MOST_STEPS = 500, 4000
 _HEATS = (0.01, 0.03, 0.003)
 _BEAM_SIZE = 700
+_WEAVES = 24
 _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
 _BRANCH = 40.0  # what growing one state of a beam is worth

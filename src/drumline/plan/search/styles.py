@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.plan.search.construct import Builder, Built, Policy, Rule
-from drumline.plan.search.instance import F, Instance, W
+from drumline.plan.search.instance import F, Instance, Rows, W
 from drumline.plan.search.relaxed import Relaxed
 
 
@@ -68,7 +68,7 @@ class Styles:
             for lanes in instance.lanes
         ]
 
-    def build(self, style: Style, order: list[list[int]] | None = None) -> Built | None:
+    def build(self, style: Style, order: Rows | None = None) -> Built | None:
         """Return the program of a style; with an order, only its W are placed."""
         return self.builder.build(self.policies(style), order)
 
@@ -116,6 +116,14 @@ FIRST = (
     Style(forward=0.1, idle=2.0, ahead=2.0),
     Style(forward=0.1, weight=1.0, idle=50.0, ahead=1.5),
 )
+# For W alone: how long to wait rather than begin one.
+WOVEN = (
+    Style(weight=1.0, idle=40.0, tilt=0.5),
+    Style(weight=1.0, idle=20.0, tilt=-0.5),
+    Style(weight=0.5, idle=40.0, tilt=0.9),
+    Style(weight=0.75, idle=4.0),
+    Style(weight=1.0, idle=1.0),
+)
 assert {one.name for one in fields(Style)} == {*_CHOICES, "joined"}
 
 
@@ -126,8 +134,11 @@ def climb(
     *,
     given: Sequence[Style] = FIRST,
     num_drawn: int = 18,
+    order: Rows | None = None,
 ) -> Iterator[tuple[float, Style, Built]]:
     """Yield values, styles and programs without end: first given and random styles, then variations of the best.
+
+    With an `order`, forwards and backwards run as it says, and a style only decides where W go.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -146,7 +157,7 @@ def climb(
         else:
             style = styles.varied(rng.choice(best[:4])[1], rng)
         turn += 1
-        built = styles.build(style)
+        built = styles.build(style, order)
         if built is None:
             if turn > len(given) + num_drawn and not best:
                 return  # nothing fits that is not one after another
