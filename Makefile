@@ -56,6 +56,7 @@ families: $(VENV)/full.stamp
 bench: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
+	$(BIN)/python benchmarks/search.py --json out/search.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
+    from drumline.plan.search.objective import Jitter
+    from drumline.plan.search.search import search
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -46,6 +48,7 @@ _HOME = {
     "Edge": "core.costs",
     "F": "core.action",
     "I": "core.action",
+    "Jitter": "plan.search.objective",
     "Limit": "core.idle",
     "Op": "core.action",
     "Pipeline": "pipeline.pipeline",
@@ -68,6 +71,7 @@ _HOME = {
     "overlap": "core.action",
     "prune": "core.frozen",
     "schedule": "schedules",
+    "search": "plan.search.search",
     "simulate": "core.simulate",
     "titan_schedule": "core.torch_text",
     "validate": "core.validate",
@@ -82,6 +86,7 @@ __all__ = [
     "Edge",
     "F",
     "I",
+    "Jitter",
     "Limit",
     "Op",
     "Pipeline",
@@ -104,6 +109,7 @@ __all__ = [
     "overlap",
     "prune",
     "schedule",
+    "search",
     "simulate",
     "titan_schedule",
     "validate",

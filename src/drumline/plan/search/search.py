@@ -49,12 +49,25 @@ class Found:
     starts: tuple[Start, ...]
     seconds: float
     num_tried: int
+    jitter: Jitter | None = None
     is_interrupted: bool = False
 
     @property
     def gap(self) -> float:
         """How much of the value is above the bound: 0 is proven to be the best."""
         return max(0.0, 1.0 - self.bound.value / self.value) if self.value > 0 else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """How far from the possible it is, in words."""
+        if self.gap <= _SAME:
+            return f"proven to be the best: the {self.bound.name} bound is the same"
+        return f"at most {self.gap:.2%} from the best: none is below {self.bound.value:g} (the {self.bound.name} bound)"
+
+    @property
+    def placement(self) -> str:
+        """The name of the placement that was searched on."""
+        return self.program.placement.name
 
 
 def search(
@@ -188,6 +201,7 @@ class _Search:
             tuple(self.starts),
             time.monotonic() - self.began,
             self.num_tried,
+            self.objective.jitter,
             interrupted,
         )
 
