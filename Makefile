@@ -24,7 +24,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train,hf]"
+	$(PIP) --editable ".[dev,train,hf,plan]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantile", type=flags.number, metavar="Q", default=0.9, help="of the samples under jitter")
     parser.add_argument("--samples", type=flags.whole_number, metavar="N", default=64, help="drawn under jitter")
     parser.add_argument("--seconds", type=flags.number, metavar="S", default=10.0, help="the budget (default 10)")
+    parser.add_argument("--tries", type=flags.whole_number, metavar="N", help="end after so many programs, too")
     parser.add_argument("--seed", type=flags.whole_number, metavar="N", default=0, help="of everything that is drawn")
     parser.add_argument("--pareto", action="store_true", help="for every limit from the smallest to plenty")
     parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.csv as PyTorch loads it; FILE.svg, FILE.html")
@@ -82,6 +83,7 @@ def _found(args: argparse.Namespace, costs: Costs) -> Sequence[Found]:
         "objective": args.objective,
         "jitter": jitter,
         "seconds": args.seconds,
+        "tries": args.tries,
         "seed": args.seed,
         "progress": progress,
     }
@@ -161,6 +163,7 @@ def _pareto(args: argparse.Namespace) -> int:
         stages_per_rank=args.stages_per_rank,
         objective=args.objective,
         seconds=args.seconds,
+        tries=args.tries,
         seed=args.seed,
         progress=progress,
     )

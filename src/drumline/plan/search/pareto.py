@@ -83,10 +83,13 @@ def pareto(
     stages_per_rank: int | None = None,
     objective: str = "makespan",
     seconds: float = 10.0,
+    tries: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Pareto:
-    """Return the picture for one placement, or for all of them; the seconds are shared out over the limits.
+    """Return the picture for one placement, or for all of them.
+
+    The seconds are shared out over the limits; `tries` count for each of them.
 
     >>> picture = pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=2)
     >>> [(point.memory, round(point.bubble, 3)) for point in picture.front]
@@ -118,6 +121,7 @@ def pareto(
             limit=limit,
             objective=objective,
             seconds=seconds / len(jobs),
+            tries=tries,
             seed=seed,
         )
         bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))

@@ -79,12 +79,14 @@ def search(
     objective: str = "makespan",
     jitter: Jitter | None = None,
     seconds: float = 10.0,
+    tries: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the best program found for these costs on this placement within the limit.
 
-    `seconds` is the budget; it ends earlier where the bound is reached. Ctrl-C ends it with the best so far.
+    `seconds` is the budget; it ends earlier where the bound is reached, or so many programs were tried. Ctrl-C ends it
+    with the best so far.
 
     >>> found = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
     >>> found.value, found.bound.value, found.gap
@@ -93,6 +95,7 @@ def search(
     instance = Instance(costs, placement, num_microbatches, limit or Limit())
     _check_limit(instance)
     run = _Search(instance, Objective(instance, objective, jitter), seconds, seed, progress)
+    run.tries = math.inf if tries is None else tries
     return run.found()
 
 
@@ -133,6 +136,7 @@ class _Search:
         self.deadline = self.began + seconds
         self.size = 3 * len(instance.rank)
         self.units = seconds * _UNITS_PER_SECOND
+        self.tries = math.inf
         self.progress = progress
         whole = any(
             instance.seconds[n + 3] < instance.seconds[n + 1] + instance.seconds[n + 2] - 1e-12
@@ -171,7 +175,8 @@ class _Search:
         """Whether there is anything left to gain and to spend."""
         self.units -= units
         at_bound = self.value <= self.bound.value * (1 + _SAME)
-        return not at_bound and self.units > 0 and time.monotonic() < self.deadline
+        to_spend = self.units > 0 and self.num_tried < self.tries and time.monotonic() < self.deadline
+        return to_spend and not at_bound
 
     def run(self) -> None:
         """Search until there is nothing left to gain or to spend."""
