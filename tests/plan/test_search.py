@@ -276,6 +276,9 @@ def test_the_front_is_never_above_a_hand_made_schedule() -> None:
         if dot.memory <= max(point.memory for point in picture.searched):
             assert min(fitting) <= dot.bubble + 1e-9, dot
     assert all(point.bound is not None and point.bound <= point.bubble + 1e-9 for point in picture.searched)
+    assert [picture.possible(memory) for memory in (1, 2, 3, 4)] == sorted(
+        (picture.possible(memory) for memory in (1, 2, 3, 4)), reverse=True
+    )
     assert "zb-v" in pareto_svg(picture)
     assert pareto_page(picture).count("<svg") == 1
 

@@ -50,7 +50,7 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     (True, True)
     """
     front, others = picture.front, _shown(picture)
-    most = max(point.memory for point in (*front, *others))
+    most = max(*(point.memory for point in (*front, *others)), *(point.limit or 0.0 for point in picture.searched))
     # What idles more than the smallest searched program is off the sheet; dots up there stick to its upper edge.
     sheet = _Sheet(width, height, most * 1.08, max(point.bubble for point in front) * 1.08 or 1.0)
     title = f"{picture.num_ranks} ranks, {picture.num_microbatches} microbatches: bubble against memory"
@@ -144,18 +144,13 @@ def _axes(sheet: _Sheet, unit: str) -> Iterator[str]:
 
 
 def _shade(sheet: _Sheet, picture: Pareto) -> Iterator[str]:
-    """Draw what no program reaches: the least bound of all placements, step by step."""
-    steps: list[tuple[float, float]] = []
-    for point in sorted(picture.searched, key=lambda one: one.memory):
-        least = min([point.bound or 0.0, *(bubble for _, bubble in steps[-1:])])
-        steps.append((point.memory, least))
-    if not steps:
-        return
+    """Draw what no program reaches, from the smallest limit that was searched to the largest."""
+    limits = sorted({point.limit or 0.0 for point in picture.searched})
     bottom = sheet.height - _BOTTOM
-    path = f"M{sheet.x(steps[0][0]):.1f} {bottom:.1f}V{sheet.y(steps[0][1]):.1f}"
-    for memory, bubble in steps[1:]:
-        path += f"H{sheet.x(memory):.1f}V{sheet.y(bubble):.1f}"
-    yield f'<path d="{path}H{sheet.width - _RIGHT:.1f}V{bottom:.1f}Z" fill="{TRACK}"/>'
+    path = f"M{sheet.x(limits[0]):.1f} {bottom:.1f}V{sheet.y(picture.possible(limits[0])):.1f}"
+    for limit in limits[1:]:
+        path += f"V{sheet.y(picture.possible(limit)):.1f}H{sheet.x(limit):.1f}"
+    yield f'<path d="{path}V{bottom:.1f}Z" fill="{TRACK}"/>'
 
 
 def _front(sheet: _Sheet, front: Sequence[Point]) -> Iterator[str]:

@@ -27,12 +27,13 @@ _MOST_LIMITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A program's memory and bubble; `bound` is the least bubble that its limit admits, where that was computed."""
+    """A program's memory and bubble; for a searched one the `limit` it had, and the least bubble that this admits."""
 
     name: str
     placement: str
     memory: float
     bubble: float
+    limit: float | None = None
     bound: float | None = None
 
 
@@ -56,6 +57,20 @@ class Pareto:
                 best = point.bubble
                 found.append(point)
         return tuple(found)
+
+    def possible(self, memory: float) -> float:
+        """Return the least bubble that any placement's bound admits within this memory.
+
+        Between two limits the larger one's bound holds: whatever fits less fits it too.
+        """
+        bounds = []
+        for name in {point.placement for point in self.searched}:
+            mine = sorted(
+                (point.limit or 0.0, point.bound or 0.0) for point in self.searched if point.placement == name
+            )
+            if memory >= mine[0][0]:
+                bounds.append(next((bound for limit, bound in mine if limit >= memory), mine[-1][1]))
+        return min(bounds, default=1.0)
 
     def summary(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -126,7 +141,7 @@ def pareto(
         )
         bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))
         peak = _peak(instance, found.program, in_bytes)
-        searched.append(Point("searched", instance.placement.name, peak, bubble, max(bound, 0.0)))
+        searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
     unit = "bytes" if in_bytes else "activations"
     return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made))
 
