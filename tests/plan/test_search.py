@@ -5,6 +5,7 @@ import os
 import random
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,59 @@ def test_a_search_is_proven_within_the_limit_and_no_worse_than_any_start(seed: i
     assert found.value == pytest.approx(found.timeline.makespan)
     assert all(found.value <= start.value for start in found.starts)
     assert found.bound.value <= found.value * (1 + 1e-12)
+
+
+def strange(rng: random.Random) -> tuple[Costs, Placement, int]:
+    """Costs with everything that the simulator knows, on any placement."""
+    name = rng.choice(["linear", "loop", "v", "bidirectional"])
+    num_ranks, num_microbatches = rng.choice([2, 4] if name == "bidirectional" else [1, 2, 3, 4]), rng.randint(2, 6)
+    per_rank = rng.choice([2, 3]) if name in ("loop", "v") else None
+    placement = placement_named(name, num_ranks, num_microbatches, per_rank)
+    stages = placement.num_stages
+
+    def numbers(low: float, high: float) -> list[float]:
+        return [round(rng.uniform(low, high), 2) for _ in range(stages)]
+
+    more: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        more["backward"] = numbers(0.5, 2.5)
+    if rng.random() < 0.3:
+        more["microbatch_factor"] = [round(rng.uniform(0.3, 2), 2) for _ in range(num_microbatches)]
+    if rng.random() < 0.3:
+        more |= {"message_bytes": numbers(1, 3), "bytes_per_second": 3.0, "overlap": rng.random() < 0.7}
+    if rng.random() < 0.3:
+        more |= {"recompute": [rng.random() < 0.5 for _ in range(stages)], "checkpoint_bytes": 0.5}
+    if rng.random() < 0.3:
+        more["reduce"] = numbers(0, 1)
+    costs = Costs(
+        numbers(0.2, 2),
+        numbers(0.2, 2),
+        numbers(0, 2),
+        comm=rng.choice([0, 0.3]),
+        activation_bytes=numbers(1, 4),
+        held_until_weight_bytes=numbers(0.3, 5),
+        weight_bytes=numbers(0.5, 3),
+        **more,
+    )
+    return costs, placement, num_microbatches
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_the_costs_the_limit_holds_and_the_value_is_what_the_simulator_says(seed: int) -> None:
+    rng = random.Random(seed)
+    costs, placement, num_microbatches = strange(rng)
+    instance = Instance(costs, placement, num_microbatches)
+    peaks = [simulate(program, costs).peak_bytes or () for program in (instance.plain, instance.joined)]
+    limit = Limit(max_bytes=min(map(max, peaks)) * rng.choice([1, 1, 1.5, 3]))
+    for objective in ("makespan", "span"):
+        found = search(
+            costs, placement, num_microbatches=num_microbatches, limit=limit, objective=objective, tries=150, seed=seed
+        )
+        assert validate(found.program, limit=limit, costs=costs) == []
+        simulated = found.timeline.makespan if objective == "makespan" else found.timeline.span
+        assert found.value == pytest.approx(simulated)
+        assert found.bound.value <= found.value * (1 + 1e-9)
+        assert all(found.value <= start.value * (1 + 1e-9) for start in found.starts)
 
 
 @pytest.mark.parametrize("name", ["linear", "loop", "v", "bidirectional"])

@@ -20,6 +20,7 @@ from drumline.plan.search.instance import F, I, Lane, W
 from drumline.plan.search.relaxed import Key, Relaxed
 
 _SWEEPS = 40
+_ROUNDING = 1e-11  # sums of sizes are rounded: what is over by less than this is not over
 
 Heads = dict[tuple[int, Key], Floats]  # by (rank, (stage, op)): one number a microbatch of that lane
 
@@ -73,7 +74,7 @@ class _Rank:
             room = resource.most - resource.always[self.number]
             size = sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
             if size > 0:
-                most = min(most, int(room / size * (1 + 1e-12)))
+                most = min(most, int(room / size * (1 + _ROUNDING)))
         return max(most, 1)
 
     def _most_owed(self, at: int) -> int:
@@ -84,7 +85,7 @@ class _Rank:
             room -= sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
             size = self.relaxed.sizes(self.stages[at], one)[1]
             if size > 0:
-                most = min(most, int(max(room, 0.0) / size * (1 + 1e-12)))
+                most = min(most, int(max(room, 0.0) / size * (1 + _ROUNDING)))
         return most
 
     def _before(self, key: Key) -> dict[Key, Ints]:
@@ -132,7 +133,7 @@ class _Rank:
             if min(sizes.values()) > 0:
                 room = resource.most - resource.always[self.number]
                 most = min(most, room * max(self.seconds[stage, F] / sizes[stage] for stage in self.stages))
-        return most * (1 + 1e-12)
+        return most * (1 + _ROUNDING)
 
     def _all_work(self, key: Key, early: float) -> Floats:
         """Return the work before the m-th of `key`, less `early` seconds of forwards: what was freed took its time."""
@@ -150,7 +151,8 @@ class _Rank:
         """
         longest: Floats = np.zeros(len(begun[self.stages[0]]))
         for one, resource in enumerate(self.relaxed.instance.resources):
-            over = np.full(len(longest), -(resource.most - resource.always[self.number]))
+            room = resource.most - resource.always[self.number]
+            over = np.full(len(longest), -room * (1 + _ROUNDING))
             rate = 0.0
             for stage in self.stages:
                 full, rest = self.relaxed.sizes(stage, one)
@@ -158,7 +160,7 @@ class _Rank:
                 over += begun[stage] * full
                 rate = max(rate, (full - rest) / first if first > 0 else np.inf, full / both if both > 0 else np.inf)
             if 0 < rate < np.inf:
-                np.maximum(longest, over * (1 - 1e-12) / rate, out=longest)
+                np.maximum(longest, over / rate, out=longest)
         return longest
 
     def _since_first_backward(self, stage: int) -> dict[Key, Floats]:

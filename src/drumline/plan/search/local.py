@@ -158,14 +158,19 @@ class Annealer:
         self.may_join = may_join
 
     def run(
-        self, rows: Rows, *, num_steps: int, heat: float, keep_on: Callable[[float], bool] = lambda best: True
+        self,
+        rows: Rows,
+        *,
+        num_steps: int,
+        heat: float,
+        keep_on: Callable[[float, Rows], bool] = lambda value, rows: True,
     ) -> tuple[float, Rows]:
-        """Return the best value and rows of so many steps; `keep_on` is asked before every one."""
+        """Return the best value and rows of so many steps; `keep_on` is told the best so far before every one."""
         now = self.objective.measure(rows)
         assert now is not None, "a search begins with rows that run"
         best, best_rows, blocks = now.value, rows, self._blocks(rows, now)
         for step in range(num_steps):
-            if not blocks or not keep_on(best):
+            if not blocks or not keep_on(best, best_rows):
                 break
             changed = self._moved(rows, blocks)
             then = None if changed is None else self.objective.measure(changed)

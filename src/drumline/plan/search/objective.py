@@ -78,6 +78,10 @@ class Objective:
         self.instance, self.name, self.jitter = instance, name, jitter
         self._clock = clock(instance)
         self._begin = [0.0] * instance.num_ranks
+        # Where stages have copies, their gradients are exchanged behind the last of both ranks' actions.
+        exchanged = instance.costs.per_stage("reduce", instance.num_stages)
+        copied = bool(instance.placement.mirrored)
+        self._after = [max(exchanged[lane.stage] for lane in lanes) if copied else 0.0 for lanes in instance.lanes]
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
 
     def measure(self, rows: Rows) -> Measured | None:
@@ -94,7 +98,7 @@ class Objective:
     def of_ends(self, rows: Rows, ends: Ends) -> float:
         """Return the value of rows that start and end at these times."""
         if self.name == "makespan":
-            return max(end for _, end in ends)
+            return max(end + self._after[rank] for rank, (_, end) in enumerate(ends))
         if self.name == "span":
             return max(end - start for start, end in ends)
         return self._steady(rows, ends)
@@ -102,7 +106,7 @@ class Objective:
     def longest(self, ends: Ends) -> int:
         """Return the rank whose end makes the value what it is."""
         if self.name == "makespan":
-            return max(range(len(ends)), key=lambda rank: ends[rank][1])
+            return max(range(len(ends)), key=lambda rank: ends[rank][1] + self._after[rank])
         return max(range(len(ends)), key=lambda rank: ends[rank][1] - ends[rank][0])
 
     def _steady(self, rows: Rows, ends: Ends) -> float:
@@ -122,7 +126,7 @@ class Objective:
     def _of_many(self, rows: Rows, first: Floats, last: Floats) -> Floats:
         """Return the value of every sample."""
         if self.name == "makespan":
-            value: Floats = last.max(axis=0)
+            value: Floats = (last + np.array(self._after)[:, None]).max(axis=0)
         elif self.name == "span":
             value = (last - first).max(axis=0)
         else:
