@@ -6,6 +6,7 @@ import random
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -333,10 +334,12 @@ def test_the_front_is_never_above_a_hand_made_schedule() -> None:
     assert [picture.possible(memory) for memory in (1, 2, 3, 4)] == sorted(
         (picture.possible(memory) for memory in (1, 2, 3, 4)), reverse=True
     )
-    assert "zb-v" in pareto_svg(picture)
+    drawn_as = ElementTree.fromstring(pareto_svg(picture))
+    assert "zb-v" in {element.text for element in drawn_as.iter("{http://www.w3.org/2000/svg}text")}
     assert pareto_page(picture).count("<svg") == 1
 
 
+@pytest.mark.slow
 def test_twenty_optima_of_the_oracle_are_found() -> None:
     optima = json.loads(OPTIMA.read_text(encoding="utf-8"))["makespan"]
     over = {}
@@ -347,7 +350,8 @@ def test_twenty_optima_of_the_oracle_are_found() -> None:
             instance.placement,
             num_microbatches=instance.num_microbatches,
             limit=instance.limit,
-            seconds=4,
+            seconds=60,
+            tries=12_000,  # so that the outcome does not hang on the machine
         )
         assert found.value >= optima[seed] * (1 - 1e-9), "the search or the oracle is wrong"
         assert found.bound.value <= optima[seed] * (1 + 1e-9), "the bound or the oracle is wrong"
