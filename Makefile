@@ -24,7 +24,7 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train,hf,viz,notebook]"
+	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp
@@ -55,6 +55,7 @@ families: $(VENV)/full.stamp
 bench: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
+	$(BIN)/python benchmarks/search.py --json out/search.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json

@@ -3,10 +3,16 @@
 import json
 from pathlib import Path
 
+from drumline.core.costs import Costs
+from drumline.core.idle import Limit
+from drumline.core.placement import Placement
 from drumline.core.simulate import simulate
+from drumline.plan.search.pareto import pareto
+from drumline.plan.search.search import search
 from drumline.report.analysis import analyze
 from drumline.report.chart import Series, chart
 from drumline.report.compare import compare
+from drumline.report.pareto import pareto_svg
 from drumline.report.svg import svg
 from drumline.schedules import schedules
 
@@ -50,6 +56,11 @@ pictures.mkdir(exist_ok=True)
 for folder in sorted((here / "traces").iterdir()):
     recorded = analyze([folder]).timeline
     drawn[f"recorded-{folder.name}"] = svg(recorded, width=900, title=f"{recorded.program.name} as recorded")
+heavy = (1, 1, 1, 1.6)
+found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=3))
+drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
+front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
+drawn["search-pareto"] = pareto_svg(front, width=900)
 for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
+    from drumline.plan.search.objective import Jitter
+    from drumline.plan.search.search import search
     from drumline.report.analysis import analyze
     from drumline.report.compare import compare
     from drumline.report.grid import grid
@@ -48,6 +50,7 @@ _HOME = {
     "Edge": "core.costs",
     "F": "core.action",
     "I": "core.action",
+    "Jitter": "plan.search.objective",
     "Limit": "core.idle",
     "Op": "core.action",
     "Pipeline": "pipeline.pipeline",
@@ -73,6 +76,7 @@ _HOME = {
     "prune": "core.frozen",
     "read_run": "core.run",
     "schedule": "schedules",
+    "search": "plan.search.search",
     "simulate": "core.simulate",
     "titan_schedule": "core.torch_text",
     "validate": "core.validate",
@@ -87,6 +91,7 @@ __all__ = [
     "Edge",
     "F",
     "I",
+    "Jitter",
     "Limit",
     "Op",
     "Pipeline",
@@ -112,6 +117,7 @@ __all__ = [
     "prune",
     "read_run",
     "schedule",
+    "search",
     "simulate",
     "titan_schedule",
     "validate",

@@ -8,11 +8,15 @@ import pytest
 
 import torch_peer as peer
 from drumline.core.action import Action, Op
+from drumline.core.costs import Costs
 from drumline.core.errors import ProgramError
+from drumline.core.idle import Limit
+from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.core.validate import validate
+from drumline.plan.search.search import search
 from programs import NAMES, build
 
 pytestmark = pytest.mark.torch
@@ -63,6 +67,18 @@ def test_what_we_export_torch_loads(name: str, communication: bool, tmp_path: Pa
         # Without its REDUCE_GRAD torch would leave every gradient M times too large, without a word.
         reduced = sorted(action.stage for row in loaded for action in row if action.op is Op.REDUCE_GRAD)
         assert reduced == list(range(program.num_stages))
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(4), Placement.v(2)], ids=lambda one: one.name)
+def test_what_is_searched_torch_loads(placement: Placement, tmp_path: Path) -> None:
+    costs = Costs(forward=[1, 1, 1, 1.6], backward_input=[1, 1, 1, 1.6], backward_weight=[1, 1, 1, 1.6])
+    found = search(costs, placement, num_microbatches=6, limit=Limit(max_activations=3), tries=200)
+    path = tmp_path / "searched.csv"
+    path.write_text(for_torch(found.program))
+    runtime = peer.load_csv(path, found.program, communication=False)
+    for rank, row in enumerate(found.program.rows):
+        loaded = [Action.parse(str(action)) for action in runtime.pipeline_order_with_comms[rank]]
+        assert [action for action in loaded if action.is_compute] == list(row)
 
 
 @pytest.mark.parametrize(("name", "why"), REFUSED.items())

@@ -5,7 +5,7 @@ DrumlineError            anything that Drumline refuses
 │   └── InvalidProgram   a program that the validator refuses; carries every violation
 ├── ScheduleError        an unknown schedule, or counts that its recipe does not admit
 ├── CostsError           costs that do not fit the program, or make no sense
-├── PlanError            what cannot be decided as asked: a cut that no memory limit admits
+├── PlanError            what cannot be decided as asked: a cut or a program that no memory limit admits
 ├── UsageError           command-line input that no library call ever sees
 ├── ModelError           a model that cannot be cut as asked, or does not fit the program
 ├── TraceError           a profiler's trace that cannot be read, or traces that do not belong together

@@ -61,7 +61,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     counted = cast(tuple[Holding, ...], program.compiled["holdings"])
     if not costs.knows_bytes:
         return counted
-    sizes, extra = _Sizes.of(program, costs), versions(program, costs)
+    sizes, extra = Sizes.of(program, costs), versions(program, costs)
     found = []
     for rank, (row, plain) in enumerate(zip(program.rows, counted, strict=True)):
         timed = [action for action in row if action.op in TIMED_OPS]
@@ -103,7 +103,7 @@ def _releasing(program: Program) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class Sizes:
     """Bytes per stage: `change` is what each (op, stage) adds as it starts and as it ends, at a factor of 1."""
 
     change: dict[tuple[Op, int], tuple[float, float]]
@@ -111,7 +111,8 @@ class _Sizes:
     factors: tuple[float, ...]
 
     @staticmethod
-    def of(program: Program, costs: Costs) -> _Sizes:
+    def of(program: Program, costs: Costs) -> Sizes:
+        """Lay the costs over the stages of a program."""
         stages = program.num_stages
         full = costs.per_stage("activation_bytes", stages)
         until_weight = full
@@ -134,7 +135,7 @@ class _Sizes:
             weight + (gradient + optimizer if kind is Backward.WHOLE or not program.has_backward else 0.0)
             for kind, weight, gradient, optimizer in zip(program.backwards, *parameters, strict=True)
         ]
-        return _Sizes(change, static, costs.factors(program.num_microbatches))
+        return Sizes(change, static, costs.factors(program.num_microbatches))
 
     def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
         """Return the activation bytes held while each action runs, and once it has ended."""

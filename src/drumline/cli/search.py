@@ -1,0 +1,182 @@
+"""`drumline search`: the best program under a memory limit, with a lower bound and the gap."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.cli import flags
+from drumline.cli.output import counts, print_json, progress, save, terminal_width, wrapped
+from drumline.core.costs import Costs
+from drumline.core.errors import UsageError
+from drumline.plan.search.everywhere import PLACEMENTS, placement_named, search_all
+from drumline.plan.search.objective import OBJECTIVES, Jitter
+from drumline.plan.search.search import Found, search
+from drumline.report.summary import summarize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    flags.add_counts(parser)
+    flags.add_costs(parser)
+    flags.add_limit(parser)
+    flags.add_json(parser)
+    parser.add_argument("--placement", choices=(*PLACEMENTS, "all"), default="linear", help="where stages lie")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is made small")
+    parser.add_argument("--jitter", type=_numbers, metavar="SHARE[,...]", help="how much the seconds of stages vary")
+    parser.add_argument("--quantile", type=flags.number, metavar="Q", default=0.9, help="of the samples under jitter")
+    parser.add_argument("--samples", type=flags.whole_number, metavar="N", default=64, help="drawn under jitter")
+    parser.add_argument("--seconds", type=flags.number, metavar="S", default=10.0, help="the budget (default 10)")
+    parser.add_argument("--tries", type=flags.whole_number, metavar="N", help="end after so many programs, too")
+    parser.add_argument("--seed", type=flags.whole_number, metavar="N", default=0, help="of everything that is drawn")
+    parser.add_argument("--pareto", action="store_true", help="for every limit from the smallest to plenty")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.csv as PyTorch loads it; FILE.svg, FILE.html")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and report what was found."""
+    _check(args)
+    if args.pareto:
+        return _pareto(args)
+    costs = flags.costs_of(args)
+    found, *others = _found(args, costs)
+    progress("")
+    if args.out is not None:
+        _write(args.out, found)
+    if args.json:
+        print_json(_summary(found, others, args.out))
+    else:
+        print(wrapped(_text(found, others), terminal_width()))
+        if args.out is not None:
+            print(f"wrote {args.out}")
+    return 0
+
+
+def _numbers(text: str) -> float | list[float]:
+    numbers = [flags.number(part) for part in text.split(",")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _check(args: argparse.Namespace) -> None:
+    for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise UsageError(f"{flag} missing", fix="for example: drumline search --ranks 4 --microbatches 8")
+    whole = (("--ranks", args.ranks), ("--microbatches", args.microbatches), ("--samples", args.samples))
+    for flag, value in (*whole, ("--stages-per-rank", args.stages_per_rank)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    if args.seconds <= 0:
+        raise UsageError(f"--seconds is {args.seconds:g}", expected="more than 0")
+    if not 0 <= args.quantile <= 1:
+        raise UsageError(f"--quantile is {args.quantile:g}", expected="a share from 0 to 1")
+    if args.out is not None and args.out.suffix not in (".csv", ".svg", ".html"):
+        raise UsageError(f"--out is {args.out}", expected="a name that ends with .csv, .svg or .html")
+
+
+def _found(args: argparse.Namespace, costs: Costs) -> Sequence[Found]:
+    jitter = None if args.jitter is None else Jitter(args.jitter, args.quantile, args.samples, args.seed)
+    options: dict[str, Any] = {
+        "num_microbatches": args.microbatches,
+        "limit": flags.limit_of(args, costs),
+        "objective": args.objective,
+        "jitter": jitter,
+        "seconds": args.seconds,
+        "tries": args.tries,
+        "seed": args.seed,
+        "progress": progress,
+    }
+    if args.placement == "all":
+        return search_all(costs, args.ranks, stages_per_rank=args.stages_per_rank, **options)
+    placement = placement_named(args.placement, args.ranks, args.microbatches, args.stages_per_rank)
+    return [search(costs, placement, **options)]
+
+
+def _summary(found: Found, others: Sequence[Found], out: Path | None) -> dict[str, Any]:
+    summary = {
+        **summarize(found.timeline),
+        "objective": found.objective,
+        "value": found.value,
+        "lower_bound": found.bound.value,
+        "bound": found.bound.name,
+        "gap": found.gap,
+        "search_seconds": found.seconds,
+        "tried": found.num_tried,
+        "starts": [{"schedule": start.name, "value": start.value} for start in found.starts],
+        "interrupted": found.is_interrupted,
+    }
+    if others:
+        summary["others"] = [
+            {"placement": one.placement, "value": one.value, "lower_bound": one.bound.value, "gap": one.gap}
+            for one in others
+        ]
+    return summary if out is None else {**summary, "out": str(out)}
+
+
+def _text(found: Found, others: Sequence[Found]) -> str:
+    timeline, best = found.timeline, found.starts[0]
+    what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[found.objective]
+    what += " at the quantile" if found.jitter else ""
+    lines = [
+        f"{found.placement}: {counts(found.program)}",
+        f"{what} {found.value:g}" + ("" if found.jitter else f", {found.verdict}"),
+        f"bubble {timeline.bubble:.2%} of the makespan, {timeline.span_bubble:.2%} of the longest span",
+        f"best hand-made start: {best.name}, {best.value:g} ({best.value / found.value - 1:.1%} longer)"
+        if best.value > found.value
+        else f"no better than {best.name}, the best hand-made start",
+        f"peak activations {' '.join(map(str, timeline.peak_activations))}",
+    ]
+    if timeline.peak_bytes is not None:
+        lines.append(f"peak bytes {' '.join(f'{size:.6g}' for size in timeline.peak_bytes)}")
+    lines += [f"{one.placement}: {one.value:g}, {one.verdict}" for one in others]
+    return "\n".join(lines)
+
+
+def _write(path: Path, found: Found) -> None:
+    from drumline.core.torch_text import for_torch
+    from drumline.report.html import page
+    from drumline.report.svg import svg
+
+    program = found.program
+    match path.suffix:
+        case ".csv":
+            mirrored = program.placement.mirrored  # PyTorch has no place for a second copy of a stage
+            save(path, program.format() if mirrored else for_torch(program).rstrip("\n"))
+        case ".svg":
+            save(path, svg(found.timeline).rstrip("\n"))
+        case _:
+            save(path, page([found.timeline]))
+
+
+def _pareto(args: argparse.Namespace) -> int:
+    from drumline.plan.search.pareto import pareto
+    from drumline.report.pareto import pareto_page, pareto_svg, pareto_table
+
+    costs = flags.costs_of(args)
+    name = None if args.placement == "all" else args.placement
+    picture = pareto(
+        costs,
+        args.ranks,
+        num_microbatches=args.microbatches,
+        placement=name,
+        stages_per_rank=args.stages_per_rank,
+        objective=args.objective,
+        seconds=args.seconds,
+        tries=args.tries,
+        seed=args.seed,
+        progress=progress,
+    )
+    progress("")
+    if args.out is not None:
+        if args.out.suffix == ".csv":
+            raise UsageError(f"--out is {args.out}", expected="FILE.svg or FILE.html with --pareto")
+        save(args.out, pareto_svg(picture) if args.out.suffix == ".svg" else pareto_page(picture))
+    if args.json:
+        written = {} if args.out is None else {"out": str(args.out)}
+        print_json({**picture.summary(), **written})
+    else:
+        print(pareto_table(picture, width=terminal_width()))
+        if args.out is not None:
+            print(f"wrote {args.out}")
+    return 0

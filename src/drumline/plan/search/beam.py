@@ -1,0 +1,197 @@
+"""Beam search: programs grown action by action, the most promising few hundred at a time.
+
+The next action always goes to the rank whose earliest candidate ends first; everything that could start there before
+that end is tried (Giffler and Thompson's active schedules). Under a limit, not to run a forward that there is room for
+is tried as well: the room may be needed for a later stage of the same rank.
+
+    t = 7, rank 1 next:   I2 at 7    F5 at 7.5    W0 at 7       three children; of two states with the same
+                                                                actions done, the one that promises less is dropped
+
+What a state promises: on every rank, its time plus the work it has left; for every lane, its time plus the way that its
+last microbatch has yet to go.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+
+from drumline.plan.search.instance import F, I, Instance, Rows, W
+from drumline.plan.search.relaxed import Relaxed
+
+_UNKNOWN = math.inf
+
+
+class _State:
+    """What is done, when every rank is free, what it holds, and how it came about."""
+
+    __slots__ = ("done", "free", "held", "last", "parent", "passed", "promise", "ready")
+
+    def __init__(
+        self,
+        done: list[int],
+        free: list[float],
+        held: list[float],
+        ready: list[float],
+        passed: frozenset[int],
+        parent: _State | None,
+        last: int,
+    ) -> None:
+        self.done, self.free, self.held, self.ready = done, free, held, ready
+        self.passed, self.parent, self.last = passed, parent, last
+        self.promise = 0.0
+
+
+class Beam:
+    """Beam search over one instance.
+
+    >>> from drumline.core.costs import Costs
+    >>> from drumline.core.idle import Limit
+    >>> from drumline.core.placement import Placement
+    >>> one = Instance(Costs(), Placement.v(2), 2, Limit(max_activations=2))
+    >>> rows = Beam(one, random.Random(0)).run(width=20)
+    >>> rows is not None and all(one.fits(row, rank) for rank, row in enumerate(rows))
+    True
+    """
+
+    def __init__(self, instance: Instance, rng: random.Random) -> None:
+        self.instance, self.rng = instance, rng
+        number = instance.number
+        self.lanes = [
+            (rank, [number(lane.stage, F, m) for m in lane.microbatches])
+            for rank, lanes in enumerate(instance.lanes)
+            for lane in lanes
+        ]
+        self.of_rank: list[list[int]] = [[] for _ in instance.lanes]
+        for at, (rank, _) in enumerate(self.lanes):
+            self.of_rank[rank].append(at)
+        relaxed = Relaxed(instance)
+        stages = [lane.stage for lanes in instance.lanes for lane in lanes]
+        # What is left of a lane with so many F, I or W done, as work; and the way after its last F and its last I.
+        self.left = [
+            [_suffix_sums([instance.seconds[n + op] for n in actions]) for op in (F, I, W)] for _, actions in self.lanes
+        ]
+        self.way_back = [relaxed.way_back[s] - relaxed.seconds[s, F] + relaxed.way_out[s] for s in stages]
+        self.way_out = [relaxed.way_out[s] for s in stages]
+        self.num_resources = len(instance.resources)
+
+    def run(
+        self, *, width: int, noise: float = 0.0, keep_on: Callable[[int], bool] = lambda states: True
+    ) -> Rows | None:
+        """Return the best rows that a beam of this width finds; None where it runs into dead ends, or is stopped."""
+        ranks, lanes = self.instance.num_ranks, len(self.lanes)
+        first = _State(
+            [0] * (3 * lanes),
+            [0.0] * ranks,
+            [0.0] * (ranks * self.num_resources),
+            [_UNKNOWN] * self.instance.num_actions + [0.0],
+            frozenset(),
+            None,
+            -1,
+        )
+        beam = [first]
+        for _ in range(sum(3 * len(actions) for _, actions in self.lanes)):
+            if not keep_on(len(beam)):
+                return None
+            best: dict[tuple[int, ...], _State] = {}
+            for state in beam:
+                for child in self._children(state):
+                    child.promise = self._promise(child) * (1 + noise * self.rng.random())
+                    key = tuple(child.done)
+                    other = best.get(key)
+                    if other is None or child.promise < other.promise:
+                        best[key] = child
+            beam = sorted(best.values(), key=lambda one: one.promise)[:width]
+        if not beam:
+            return None
+        return self._rows(min(beam, key=lambda one: max(one.free)))
+
+    def _children(self, state: _State) -> Iterator[_State]:
+        offers, soonest, rank = [], _UNKNOWN, -1
+        for lane in range(len(self.lanes)):
+            for start, number in self._offers(state, lane):
+                end = start + self.instance.seconds[number]
+                if end < soonest:
+                    soonest, rank = end, self.lanes[lane][0]
+                offers.append((lane, start, number))
+        rivals = [
+            one for one in offers if self.lanes[one[0]][0] == rank and (one[1] < soonest or one[1] == state.free[rank])
+        ]
+        for lane, start, number in rivals:
+            yield self._after(state, lane, start, number)
+        if self.num_resources and rivals and all(number & 3 == F for _, _, number in rivals):
+            passed = state.passed | {lane for lane, _, _ in rivals}
+            held_back = _State(state.done, state.free, state.held, state.ready, passed, state.parent, state.last)
+            yield from self._children(held_back)
+
+    def _offers(self, state: _State, lane: int) -> Iterator[tuple[float, int]]:
+        rank, actions = self.lanes[lane]
+        forwards, firsts, seconds = state.done[3 * lane : 3 * lane + 3]
+        ready, need, time = state.ready, self.instance.need, state.free[rank]
+        if firsts < forwards:
+            number = actions[firsts] + I
+            at = ready[need[number]]
+            if at != _UNKNOWN and self._fits(state, rank, number):
+                yield (at if at > time else time), number
+        if seconds < firsts:
+            yield time, actions[seconds] + W
+        if forwards < len(actions) and lane not in state.passed:
+            number = actions[forwards]
+            at = ready[need[number]]
+            if at != _UNKNOWN and self._fits(state, rank, number):
+                yield (at if at > time else time), number
+
+    def _fits(self, state: _State, rank: int, number: int) -> bool:
+        for at, one in enumerate(self.instance.resources):
+            held = state.held[rank * self.num_resources + at]
+            if one.always[rank] + (held + one.during[number]) > one.most:
+                return False
+        return True
+
+    def _after(self, state: _State, lane: int, start: float, number: int) -> _State:
+        rank, op = self.lanes[lane][0], number & 3
+        done, free, held, ready = state.done.copy(), state.free.copy(), state.held, state.ready.copy()
+        done[3 * lane + op] += 1
+        free[rank] = end = start + self.instance.seconds[number]
+        ready[number] = end + self.instance.latency[number]
+        if self.num_resources:
+            held = held.copy()
+            for at, one in enumerate(self.instance.resources):
+                held[rank * self.num_resources + at] += one.after[number]
+        passed = state.passed
+        if passed:
+            passed = passed.difference(self.of_rank[rank])
+        return _State(done, free, held, ready, passed, state, number)
+
+    def _promise(self, state: _State) -> float:
+        done, free, left = state.done, state.free, self.left
+        worst = total = 0.0
+        for rank, lanes in enumerate(self.of_rank):
+            time = rest = free[rank]
+            for lane in lanes:
+                forwards, firsts, seconds = left[lane]
+                at = 3 * lane
+                ahead, back = forwards[done[at]], firsts[done[at + 1]]
+                rest += ahead + back + seconds[done[at + 2]]
+                if ahead > 0:
+                    worst = max(worst, time + ahead + self.way_back[lane])
+                if back > 0:
+                    worst = max(worst, time + back + self.way_out[lane])
+            worst = max(worst, rest)
+            total += rest
+        return worst + 0.2 * total / len(free)
+
+    def _rows(self, state: _State | None) -> Rows:
+        rows: Rows = [[] for _ in self.of_rank]
+        while state is not None and state.last >= 0:
+            rows[self.instance.rank[state.last // 4]].append(state.last)
+            state = state.parent
+        return [row[::-1] for row in rows]
+
+
+def _suffix_sums(numbers: list[float]) -> list[float]:
+    found = [0.0]
+    for number in reversed(numbers):
+        found.append(found[-1] + number)
+    return found[::-1]

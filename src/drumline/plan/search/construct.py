@@ -1,0 +1,251 @@
+"""A program built in one pass: whenever a rank is free, it takes what costs least to take now.
+
+    rank 0 free at t = 7:    I3 arrives at 7.4      F6 is here      W1 is here
+                             7.4 + 0                7 + 1.2         7 + 0.9       the least: wait for I3
+
+Every candidate has a price: when it could start, plus a penalty of its op on this rank. A large penalty for W keeps a
+rank waiting for an I that is about to arrive; a small one fills the gap. Waiting is paid from the rank's idle budget;
+once that is spent, the rank takes whatever is there. So a few numbers per rank span the programs that the literature
+makes by hand, and what lies between.
+
+F is no candidate where the rank could not hold its pair, or could no longer finish a microbatch that has begun: later
+stages of the same rank keep room for one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drumline.plan.search.instance import B, F, I, Instance, Resource, Rows, W
+
+_UNKNOWN = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The penalties of one lane, how many forwards it may be ahead, and whether it runs whole backwards (`joined`)."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    ahead: float = math.inf
+    joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How one rank chooses: a rule a lane, what it may idle by choice, and how much more once its forwards are done."""
+
+    rules: tuple[Rule, ...]
+    idle: float = math.inf
+    late_idle: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Rows, with every action's start as the clock would give it, and every rank's first start and last end."""
+
+    rows: Rows
+    starts: list[list[float]]
+    ends: list[tuple[float, float]]
+
+
+class Builder:
+    """Builds programs of one instance; what does not depend on the policies is laid out once.
+
+    >>> from drumline.core.costs import Costs
+    >>> from drumline.core.idle import Limit
+    >>> from drumline.core.placement import Placement
+    >>> one = Instance(Costs(), Placement.linear(2), 3, Limit(max_activations=2))
+    >>> built = Builder(one).build([Policy((Rule(forward=0.2, weight=0.9),))] * 2)
+    >>> print(one.program(built.rows))
+    0F0,0F1,0I0,0W0,0I1,0F2,0W1,0I2,0W2
+    1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1W2
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        number = instance.number
+        self.lanes = [
+            [[number(lane.stage, F, m) for m in lane.microbatches] for lane in lanes] for lanes in instance.lanes
+        ]
+        self.lane_of = {n: at for lanes in self.lanes for at, lane in enumerate(lanes) for n in lane}
+        # On whom what an action makes is waited for.
+        self.taken_on = [link % instance.num_ranks if link >= 0 else -1 for link in instance.link]
+        self.room = [
+            [[_room(resource, lanes[at:]) for resource in instance.resources] for at in range(len(lanes))]
+            for lanes in self.lanes
+        ]
+
+    def build(self, policies: Sequence[Policy], order: Rows | None = None) -> Built | None:
+        """Return what these policies, one a rank, lead to; None where they lead nowhere.
+
+        With an `order`, forwards and backwards run as it says and only W is free to go where it fills a gap.
+        """
+        return _Run(self, policies, order).run()
+
+
+def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
+    """Return what the first of these lanes' F takes, and room for these lanes to finish the largest microbatch."""
+    held = most = 0.0
+    path = [(lane, F) for lane in lanes] + [(lane, op) for lane in reversed(lanes) for op in (I, W)]
+    for lane, op in path:
+        number = max(lane, key=resource.during.__getitem__) + op
+        most = max(most, held + resource.during[number])
+        held += resource.after[number]
+    return most
+
+
+class _Lane:
+    """One lane while a program is built: how far its forwards and backwards are."""
+
+    __slots__ = ("actions", "backward", "backwards", "count", "forwards", "room", "rule", "weights")
+
+    def __init__(self, actions: list[int], rule: Rule, room: list[float]) -> None:
+        self.actions, self.rule, self.room = actions, rule, room
+        self.count = len(actions)
+        self.backward = B if rule.joined else I
+        self.forwards = self.backwards = self.weights = 0
+
+
+class _Run:
+    """One build: the state of every rank, and a queue of the moments at which one has to choose."""
+
+    def __init__(self, builder: Builder, policies: Sequence[Policy], order: Rows | None) -> None:
+        instance = builder.instance
+        self.seconds, self.latency, self.need = instance.seconds, instance.latency, instance.need
+        self.taken_on, self.lane_of = builder.taken_on, builder.lane_of
+        self.limits = [(one.during, one.after, one.always, one.most) for one in instance.resources]
+        self.lanes = [
+            [_Lane(*parts) for parts in zip(lanes, policy.rules, room, strict=True)]
+            for lanes, policy, room in zip(builder.lanes, policies, builder.room, strict=True)
+        ]
+        num_ranks = len(self.lanes)
+        self.order = None if order is None else [[n for n in row if n & 3 != W] for row in order]
+        self.ordered = [0] * num_ranks
+        self.rows: Rows = [[] for _ in range(num_ranks)]
+        self.starts: list[list[float]] = [[] for _ in range(num_ranks)]
+        self.held = [[0.0] * len(self.limits) for _ in range(num_ranks)]
+        self.ready = [_UNKNOWN] * instance.num_actions + [0.0]
+        self.free, self.wakes = [0.0] * num_ranks, [0.0] * num_ranks
+        self.idle = [policy.idle for policy in policies]
+        self.late = [policy.late_idle for policy in policies]
+        self.forwards_left = [sum(lane.count for lane in lanes) for lanes in self.lanes]
+        self.queue = [(0.0, rank) for rank in range(num_ranks)]
+
+    def run(self) -> Built | None:
+        wakes, queue, pop, push = self.wakes, self.queue, heapq.heappop, heapq.heappush
+        while queue:
+            time, rank = pop(queue)
+            if time != wakes[rank]:
+                continue  # it was woken earlier
+            offer = self._choose(rank, time)
+            if offer is None:
+                wakes[rank] = _UNKNOWN
+            elif offer[1] > time:
+                wakes[rank] = offer[1]
+                push(queue, (offer[1], rank))
+            else:
+                self._take(rank, time, offer[2])
+        if any(lane.weights < lane.count for lanes in self.lanes for lane in lanes):
+            return None
+        ends = [
+            (starts[0], free) if starts else (0.0, 0.0) for starts, free in zip(self.starts, self.free, strict=True)
+        ]
+        return Built(self.rows, self.starts, ends)
+
+    def _choose(self, rank: int, time: float) -> tuple[float, float, int] | None:
+        """Return (price, start, action) of what the rank shall do next; None if nothing is known that it could."""
+        offers = self._offers(rank, time) if self.order is None else self._next_offers(rank, time, self.order[rank])
+        if not offers:
+            return None
+        best = min(offers)
+        if best[1] > time and best[1] - self.free[rank] > self.idle[rank]:
+            # Too long to wait for: take what is there, if anything is.
+            best = min((offer for offer in offers if offer[1] == time), default=best)
+        return best
+
+    def _offers(self, rank: int, time: float) -> list[tuple[float, float, int]]:
+        ready, need, offers = self.ready, self.need, []
+        for lane in self.lanes[rank]:
+            forwards, backwards, rule = lane.forwards, lane.backwards, lane.rule
+            if backwards < forwards:
+                number = lane.actions[backwards] + lane.backward
+                at = ready[need[number]]
+                if at != _UNKNOWN and self._fits(rank, number):
+                    at = at if at > time else time
+                    offers.append((at + rule.backward, at, number))
+            if lane.weights < backwards:
+                offers.append((time + rule.weight, time, lane.actions[lane.weights] + W))
+            if forwards < lane.count and forwards - backwards < rule.ahead:
+                number = lane.actions[forwards]
+                at = ready[need[number]]
+                if at != _UNKNOWN and self._has_room(rank, lane.room):
+                    at = at if at > time else time
+                    offers.append((at + rule.forward, at, number))
+        return offers
+
+    def _next_offers(self, rank: int, time: float, order: list[int]) -> list[tuple[float, float, int]]:
+        """Return the next action of the order, if it can run, and every lane's next W."""
+        offers = [
+            (time + lane.rule.weight, time, lane.actions[lane.weights] + W)
+            for lane in self.lanes[rank]
+            if lane.weights < lane.backwards
+        ]
+        if self.ordered[rank] < len(order):
+            number = order[self.ordered[rank]]
+            at = self.ready[self.need[number]]
+            if at != _UNKNOWN and self._fits(rank, number):
+                at = at if at > time else time
+                offers.append((at, at, number))
+        return offers
+
+    def _fits(self, rank: int, number: int) -> bool:
+        for held, (during, _, always, most) in zip(self.held[rank], self.limits, strict=True):
+            if always[rank] + (held + during[number]) > most:
+                return False
+        return True
+
+    def _has_room(self, rank: int, room: list[float]) -> bool:
+        for held, more, (_, _, always, most) in zip(self.held[rank], room, self.limits, strict=True):
+            if always[rank] + (held + more) > most:
+                return False
+        return True
+
+    def _take(self, rank: int, time: float, number: int) -> None:
+        op = number & 3
+        lane = self.lanes[rank][self.lane_of[number - op]]
+        if op == F:
+            lane.forwards += 1
+            self.forwards_left[rank] -= 1
+            if self.forwards_left[rank] == 0:
+                self.idle[rank] += self.late[rank]
+        elif op == W:
+            lane.weights += 1
+        else:
+            lane.backwards += 1
+            lane.weights += op == B
+        if op != W:
+            self.ordered[rank] += 1
+        if self.rows[rank]:
+            self.idle[rank] -= time - self.free[rank]
+        self.rows[rank].append(number)
+        self.starts[rank].append(time)
+        for at, (_, after, _, _) in enumerate(self.limits):
+            self.held[rank][at] += after[number]
+        time += self.seconds[number]
+        self.free[rank] = self.wakes[rank] = time
+        heapq.heappush(self.queue, (time, rank))
+        if op != W:
+            self._hand_on(number - 2 if op == B else number, time + self.latency[number])
+
+    def _hand_on(self, number: int, arrives: float) -> None:
+        """Let whoever waits for what `number` made know when it arrives."""
+        self.ready[number] = arrives
+        rank = self.taken_on[number]
+        if rank >= 0 and self.wakes[rank] > arrives:
+            self.wakes[rank] = max(arrives, self.free[rank])
+            heapq.heappush(self.queue, (self.wakes[rank], rank))

@@ -1,0 +1,231 @@
+"""The search under way: hand-made starts, constructions, W woven anew, local search, until the bound or the end.
+
+    starts ──► climb over styles ──► stretch ──► weave W, anneal, beams in turn ──► the best
+                 (far from the bound)  (many equal microbatches)
+
+Everything is drawn from one seed, and what it takes is counted in timed actions; the clock only cuts it short. So on a
+machine that keeps up with its budget a search finds the same program every time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from drumline.core.program import Program
+from drumline.plan.search.beam import Beam
+from drumline.plan.search.construct import Built
+from drumline.plan.search.instance import Instance, Rows
+from drumline.plan.search.local import Annealer
+from drumline.plan.search.lower_bounds import Bound, lower_bound
+from drumline.plan.search.objective import Objective
+from drumline.plan.search.starts import split, starts
+from drumline.plan.search.stretch import stretched
+from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
+
+SAME = 1e-9  # relative: values this close are one
+
+# What timing one action is worth; a machine does two or three million of them in a second.
+_UNITS_PER_SECOND = 1.5e6
+_BUILD = 15.0  # building takes so many times as long as timing
+_CONSTRUCTING = 0.4  # share of the budget for constructions
+_MOST_BUILDS = 300
+_CLOSE = 0.01  # a start this close to the bound is improved rather than replaced
+_STRETCHING = 0.6  # share of what is left for a search with fewer microbatches
+_POOL = 8
+_LEAST_STEPS, _MOST_STEPS = 500, 4000
+_HEATS = (0.01, 0.03, 0.003)
+_BEAM_SIZE = 700
+_WEAVES = 24
+_BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
+_BRANCH = 40.0  # what growing one state of a beam is worth
+
+
+class Engine:
+    """One search under way: the best so far, a pool to improve on, and what is left of the budget."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        objective: Objective,
+        seconds: float,
+        seed: int,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        self.instance, self.objective, self.rng = instance, objective, random.Random(seed)
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds
+        self.size = 3 * len(instance.rank)
+        self.units = seconds * _UNITS_PER_SECOND
+        self.tries = math.inf
+        self.progress = progress
+        whole = any(
+            instance.seconds[n + 3] < instance.seconds[n + 1] + instance.seconds[n + 2] - 1e-12
+            for n in range(0, instance.num_actions, 4)
+        )
+        self.may_join = whole or not instance.rows_fit(instance.plain)
+        self.bound = lower_bound(instance, objective.name) if objective.jitter is None else Bound(0.0, "none")
+        self.starts = starts(instance, objective)
+        first = self.starts[0]
+        self.value, self.rows = first.value, first.rows
+        self.program: Program | None = first.program
+        self.annealer = Annealer(objective, self.rng, may_join=self.may_join)
+        self.pool: list[tuple[float, Rows]] = []
+        self.num_tried = len(self.starts)
+        for start in self.starts:
+            if start.rows is not None:
+                self.offer(start.value, start.rows)
+
+    def offer(self, value: float, rows: Rows) -> None:
+        """Take rows into the pool if they are among the best, and as the best if they are."""
+        self.num_tried += 1
+        if value < self.value * (1 - SAME):
+            self.value, self.rows, self.program = value, rows, None
+            self.say()
+        is_new = all(abs(value - other) > SAME * value for other, _ in self.pool)
+        if is_new and (len(self.pool) < _POOL or value < self.pool[-1][0]):
+            self.pool = sorted([*self.pool, (value, rows)], key=lambda one: one[0])[:_POOL]
+
+    def say(self) -> None:
+        """Report the best and the bound."""
+        if self.progress is not None:
+            gap = 1 - self.bound.value / self.value if self.value > 0 else 0.0
+            self.progress(f"best {self.value:g}, bound {self.bound.value:g}, gap {gap:.2%}, {self.num_tried} tried")
+
+    def keep_on(self, units: float = 0.0) -> bool:
+        """Whether there is anything left to gain and to spend."""
+        self.units -= units
+        at_bound = self.value <= self.bound.value * (1 + SAME)
+        to_spend = self.units > 0 and self.num_tried < self.tries and time.monotonic() < self.deadline
+        return to_spend and not at_bound
+
+    def run(self) -> None:
+        """Search until there is nothing left to gain or to spend."""
+        if self.value > self.bound.value * (1 + _CLOSE):
+            self.construct()
+        self.stretch()
+        self.improve()
+
+    def smaller(self, few: int) -> Instance | None:
+        """Return the same with fewer microbatches, where there are more of them and all alike."""
+        instance = self.instance
+        alike = len(set(instance.costs.factors(instance.num_microbatches))) == 1
+        if instance.num_microbatches <= few or not alike or instance.placement.mirrored:
+            return None
+        costs = instance.costs
+        if not isinstance(costs.microbatch_factor, float | int):
+            costs = replace(costs, microbatch_factor=costs.factors(instance.num_microbatches)[0])
+        return replace(instance, costs=costs, num_microbatches=few)
+
+    def stretch(self) -> None:
+        """Search with fewer microbatches, and repeat the middle of what was found."""
+        small = self.smaller(2 * self.instance.num_ranks + 2)
+        if small is None or not self.keep_on() or self.objective.jitter is not None:
+            return
+        seconds = min(self.deadline - time.monotonic(), self.units / _UNITS_PER_SECOND) * _STRETCHING
+        fewer = Engine(small, Objective(small, self.objective.name), seconds, 0, None)
+        fewer.run()
+        self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
+        for _, rows in fewer.pool:
+            for longer in stretched(small, rows, self.instance):
+                if all(self.instance.fits(row, rank) for rank, row in enumerate(longer)):
+                    measured = self.objective.measure(longer)
+                    if measured is not None:
+                        self.offer(measured.value, longer)
+                if not self.keep_on(self.size):
+                    return
+
+    def construct(self) -> None:
+        """Climb over styles: with fewer microbatches first, where there are many of them and all alike."""
+        instance, given = self.instance, None
+        share = self.units * _CONSTRUCTING
+        small = self.smaller(3 * instance.num_ranks)
+        if small is not None:
+            given = self._climb(small, Objective(small, self.objective.name), share * 2 / 3, None)
+            share /= 3
+        self._climb(instance, self.objective, share, given)
+
+    def _climb(
+        self,
+        instance: Instance,
+        objective: Objective,
+        units: float,
+        given: Sequence[Style] | None,
+        *,
+        order: Rows | None = None,
+    ) -> list[Style]:
+        """Try styles for so many units, and return the best of them."""
+        styles = Styles(instance, may_join=self.may_join and order is None)
+        best: list[tuple[float, Style]] = []
+        own = instance is self.instance
+
+        def value(built: Built) -> float:
+            exact = objective.jitter is None and objective.name != "steady" and not instance.costs.has_finite_links
+            if exact:
+                return objective.of_ends(built.rows, built.ends)
+            measured = objective.measure(built.rows)
+            return math.inf if measured is None else measured.value
+
+        cost = _BUILD * 3 * len(instance.rank)
+        tries = int(min(units / cost, _MOST_BUILDS))
+        drawn = {} if given is None else {"num_drawn": 0}
+        made = climb(styles, value, self.rng, given=given or FIRST, order=order, **drawn)
+        for found, style, built in islice(made, tries):
+            best.append((found, style))
+            if own:
+                self.offer(found, built.rows)
+            if not self.keep_on(cost):
+                break
+        return [style for _, style in sorted(best, key=lambda one: one[0])[:6]]
+
+    def improve(self) -> None:
+        """Improve what is in the pool, and what beams find, in turns, for as long as the budget lasts."""
+        turn = 0
+        while self.keep_on() and self.pool:
+            if turn % 3 < 2:
+                self.weave(turn // 3)
+                self.anneal(self.pool[turn % len(self.pool)][1], turn)
+            elif (rows := self.beam(turn // 3)) is not None:
+                self.anneal(rows, turn)
+            turn += 1
+
+    def anneal(self, rows: Rows, turn: int) -> None:
+        """Walk along the critical paths from these rows on."""
+        steps = max(_LEAST_STEPS, min(_MOST_STEPS, int(self.units / (8 * self.size))))
+        value, improved = self.annealer.run(
+            rows,
+            num_steps=steps,
+            heat=_HEATS[turn % len(_HEATS)] if self.size <= _BEAM_SIZE else 0.0,
+            keep_on=self._step,
+        )
+        self.offer(value, improved)
+
+    def weave(self, turn: int) -> None:
+        """Place the W of a good order anew: where they fill gaps, or where memory asks for them."""
+        rows = self.pool[turn % min(len(self.pool), 3)][1]
+        self._climb(self.instance, self.objective, _WEAVES * _BUILD * self.size, WOVEN, order=split(rows))
+
+    def beam(self, turn: int) -> Rows | None:
+        """Return what a beam finds, another one every turn; None where the instance is too large for it."""
+        if self.size > _BEAM_SIZE:
+            return None
+        width, noise = _BEAMS[turn % len(_BEAMS)]
+        rows = Beam(self.instance, self.rng).run(
+            width=width, noise=noise, keep_on=lambda states: self.keep_on(states * _BRANCH)
+        )
+        measured = None if rows is None else self.objective.measure(rows)
+        if rows is None or measured is None:
+            return None
+        self.offer(measured.value, rows)
+        return rows
+
+    def _step(self, best: float, rows: Rows) -> bool:
+        """Take what local search has so far, and say whether it shall go on."""
+        self.num_tried += 1
+        if best < self.value * (1 - SAME):
+            self.offer(best, rows)
+        return self.keep_on(self.size + 30)

@@ -1,0 +1,126 @@
+"""The search on placements by name: one of them, or all that the counts admit, for one and the same model.
+
+On all of them the costs are those of a stage when every rank holds one. A placement with v stages per rank cuts each of
+these into v equal parts, so that every placement does the same work and holds the same bytes; a limit in pairs counts v
+of them as one.
+
+    one stage a rank    a        b        c        d
+    two                 a/2 a/2  b/2 b/2  c/2 c/2  d/2 d/2     dealt to the ranks as the placement says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError, nearest
+from drumline.core.idle import Limit
+from drumline.core.placement import Placement
+from drumline.plan.search.search import Found, search
+
+PLACEMENTS = ("linear", "loop", "v", "bidirectional")
+_CUT = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "backward",
+    "overlapped",
+    "update",
+    "reduce",
+    "activation_bytes",
+    "held_until_weight_bytes",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+)
+_REPEATED = ("message_bytes", "checkpoint_bytes", "recompute")
+
+
+def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Placement:
+    """Return a placement by its name; on a bidirectional one the second half of the microbatches goes up.
+
+    >>> placement_named("v", 2, 4).homes
+    (0, 1, 1, 0)
+    """
+    if name not in PLACEMENTS:
+        raise PlanError(f"unknown placement {name!r}", fix=nearest(name, (*PLACEMENTS, "all")))
+    if name in ("linear", "bidirectional"):
+        if stages_per_rank not in (None, 1):
+            raise PlanError(
+                f"{name} with {stages_per_rank} stages per rank",
+                expected="one stage per rank",
+                fix="leave --stages-per-rank out, or choose loop or v",
+            )
+        if name == "linear":
+            return Placement.linear(num_ranks)
+        if num_ranks % 2 or num_microbatches < 2:
+            raise PlanError(
+                f"bidirectional with {num_ranks} ranks and {num_microbatches} microbatches",
+                expected="an even number of ranks, and two microbatches or more",
+            )
+        return Placement.bidirectional(num_ranks, mirrored=range((num_microbatches + 1) // 2, num_microbatches))
+    maker = Placement.v if name == "v" else Placement.loop
+    return maker(num_ranks, stages_per_rank=stages_per_rank or 2)
+
+
+def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
+    """Return the costs of the same model with every stage cut into so many equal parts.
+
+    >>> cut_finer(Costs(forward=[2, 4], backward_input=1), 2).forward
+    (1.0, 1.0, 2.0, 2.0)
+    """
+    changed: dict[str, Any] = {}
+    for name in (*_CUT, *_REPEATED):
+        value = getattr(costs, name)
+        share = stages_per_rank if name in _CUT else 1
+        if isinstance(value, Sequence):
+            changed[name] = tuple(one / share if share > 1 else one for one in value for _ in range(stages_per_rank))
+        elif value is not None and share > 1:
+            changed[name] = value / share
+    return replace(costs, **changed) if stages_per_rank > 1 else costs
+
+
+def search_all(
+    costs: Costs,
+    num_ranks: int,
+    *,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    limit: Limit | None = None,
+    seconds: float = 10.0,
+    **options: Any,
+) -> list[Found]:
+    """Search on every placement that the counts and the limit admit, and return what was found, the best first.
+
+    The seconds are shared out evenly; `options` are those of `search`.
+
+    >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
+    ['bidirectional', 'loop', 'v', 'linear']
+    """
+    found: list[Found] = []
+    refused: PlanError | None = None
+    limit = limit or Limit()
+    for name in PLACEMENTS:
+        try:
+            per_rank = None if name in ("linear", "bidirectional") else stages_per_rank
+            placement = placement_named(name, num_ranks, num_microbatches, per_rank)
+            share = placement.num_stages // num_ranks
+            pairs = None if limit.max_activations is None else limit.max_activations * share
+            found.append(
+                search(
+                    cut_finer(costs, share),
+                    placement,
+                    num_microbatches=num_microbatches,
+                    limit=Limit(pairs, limit.max_bytes),
+                    seconds=seconds / len(PLACEMENTS),
+                    **options,
+                )
+            )
+        except PlanError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return sorted(found, key=lambda one: one.value)

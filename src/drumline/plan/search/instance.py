@@ -1,0 +1,270 @@
+"""What is searched over, as flat lists: every action's seconds, what it waits for, and what it holds.
+
+An action is one number, four to a (stage, microbatch) pair:
+
+    4 * (stage * M + microbatch) + op        op: 0 F, 1 I, 2 W, 3 B
+
+A row is a list of such numbers. Memory depends on each row alone, whatever the times, so a limit is a property of rows;
+times depend on all of them. I and B make the same message, so both tell of it in the place of I.
+
+The seconds and bytes are read off the simulator's own graph of the plainest program, one microbatch after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from drumline.core.action import Action, Op
+from drumline.core.assemble import compile_program
+from drumline.core.costs import Costs
+from drumline.core.durations import message_bytes, work_seconds
+from drumline.core.graph import OPS, Messages
+from drumline.core.idle import Limit
+from drumline.core.memory import Sizes
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+
+F, I, W, B = range(4)  # noqa: E741 - the literature's own letters
+_OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)
+_NUMBER = {op: number for number, op in enumerate(_OPS)}
+
+_NO_LIMIT = Limit()
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stage on one rank, with the microbatches that pass it there, in order."""
+
+    rank: int
+    stage: int
+    microbatches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something a rank holds: what each action adds while it runs and for good, what is there always, and the most.
+
+    `always` is per rank. The sums are made as the simulator makes them, so that both agree to the last bit.
+    """
+
+    during: list[float]
+    after: list[float]
+    always: list[float]
+    most: float
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Costs, placement and limit, expanded to one entry per action.
+
+    >>> one = Instance(Costs(forward=[2, 1]), Placement.linear(2), num_microbatches=3)
+    >>> one.num_actions, one.seconds[one.number(0, F, 2)], one.action(one.number(1, W, 2))
+    (24, 2.0, 1W2)
+    """
+
+    costs: Costs
+    placement: Placement
+    num_microbatches: int
+    limit: Limit = _NO_LIMIT
+
+    def number(self, stage: int, op: int, microbatch: int) -> int:
+        """Return an action's number."""
+        return 4 * (stage * self.num_microbatches + microbatch) + op
+
+    def action(self, number: int) -> Action:
+        """Return the action of that number."""
+        pair, op = divmod(number, 4)
+        return Action(pair // self.num_microbatches, _OPS[op], pair % self.num_microbatches)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.placement.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        """How many numbers there are, I and W beside B included."""
+        return 4 * self.num_stages * self.num_microbatches
+
+    @cached_property
+    def messages(self) -> Messages:
+        """How messages are modelled; under BLOCKING only the simulator itself gives times."""
+        if not self.costs.has_finite_links:
+            return Messages.LATENCY
+        return Messages.LINKS if self.costs.overlap else Messages.BLOCKING
+
+    @cached_property
+    def rank(self) -> list[int]:
+        """The rank of every pair."""
+        home = self.placement.rank_of
+        return [home(stage, m) for stage in range(self.num_stages) for m in range(self.num_microbatches)]
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[Lane, ...], ...]:
+        """Every rank's lanes, its lowest stage first."""
+        found = []
+        for rank in range(self.num_ranks):
+            mine = []
+            for stage in range(self.num_stages):
+                passing = tuple(
+                    m for m in range(self.num_microbatches) if self.rank[stage * self.num_microbatches + m] == rank
+                )
+                if passing:
+                    mine.append(Lane(rank, stage, passing))
+            found.append(tuple(mine))
+        return tuple(found)
+
+    @cached_property
+    def plain(self) -> Program:
+        """One microbatch after another, backwards split: the program that holds least."""
+        return self._one_by_one((Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+
+    @cached_property
+    def joined(self) -> Program:
+        """The same with whole backwards."""
+        return self._one_by_one((Op.BACKWARD,))
+
+    def _one_by_one(self, backward: Sequence[Op]) -> Program:
+        rows: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        stages = range(self.num_stages)
+        for m in range(self.num_microbatches):
+            for stage in stages:
+                rows[self.placement.rank_of(stage, m)].append(Action(stage, Op.FORWARD, m))
+            for stage in reversed(stages):
+                rows[self.placement.rank_of(stage, m)] += [Action(stage, op, m) for op in backward]
+        return self._finished(rows)
+
+    def _finished(self, rows: Sequence[Sequence[Action]], name: str = "searched") -> Program:
+        """Return the rows as a program; copies of a stage exchange their gradients at the end."""
+        if not self.placement.mirrored:
+            return Program.of(rows, name)
+        return Program.of(
+            [
+                [*row, *(Action(stage, Op.REDUCE_GRAD) for stage in sorted({action.stage for action in row}))]
+                for row in rows
+            ],
+            name,
+        )
+
+    def program(self, rows: Rows, name: str = "searched") -> Program:
+        """Return the program of these rows."""
+        return self._finished([[self.action(number) for number in row] for row in rows], name)
+
+    def rows_of(self, program: Program) -> Rows | None:
+        """Return a program's rows as numbers; None where it has overlapped pairs or updates, which are none."""
+        rows: Rows = []
+        for row in program.rows:
+            kept = [action for action in row if action.op is not Op.REDUCE_GRAD]
+            if any(action.op not in _NUMBER for action in kept):
+                return None
+            rows.append([self.number(stage, _NUMBER[op], m or 0) for stage, op, m, _ in kept])
+        return rows
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """The seconds of every action."""
+        found = [0.0] * self.num_actions
+        for program in (self.plain, self.joined):
+            graph = compile_program(program, Messages.LATENCY)
+            work = graph.work
+            columns = (work.stage.tolist(), work.code.tolist(), work.microbatch.tolist())
+            for stage, code, m, time in zip(*columns, work_seconds(graph, self.costs).tolist(), strict=True):
+                found[self.number(stage, _NUMBER[OPS[code]], m)] = time
+        return found
+
+    @cached_property
+    def need(self) -> list[int]:
+        """What every action waits for on another stage, by number; -1 where there is nothing."""
+        after, last = 4 * self.num_microbatches, self.num_stages - 1
+        found = [-1] * self.num_actions
+        for number in range(self.num_actions):
+            pair, op = divmod(number, 4)
+            stage = pair // self.num_microbatches
+            if op == F and stage > 0:
+                found[number] = number - after
+            elif op in (I, B):
+                found[number] = 4 * pair + (after + I if stage < last else F)
+        return found
+
+    @cached_property
+    def link(self) -> list[int]:
+        """The link that what every action makes travels on, as source * P + target; -1 where it stays."""
+        found = [-1] * self.num_actions
+        for number, needed in enumerate(self.need):
+            if needed >= 0 and number % 4 != B:
+                source, target = self.rank[needed // 4], self.rank[number // 4]
+                if source != target:
+                    found[needed] = source * self.num_ranks + target
+        for pair in range(len(self.rank)):
+            found[4 * pair + B] = found[4 * pair + I]
+        return found
+
+    @cached_property
+    def latency(self) -> list[float]:
+        """How long after its end what every action makes can be used at the earliest, moving it included."""
+        return [
+            moving + (self.costs.edge(*divmod(link, self.num_ranks)).latency if link >= 0 else 0.0)
+            for link, moving in zip(self.link, self.moving, strict=True)
+        ]
+
+    @cached_property
+    def moving(self) -> list[float]:
+        """How long what every action makes occupies its link."""
+        found = [0.0] * self.num_actions
+        if self.costs.has_finite_links:
+            for program in (self.plain, self.joined):
+                graph = compile_program(program, Messages.LATENCY)
+                work, crossings = graph.work, graph.crossings
+                made = [column[crossings.producer].tolist() for column in (work.stage, work.code, work.microbatch)]
+                for stage, code, m, size in zip(*made, message_bytes(graph, self.costs).tolist(), strict=True):
+                    number = self.number(stage, _NUMBER[OPS[code]], m)
+                    found[number] = size / self.costs.edge(*divmod(self.link[number], self.num_ranks)).bytes_per_second
+        return found
+
+    @cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """What the limit speaks of: pairs, bytes or both."""
+        found = []
+        if self.limit.max_activations is not None:
+            during, after, pairs = [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, -1.0, -1.0], len(self.rank)
+            nothing = [0.0] * self.num_ranks
+            found.append(Resource(during * pairs, after * pairs, nothing, self.limit.max_activations))
+        if self.limit.max_bytes is not None and self.costs.knows_bytes:
+            found.append(self._bytes(self.limit.max_bytes))
+        return tuple(found)
+
+    def _bytes(self, most: float) -> Resource:
+        sizes = Sizes.of(self.plain, self.costs)
+        factors = self.costs.factors(self.num_microbatches)
+        during, after = [0.0] * self.num_actions, [0.0] * self.num_actions
+        for number in range(self.num_actions):
+            stage, op, m, _ = self.action(number)
+            more, less = sizes.change[op, stage]
+            during[number], after[number] = more * factors[m or 0], (more + less) * factors[m or 0]
+        static = [sum(sizes.static[lane.stage] for lane in lanes) for lanes in self.lanes]
+        return Resource(during, after, static, most)
+
+    def rows_fit(self, program: Program) -> bool:
+        """Whether all rows of a program stay within the limit."""
+        rows = self.rows_of(program)
+        return rows is not None and all(self.fits(row, rank) for rank, row in enumerate(rows))
+
+    def fits(self, row: Sequence[int], rank: int) -> bool:
+        """Whether a row stays within the limit."""
+        for resource in self.resources:
+            during, after, always, most = resource.during, resource.after, resource.always[rank], resource.most
+            held = 0.0
+            for number in row:
+                if always + (held + during[number]) > most:
+                    return False
+                held += after[number]
+        return True

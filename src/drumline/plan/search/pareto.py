@@ -1,0 +1,193 @@
+"""Bubble against memory: the best program found under every limit, from the smallest feasible to plenty.
+
+The limits are counted in whole-rank activations (v pairs of a v-th each are one), or in bytes where these are known, so
+that placements can be held against each other and against every hand-made schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError
+from drumline.core.idle import Limit
+from drumline.core.memory import holdings
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from drumline.plan.search.everywhere import PLACEMENTS, cut_finer, placement_named
+from drumline.plan.search.instance import Instance
+from drumline.plan.search.objective import Objective
+from drumline.plan.search.search import search
+from drumline.plan.search.starts import starts
+
+_MOST_LIMITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A program's memory and bubble; for a searched one the `limit` it had, and the least bubble that this admits."""
+
+    name: str
+    placement: str
+    memory: float
+    bubble: float
+    limit: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pareto:
+    """What was searched for every limit, and every hand-made schedule; memory in `unit`."""
+
+    num_ranks: int
+    num_microbatches: int
+    objective: str
+    unit: str
+    searched: tuple[Point, ...]
+    hand_made: tuple[Point, ...]
+
+    @property
+    def front(self) -> tuple[Point, ...]:
+        """The searched programs that no other one beats in both, the smallest first."""
+        best, found = float("inf"), []
+        for point in sorted(self.searched, key=lambda one: (one.memory, one.bubble)):
+            if point.bubble < best:
+                best = point.bubble
+                found.append(point)
+        return tuple(found)
+
+    def possible(self, memory: float) -> float:
+        """Return the least bubble that any placement's bound admits within this memory.
+
+        Between two limits the larger one's bound holds: whatever fits less fits it too.
+        """
+        bounds = []
+        for name in {point.placement for point in self.searched}:
+            mine = sorted(
+                (point.limit or 0.0, point.bound or 0.0) for point in self.searched if point.placement == name
+            )
+            if memory >= mine[0][0]:
+                bounds.append(next((bound for limit, bound in mine if limit >= memory), mine[-1][1]))
+        return min(bounds, default=1.0)
+
+    def summary(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+
+        def listed(points: tuple[Point, ...]) -> list[dict[str, Any]]:
+            return [{name: getattr(point, name) for name in Point.__slots__} for point in points]
+
+        return {
+            "ranks": self.num_ranks,
+            "microbatches": self.num_microbatches,
+            "objective": self.objective,
+            "unit": self.unit,
+            "searched": listed(self.searched),
+            "front": listed(self.front),
+            "hand_made": listed(self.hand_made),
+        }
+
+
+def pareto(
+    costs: Costs,
+    num_ranks: int,
+    *,
+    num_microbatches: int,
+    placement: str | None = None,
+    stages_per_rank: int | None = None,
+    objective: str = "makespan",
+    seconds: float = 10.0,
+    tries: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Pareto:
+    """Return the picture for one placement, or for all of them.
+
+    The seconds are shared out over the limits; `tries` count for each of them.
+
+    >>> picture = pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=2)
+    >>> [(point.memory, round(point.bubble, 3)) for point in picture.front]
+    [(1.0, 0.4), (2.0, 0.077)]
+    """
+    names = PLACEMENTS if placement is None else (placement,)
+    instances = list(_instances(costs, num_ranks, num_microbatches, names, stages_per_rank, finer=placement is None))
+    in_bytes = costs.activation_bytes is not None
+    known = [(one, start) for one in instances for start in starts(one, Objective(one, objective))]
+    hand_made = []
+    for one, start in known:
+        peak, bubble = _peak(one, start.program, in_bytes), _bubble(one, start.program, start.value)
+        hand_made.append(Point(start.name, one.placement.name, peak, bubble))
+    jobs = [
+        (one, memory)
+        for one in instances
+        for memory in _limits(one, in_bytes, [dot.memory for dot in hand_made if dot.placement == one.placement.name])
+    ]
+    searched = []
+    for instance, memory in jobs:
+        if progress is not None:
+            progress(f"{instance.placement.name} within {memory:g}")
+        per_rank = instance.num_stages // num_ranks
+        limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=memory * per_rank)
+        found = search(
+            instance.costs,
+            instance.placement,
+            num_microbatches=num_microbatches,
+            limit=limit,
+            objective=objective,
+            seconds=seconds / len(jobs),
+            tries=tries,
+            seed=seed,
+        )
+        bubble, bound = (_bubble(instance, found.program, value) for value in (found.value, found.bound.value))
+        peak = _peak(instance, found.program, in_bytes)
+        searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
+    unit = "bytes" if in_bytes else "activations"
+    return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made))
+
+
+def _instances(
+    costs: Costs, num_ranks: int, num_microbatches: int, names: Sequence[str], per_rank: int | None, *, finer: bool
+) -> Iterator[Instance]:
+    """Yield the instance of every placement, without a limit; `finer` cuts the stages where a rank holds several."""
+    for name in names:
+        try:
+            stages = None if name in ("linear", "bidirectional") else per_rank
+            placement = placement_named(name, num_ranks, num_microbatches, stages)
+        except PlanError:
+            if len(names) == 1:
+                raise
+            continue
+        share = placement.num_stages // num_ranks
+        yield Instance(cut_finer(costs, share) if finer else costs, placement, num_microbatches)
+
+
+def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[float]:
+    """Return limits from what one microbatch holds to what nobody could use more of, and hand-made ones in between."""
+    least = _peak(instance, instance.plain, in_bytes)
+    alone = least if in_bytes else 1.0
+    most = alone * min(instance.num_microbatches, 2 * instance.num_ranks)
+    step = least / 4 if in_bytes else instance.num_ranks / instance.num_stages
+    count = round((most - least) / step) + 1
+    kept = sorted({round(at * (count - 1) / (_MOST_LIMITS - 1)) for at in range(_MOST_LIMITS)}) if count > 1 else [0]
+    spaced = [least + step * at for at in kept]
+    return sorted({round(limit, 9) for limit in (*spaced, *peaks) if limit <= most * (1 + 1e-9)})
+
+
+def _peak(instance: Instance, program: Program, in_bytes: bool) -> float:
+    """Return the largest rank's peak: bytes, or pairs over the stages of a rank."""
+    found = holdings(program, instance.costs)
+    if in_bytes:
+        return max(one.peak_bytes or 0.0 for one in found)
+    return max(one.peak_pairs for one in found) * instance.num_ranks / instance.num_stages
+
+
+def _bubble(instance: Instance, program: Program, value: float) -> float:
+    """Return the idle share of `value` seconds on every rank."""
+    rows = instance.rows_of(program)
+    busy = (
+        sum(instance.seconds[number] for row in rows for number in row)
+        if rows is not None
+        else sum(simulate(program, instance.costs).busy)
+    )
+    return 1 - busy / (instance.num_ranks * value) if value > 0 else 0.0

@@ -1,0 +1,125 @@
+"""The best program within a limit, with its proof and its distance from the possible."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError
+from drumline.core.idle import Limit
+from drumline.core.memory import holdings
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+from drumline.core.simulate import Simulation, simulate
+from drumline.core.validate import validate
+from drumline.plan.search.engine import SAME, Engine
+from drumline.plan.search.instance import Instance
+from drumline.plan.search.lower_bounds import Bound
+from drumline.plan.search.objective import Jitter, Objective
+from drumline.plan.search.starts import Start
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search returns: a proven program, its timeline, its value under the objective, and what bounds it."""
+
+    program: Program
+    timeline: Simulation
+    objective: str
+    value: float
+    bound: Bound
+    starts: tuple[Start, ...]
+    seconds: float
+    num_tried: int
+    jitter: Jitter | None = None
+    is_interrupted: bool = False
+
+    @property
+    def gap(self) -> float:
+        """How much of the value is above the bound: 0 is proven to be the best."""
+        return max(0.0, 1.0 - self.bound.value / self.value) if self.value > 0 else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """How far from the possible it is, in words."""
+        if self.gap <= SAME:
+            return f"proven to be the best: the {self.bound.name} bound is the same"
+        return f"at most {self.gap:.2%} from the best: none is below {self.bound.value:g} (the {self.bound.name} bound)"
+
+    @property
+    def placement(self) -> str:
+        """The name of the placement that was searched on."""
+        return self.program.placement.name
+
+
+def search(
+    costs: Costs,
+    placement: Placement,
+    *,
+    num_microbatches: int,
+    limit: Limit | None = None,
+    objective: str = "makespan",
+    jitter: Jitter | None = None,
+    seconds: float = 10.0,
+    tries: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Found:
+    """Return the best program found for these costs on this placement within the limit.
+
+    `seconds` is the budget; it ends earlier where the bound is reached, or so many programs were tried. Ctrl-C ends it
+    with the best so far.
+
+    >>> found = search(Costs(), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=4))
+    >>> found.value, found.bound.value, found.gap
+    (27.0, 27.0, 0.0)
+    """
+    instance = Instance(costs, placement, num_microbatches, limit or Limit())
+    _check_limit(instance)
+    engine = Engine(instance, Objective(instance, objective, jitter), seconds, seed, progress)
+    engine.tries = math.inf if tries is None else tries
+    interrupted = False
+    try:
+        engine.say()
+        engine.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    program = engine.program or instance.program(engine.rows or [])
+    violations = validate(program, limit=instance.limit, costs=costs)
+    assert not violations, f"the search made a program that breaks a rule: {violations[0]}"
+    return Found(
+        program,
+        simulate(program, costs, limit=instance.limit or None),
+        objective,
+        engine.value,
+        engine.bound,
+        tuple(engine.starts),
+        time.monotonic() - engine.began,
+        engine.num_tried,
+        jitter,
+        interrupted,
+    )
+
+
+def _check_limit(instance: Instance) -> None:
+    """Refuse a limit that not even one microbatch after another fits, and name the smallest that would do."""
+    programs = (instance.plain, instance.joined)
+    if any(not validate(one, limit=instance.limit, costs=instance.costs) for one in programs):
+        return
+    limit, holding = instance.limit, [holdings(one, instance.costs) for one in programs]
+    pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
+    size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
+    if limit.max_activations is not None and pairs > limit.max_activations:
+        given, least = f"{limit.max_activations:g} pairs", f"max_activations={pairs}"
+    else:
+        given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
+    error = PlanError(
+        f"no program keeps every rank within {given}: one microbatch alone holds more",
+        expected=f"{least} or more",
+        fix="use more ranks or smaller microbatches",
+    )
+    error.smallest_bytes = math.ceil(size) if instance.costs.knows_bytes else None
+    raise error

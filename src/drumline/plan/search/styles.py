@@ -1,0 +1,167 @@
+"""A handful of numbers from which every rank's policy follows, and the hill that is climbed over them.
+
+    forward, weight   penalties, in mean seconds of F and of W
+    lane, back        what a later stage of the same rank pays more (or less) for F and for I
+    idle, late_idle   what a rank may idle by choice, in mean seconds of W; tilted from the first rank to the last
+    ahead, extra      how many microbatches a lane may have begun: `ahead` times the fewest with which it can flow
+
+With `ahead` 1.5 and `joined` this is 1F1B; with 3 it starts like zb-h2 on one stage per rank, and like zb-v on two.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from drumline.plan.search.construct import Builder, Built, Policy, Rule
+from drumline.plan.search.instance import F, Instance, Rows, W
+from drumline.plan.search.relaxed import Relaxed
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The numbers; the comment above says what each is measured in."""
+
+    forward: float = 0.5
+    weight: float = 3.0
+    lane: float = -0.3
+    back: float = 0.0
+    idle: float = 1.0
+    late_idle: float = 0.0
+    tilt: float = 0.0
+    ahead: float = 3.0
+    extra: float = 0.0
+    joined: bool = False
+
+
+_CHOICES: dict[str, tuple[float, ...]] = {
+    "forward": (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5),
+    "weight": (0.25, 0.5, 0.75, 1.0, 1.5, 3.0),
+    "lane": (-0.9, -0.6, -0.3, -0.05, 0.05, 0.3),
+    "back": (-0.2, -0.01, 0.01, 0.2),
+    "idle": (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 50.0),
+    "late_idle": (0.0, 0.0, 0.5, 1.0, 2.0, 5.0, 20.0),
+    "tilt": (0.0, 0.0, -0.5, 0.5),
+    "ahead": (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 100.0),
+    "extra": (0.0, 0.0, 1.0, 2.0),
+}
+
+
+class Styles:
+    """Styles of one instance, turned into programs."""
+
+    def __init__(self, instance: Instance, *, may_join: bool) -> None:
+        self.builder = Builder(instance)
+        self.may_join = may_join
+        pairs = len(instance.rank)
+        self._forward = sum(instance.seconds[F::4]) / pairs
+        self._weight = sum(instance.seconds[W::4]) / pairs or self._forward
+        relaxed = Relaxed(instance)
+        self._fewest = [
+            [
+                relaxed.way_back[lane.stage] / (sum(relaxed.exact[one.stage, 0] for one in lanes) or 1.0)
+                for lane in lanes
+            ]
+            for lanes in instance.lanes
+        ]
+
+    def build(self, style: Style, order: Rows | None = None) -> Built | None:
+        """Return the program of a style; with an order, only its W are placed."""
+        return self.builder.build(self.policies(style), order)
+
+    def policies(self, style: Style) -> list[Policy]:
+        """Return every rank's policy."""
+        found, last = [], max(len(self._fewest) - 1, 1)
+        for rank, fewest in enumerate(self._fewest):
+            rules = tuple(
+                Rule(
+                    (style.forward + style.lane * at) * self._forward,
+                    style.back * at * self._forward,
+                    style.weight * self._weight,
+                    max(1.0, math.ceil(style.ahead * few + style.extra)),
+                    style.joined,
+                )
+                for at, few in enumerate(fewest)
+            )
+            share = 1 + style.tilt * (2 * rank / last - 1)
+            found.append(Policy(rules, style.idle * share * self._weight, style.late_idle * share * self._weight))
+        return found
+
+    def drawn(self, rng: random.Random) -> Style:
+        """Return a style at random."""
+        numbers: dict[str, Any] = {name: rng.choice(values) for name, values in _CHOICES.items()}
+        return Style(**numbers, joined=self.may_join and rng.random() < 0.3)
+
+    def varied(self, style: Style, rng: random.Random) -> Style:
+        """Return a style with one or two of its numbers changed."""
+        changed: dict[str, Any] = {}
+        for name in rng.sample(list(_CHOICES), rng.choice((1, 1, 2))):
+            if rng.random() < 0.5:
+                changed[name] = rng.choice(_CHOICES[name])
+            else:
+                changed[name] = getattr(style, name) * math.exp(rng.gauss(0, 0.3))
+        return replace(style, **changed)
+
+
+# What does well on the published costs; the hill is climbed from here and from random places.
+FIRST = (
+    Style(),
+    Style(forward=0.25, weight=0.5, idle=50.0, ahead=100.0),
+    Style(forward=1.4, weight=2.5, idle=1.2),
+    Style(forward=0.2, idle=0.0, late_idle=5.0, ahead=2.5, extra=1.0),
+    Style(forward=0.8, late_idle=1.0, ahead=2.5, extra=2.0),
+    Style(forward=0.1, idle=2.0, ahead=2.0),
+    Style(forward=0.1, weight=1.0, idle=50.0, ahead=1.5),
+)
+# For W alone: how long to wait rather than begin one.
+WOVEN = (
+    Style(weight=1.0, idle=40.0, tilt=0.5),
+    Style(weight=1.0, idle=20.0, tilt=-0.5),
+    Style(weight=0.5, idle=40.0, tilt=0.9),
+    Style(weight=0.75, idle=4.0),
+    Style(weight=1.0, idle=1.0),
+)
+assert {one.name for one in fields(Style)} == {*_CHOICES, "joined"}
+
+
+def climb(
+    styles: Styles,
+    value: Callable[[Built], float],
+    rng: random.Random,
+    *,
+    given: Sequence[Style] = FIRST,
+    num_drawn: int = 18,
+    order: Rows | None = None,
+) -> Iterator[tuple[float, Style, Built]]:
+    """Yield values, styles and programs without end: first given and random styles, then variations of the best.
+
+    With an `order`, forwards and backwards run as it says, and a style only decides where W go.
+
+    >>> from drumline.core.costs import Costs
+    >>> from drumline.core.placement import Placement
+    >>> one = Styles(Instance(Costs(), Placement.linear(2), 4), may_join=False)
+    >>> made = climb(one, lambda built: max(end for _, end in built.ends), random.Random(0))
+    >>> min(next(made)[0] for _ in range(20))
+    13.0
+    """
+    best: list[tuple[float, Style]] = []
+    turn = 0
+    while True:
+        if turn < len(given):
+            style = given[turn]
+        elif not best or turn < len(given) + num_drawn or rng.random() < 0.1:
+            style = styles.drawn(rng)
+        else:
+            style = styles.varied(rng.choice(best[:4])[1], rng)
+        turn += 1
+        built = styles.build(style, order)
+        if built is None:
+            if turn > len(given) + num_drawn and not best:
+                return  # nothing fits that is not one after another
+            continue
+        found = value(built)
+        best = sorted([*best, (found, style)], key=lambda one: one[0])[:8]
+        yield found, style, built
