@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"console", "python", "py", "sh", "text"}
 BUILT_IN = frozenset(schedules())
 NEEDS_TORCH = re.compile(
-    r"import torch|read_run\(|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\."
+    r"import torch|read_run\(|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
 )
 
 
