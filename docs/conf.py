@@ -1,8 +1,11 @@
 """Sphinx settings; the pictures are drawn by the tool itself, anew at every build."""
 
+import json
 from pathlib import Path
 
 from drumline.core.simulate import simulate
+from drumline.report.chart import Series, chart
+from drumline.report.compare import compare
 from drumline.report.svg import svg
 from drumline.schedules import schedules
 
@@ -10,15 +13,40 @@ project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
 extensions = ["myst_parser"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "scaling.json"]
 html_theme = "furo"
 html_title = "Drumline"
 myst_heading_anchors = 3
 
-pictures = Path(__file__).parent / "pictures"
+here = Path(__file__).parent
+pictures = here / "pictures"
+
+
+def bubble_by_microbatches() -> str:
+    counts = (4, 8, 16, 32, 64, 128)
+    names = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
+    rows = {count: {row.name: row for row in compare(8, num_microbatches=count)} for count in counts}
+    series = [Series(name, [(count, rows[count][name].timeline.bubble) for count in counts]) for name in names]
+    return chart(series, title="8 ranks", x_label="microbatches", y_label="bubble", log_x=True)
+
+
+def scaling() -> str:
+    counts = (1, 2, 4, 8, 16)
+    measured = json.loads((here / "scaling.json").read_text(encoding="utf-8"))["scaling"]
+    bounds = [1 - simulate(schedules()["1f1b"].build(2, count)).bubble for count in counts]
+    series = [
+        Series("speed-up on the same work: simulated", [(m, 2 * one) for m, one in zip(counts, bounds, strict=True)]),
+        Series("measured", [(row["microbatches"], row["strong"]) for row in measured], marks=True),
+        Series("efficiency with twice the layers: simulated", list(zip(counts, bounds, strict=True))),
+        Series("measured", [(row["microbatches"], row["weak"]) for row in measured], marks=True),
+    ]
+    return chart(series, title="Two ranks", x_label="microbatches", y_label="times one rank", log_x=True)
+
+
+drawn = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
+drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
 pictures.mkdir(exist_ok=True)
-for name, schedule in schedules().items():
-    drawn = svg(simulate(schedule.build(4, 8)), width=900)
+for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
-    if not path.exists() or path.read_text(encoding="utf-8") != drawn:
-        path.write_text(drawn, encoding="utf-8")
+    if not path.exists() or path.read_text(encoding="utf-8") != picture:
+        path.write_text(picture, encoding="utf-8")

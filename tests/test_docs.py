@@ -39,7 +39,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"console", "python", "py", "sh", "text"}
 BUILT_IN = frozenset(schedules())
 NEEDS_TORCH = re.compile(
-    r"import torch|read_run\(|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
+    r"import torch|\btorch\.|\bstash\(|\btrain\(|read_run\(|\bpipe\.|Pipeline\(|launch\("
+    r"|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
 )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from drumline.core.account import account
 from drumline.core.errors import RunError, UsageError
 from drumline.core.parts import parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.clock import Clock
 
 pytestmark = pytest.mark.torch
 
@@ -282,3 +284,78 @@ def test_the_run_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
     assert run.steps[:3] == (0, 1, 2)
     assert run.timeline(2).makespan > 0
     assert len(run.metrics()) >= 2
+
+
+# ---- clocks that differ ----------------------------------------------------------------------------------------------
+
+OFFSETS_NS = (0, 7_000_000_000_000, -300_000_000)
+DRIFTS = (0.0, 150e-6, -90e-6)
+
+
+class SkewedClock(Clock):
+    """A clock of its own, as another host has it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @property
+    def number(self) -> int:
+        return self.rank + 1
+
+    def now(self) -> int:
+        return shown(self.rank, time.perf_counter_ns())
+
+
+def shown(rank: int, moment: int) -> int:
+    """Return what the rank's clock shows at a moment of the true one."""
+    return moment + OFFSETS_NS[rank] + int(moment * DRIFTS[rank])
+
+
+def true(rank: int, moment: int) -> float:
+    return (moment - OFFSETS_NS[rank]) / (1 + DRIFTS[rank])
+
+
+def record_with_skewed_clocks(folder: str, transport: str) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    from drumline.pipeline import pipeline as module
+
+    setattr(module, "clock_for", lambda device: SkewedClock(dist.get_rank()))  # noqa: B010 - of another module
+    with pipeline(record=folder, num_ranks=3, num_microbatches=6, transport=transport) as pipe:
+        train(pipe, 6)
+        return tuple(dial.own_ns - dial.common_ns for dial in pipe.timeline().dials)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path: Path, transport: str) -> None:
+    told = dl.launch(record_with_skewed_clocks, str(tmp_path), transport, num_ranks=3)
+    assert told[0] == told[1] == told[2], "all ranks read the clocks alike"
+    run = dl.read_run(tmp_path)
+    for step in run.steps:
+        timeline = run.timeline(step)
+        assert timeline.clock_errors[0] == 0
+        assert 0 < timeline.clock_error < 1
+        assert "clocks within" in repr(timeline)
+        for record, error in zip(timeline.records, timeline.clock_errors, strict=True):
+            for moment in (record.begin_ns, record.end_ns):
+                off = timeline.common(record.rank, moment) - true(record.rank, moment)
+                assert abs(off) <= error * 1e9 + 1000
+        for record in timeline.records:
+            for _, _, _, _, source, made, _, arrived, start, *_ in record.rows("messages"):
+                assert timeline.common(source, made) <= timeline.common(record.rank, min(arrived, start)) + 1
+            for source, left, came in record.rows("heard"):
+                assert true(source, left) <= true(record.rank, came) + 1, "or the test's own clocks are wrong"
+        assert all(one.made <= one.start <= one.end <= one.consumed for one in timeline.transfers)
+        for parts, record in zip(timeline.parts, timeline.records, strict=True):
+            assert round(parts.total * 1e9) == record.end_ns - record.begin_ns
+            assert parts.unexplained >= 0
+    assert all(one["pp/clock_error_seconds"] > 0 for one in run.metrics())
+
+
+def test_ranks_of_one_host_share_a_clock(tmp_path: Path) -> None:
+    pipe = pipeline()
+    train(pipe, 1)
+    timeline = pipe.timeline()
+    assert timeline.clock_error == 0
+    assert "clocks" not in repr(timeline)
+    assert not any(record.heard for record in timeline.records)

@@ -436,6 +436,32 @@ def test_a_tie_behind_the_modules_back_is_refused(name: str, own: bool) -> None:
         pipeline(model, name).step(batch, target=target)
 
 
+class Routed(nn.Module):
+    """Leaves a loss of its own in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.aux = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.sigmoid(self.gate(x))
+        self.aux = made.mean()
+        return x * made
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v"])
+def test_a_loss_that_reads_what_a_block_of_another_stage_left_is_refused(name: str) -> None:
+    blocks = [Routed() for _ in range(4)]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) + torch.stack([block.aux for block in blocks]).sum()
+
+    pipe = Pipeline(blocks, loss_fn=loss_fn, schedule=name, num_microbatches=4, num_ranks=2)
+    batch = torch.randn(8, WIDTH)
+    with pytest.raises(ModelError, match=r"uses a (parameter|tensor) .* to be returned by that block|did not return"):
+        pipe.step(batch, target=batch)
+
+
 class Counts(nn.Module):
     """Counts its forwards in a buffer."""
 

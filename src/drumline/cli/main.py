@@ -17,7 +17,7 @@ from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
 # One thin module a verb; only the one that runs is imported.
 VERBS = {
-    "demo": "show and compare schedules, to get to know them",
+    "demo": "train a small model by several schedules on two ranks; ends with a report",
     "show": "draw a schedule in the terminal, or write it out",
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",

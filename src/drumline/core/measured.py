@@ -11,6 +11,7 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.account import Piece, account
 from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.align import Dial, align
 from drumline.core.attribute_measured import idle_intervals
 from drumline.core.costs import Costs
 from drumline.core.idle import Idle
@@ -55,14 +56,37 @@ class Measured(Timeline):
 
     records: tuple[Record, ...]
     costs: Costs = field(default_factory=Costs)
+    dials: tuple[Dial, ...] = ()  # how the ranks' clocks are read; found from this step alone unless given
+
+    def __repr__(self) -> str:
+        within = f", clocks within {self.clock_error * 1e6:.3g} us" if self.clock_error else ""
+        return f"{super().__repr__()[:-1]}{within})"
+
+    @cached_property
+    def _dials(self) -> tuple[Dial, ...]:
+        return self.dials or align([self.records])
+
+    @cached_property
+    def _one_clock(self) -> bool:
+        return len({record.clock for record in self.records}) == 1
+
+    @property
+    def clock_errors(self) -> tuple[float, ...]:
+        """Per rank, how many seconds its clock may be off rank 0's, as it is read here; 0 on the same host."""
+        return tuple(dial.error_ns * NANO for dial in self._dials)
+
+    @property
+    def clock_error(self) -> float:
+        """The largest of them."""
+        return max(self.clock_errors)
 
     def common(self, rank: int, moment: int) -> int:
-        """Return a moment of a rank's clock in the time that all ranks share."""
-        return moment
+        """Return a moment of a rank's clock in the time that all ranks share, which is that of rank 0's."""
+        return moment if self._one_clock else self._dials[rank].common(moment)
 
     def here(self, rank: int, other: int, moment: int) -> int:
         """Return what a rank's clock showed when another's showed a moment."""
-        return moment
+        return moment if self._one_clock else self._dials[rank].own(self._dials[other].common(moment))
 
     @cached_property
     def zero_ns(self) -> int:

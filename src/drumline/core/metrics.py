@@ -8,6 +8,7 @@ pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, trans
 pp/rank{r}/{kind}_seconds            what happened before the step, since the last one: update, data, ..., outside
 pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes where they were weighed
 pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet taken up
+pp/clock_error_seconds               with ranks on several hosts: how far off their clocks may be
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import fields
 from typing import cast
 
 from drumline.core.action import TIMED_OPS, Op
+from drumline.core.align import Dial
 from drumline.core.measured import Measured
 from drumline.core.parts import NANO, Parts
 from drumline.core.program import Program
@@ -27,12 +29,12 @@ from drumline.core.record import BETWEEN, RECEIVES, Record
 _PARTS = tuple(one.name for one in fields(Parts))
 
 
-def step_metrics(program: Program, records: Sequence[Record]) -> dict[str, float]:
+def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial, ...] = ()) -> dict[str, float]:
     """Return the figures of a step; those that need times of actions only if it was not captured."""
     found = _of_period(records)
     if not all(record.starts for record in records):
         return found
-    timeline = Measured(program, tuple(records))
+    timeline = Measured(program, tuple(records), dials=dials)
     busy = [(sum(record.ends) - sum(record.starts)) * NANO for record in records]
     ends = [[timeline.seconds(one.rank, moment) for moment in (one.starts[0], one.ends[-1])] for one in records]
     last = max([end for _, end in ends] + [span.end for span in timeline.exchanges])
@@ -46,6 +48,8 @@ def step_metrics(program: Program, records: Sequence[Record]) -> dict[str, float
         found[f"pp/rank{rank}/peak_pairs"] = max(records[rank].held)
         if records[rank].stash:
             found[f"pp/rank{rank}/peak_stash_bytes"] = records[rank].peak_stash
+    if timeline.clock_error:
+        found["pp/clock_error_seconds"] = timeline.clock_error
     return found | _of_queues(timeline)
 
 

@@ -32,6 +32,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "exchanges": ("stage", "from", "to"),
     "overheads": ("kind", "from", "to"),
     "between": ("kind", "from", "to"),
+    "heard": ("source", "left", "arrived"),
 }
 
 # What the kinds in these two tables mean: what the executor does itself in a step, and what happens between steps.
@@ -49,7 +50,9 @@ class Record:
     It lasts from the call of `step` until this rank had only to tell the others; `since_ns` is when the step before it
     ended, and `between` what happened from then on. `held` and `stash` are pairs and bytes held once each timed action
     has ended; bytes only where they were weighed. A message was needed by the timed action of its number, `made` and
-    `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then.
+    `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then. Clocks
+    with the same number show the same; where there are several, `heard` has the quickest packet of every other rank
+    since the last step: when it left, by that rank's clock, and when it came.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class Record:
     since_ns: int = 0
     begin_ns: int = 0
     end_ns: int = 0
+    clock: int = 0
     on_device: int = 0  # whether starts and ends are a device's, and the host may have been ahead of it
     peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
     starts: Sequence[int] = field(default_factory=list)
@@ -69,6 +73,7 @@ class Record:
     exchanges: Sequence[int] = field(default_factory=list)
     overheads: Sequence[int] = field(default_factory=list)
     between: Sequence[int] = field(default_factory=list)
+    heard: Sequence[int] = field(default_factory=list)
 
     def rows(self, table: str) -> Iterator[Sequence[int]]:
         """Yield the rows of a table.

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from drumline.core.align import Dial, align
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, RecordError, counted
 from drumline.core.measured import Measured
@@ -26,6 +27,7 @@ from drumline.core.program import Program
 from drumline.core.record import Record
 
 FORMAT = 1
+_STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
 CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
     "config.json",
     "plan.json",
@@ -121,18 +123,26 @@ class Run:
             step = steps[-1]
         elif step not in steps:
             raise RecordError(f"there is no step {step} in {self.path}", expected=f"one of {_ranges(steps)}")
-        records = tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
+        records = self._records(step)
         if not all(record.starts for record in records):
             raise RecordError(f"step {step} was captured: its actions were not timed", fix="choose one that was not")
-        return Measured(self.program, records, self._costs)
+        dials: tuple[Dial, ...] = ()
+        if len({record.clock for record in records}) > 1:
+            at = steps.index(step)
+            around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
+            dials = align([self._records(one) for one in around], around.index(step))
+        return Measured(self.program, records, self._costs, dials)
+
+    def _records(self, step: int) -> tuple[Record, ...]:
+        return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
 
     @cached_property
     def _costs(self) -> Costs:
         """What a pair holds, as it was weighed in the first step that was."""
-        records = [self.record(rank, self.steps[0]) for rank in range(self.program.num_ranks)]
+        records = self._records(self.steps[0])
         if not all(record.stash for record in records):
             return Costs()
-        weighed = Measured(self.program, tuple(records)).measured_costs()
+        weighed = Measured(self.program, records).measured_costs()
         return Costs(activation_bytes=weighed.activation_bytes, held_until_weight_bytes=weighed.held_until_weight_bytes)
 
     def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:

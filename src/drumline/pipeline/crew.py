@@ -46,10 +46,11 @@ class Crew:
         program: Program | None,
         ahead: int,
         timeout: float,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
         """Return the crew of this process, connected to all others."""
         if transports.alone(transport):
-            hub = Hub(num_ranks or 1)
+            hub = Hub(num_ranks or 1, now)
             return Crew(hub.channels(), hub, timeout=timeout)
         channel = transports.open_channel(
             transport,
@@ -58,6 +59,7 @@ class Crew:
             num_slots=max(4, ahead),
             scope=f"drumline/{next(_scopes)}",
             edges=None if program is None else edges_of(program),
+            now=now,
         )
         crew = Crew([channel], None, timeout=timeout)
         with crew.together("the set-up"):
@@ -112,6 +114,11 @@ class Crew:
         """Return what every rank told, waiting for those that have not yet."""
         told = [channel.hear(topic, self._deadline()) for channel in self.channels]
         return told[0]
+
+    def compare_clocks(self) -> None:
+        """Learn how far apart the ranks' clocks are; all ranks call it."""
+        for channel in self.channels:
+            channel.compare_clocks(self._deadline())
 
     @contextmanager
     def together(self, during: str) -> Iterator[None]:

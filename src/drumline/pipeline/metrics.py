@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from drumline.core.align import Dial
 from drumline.core.metrics import step_metrics
 from drumline.pipeline.tally import Tally
 
 
-def line_of(tally: Tally, noted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step; `noted` are further ones."""
+def line_of(tally: Tally, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
+    """Return the metrics of a step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
     found: dict[str, Any] = {"loss_metrics/global_avg_loss": tally.loss, **noted}
     records = tally.known_records
     if records is not None:
-        found |= step_metrics(tally.program, records)
+        found |= step_metrics(tally.program, records, dials)
         seconds = found["time_metrics/end_to_end(s)"]
         rows, tokens = (max(getattr(one, what) for one in tally.told) for what in ("num_rows", "num_tokens"))
         if rows:

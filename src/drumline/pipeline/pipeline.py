@@ -14,7 +14,7 @@ from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
 from drumline.core.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline import assembly, transports
+from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
 from drumline.pipeline.crew import Crew
@@ -120,8 +120,9 @@ class Pipeline:
         record: bool | str | Path = True,
     ) -> None:
         given = dict(locals())
+        arguments.check(given)
         transports.check(transport)
-        self.device = torch.device(device) if device is not None else assembly.device_of(model)
+        self.device = arguments.device_named(device) or assembly.device_of(model)
         self.check_finite = check_finite
         self._number = 0  # of the next step
         self._ledger = Ledger()
@@ -134,8 +135,9 @@ class Pipeline:
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
         )
+        clock = clock_for(self.device)
         self._crew = Crew.gathered(
-            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout
+            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout, now=clock.now
         )
         self._crew.current = self._action
         with self._crew.together("the set-up"):
@@ -168,7 +170,7 @@ class Pipeline:
             more["record"] = record if isinstance(record, bool) else str(record)
             self._agree(self._assembly.described(**more))
             self._crew.connect(self._assembly.ties.edges)
-            self._recording = Recording(record, self._crew)
+            self._recording = Recording(record, self._crew, self._ledger)
             self._recording.describe(given, program, self._assembly, self.balance)
             weigh |= self._recording.folder is not None and not compile  # the first step, unless all
             copies = self._copies(stages)
@@ -400,6 +402,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        clip.check(max_norm, norm_type)
         with self._recording.during("clip"):
             return self._clipped(max_norm, norm_type)
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import atexit
 import secrets
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from drumline.core.align import Dial
 from drumline.core.errors import RunError, UsageError
 from drumline.core.program import Program
 from drumline.core.record import Record
@@ -28,22 +30,28 @@ from drumline.pipeline.crew import Crew
 from drumline.pipeline.described import config_of, environment_of, plan_of
 from drumline.pipeline.metrics import line_of
 from drumline.pipeline.run_folder import RunFolder, problem
-from drumline.pipeline.tally import Tally, Told
+from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.runtime.clock import Clock, NoClock
 from drumline.runtime.draft import END, LEAVE, Draft
 from drumline.runtime.executor import Executor
+
+_SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
 
 
 class Recording:
     """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
 
-    def __init__(self, record: bool | str | Path, crew: Crew) -> None:
+    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger) -> None:
+        self._ledger = ledger
         self.is_on = record is not False
         self.folder: RunFolder | None = None
         self._crew = crew
         self._ranks = [channel.rank for channel in crew.channels]
         self._executors: Sequence[Executor] = ()  # those that weigh what they hold in the first step alone
         self._clocks: Sequence[Clock] = ()
+        self._has_clocks = False  # more than one: ranks on several hosts
+        self._dials: tuple[Dial, ...] = ()  # how they are read, and until when
+        self._read_until = 0.0
         self._between = Between(())
         self._late: Sequence[Draft] = ()  # of the last step, where the device had not passed it
         self._unwritten: list[Record] = []
@@ -84,12 +92,21 @@ class Recording:
         self._executors = [] if weigh else executors
         self._clocks = [executor.clock for executor in executors]
         self._between = Between(self._clocks)
+        if self.is_on:
+            numbers = self._crew.all_told("clocks", [clock.number for clock in self._clocks])
+            self._has_clocks = len(set(numbers)) > 1
+        if self._has_clocks:
+            self._crew.compare_clocks()
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> list[Draft]:
         """Return drafts for a step that is called now."""
         drafts = [Draft(rank, number) for rank in self._ranks]
+        for draft, clock, channel in zip(drafts, self._clocks, self._crew.channels, strict=True):
+            draft.clock = clock.number
+            if self._has_clocks:
+                draft.heard = [moment for one in channel.comparisons() for moment in one]
         self._between.hand_over(drafts)
         return drafts
 
@@ -166,7 +183,9 @@ class Recording:
         self._unwritten = []
         while self._waiting and self._waiting[0][0].is_complete:
             tally, noted = self._waiting.pop(0)
-            folder.add_metrics(tally.number, line_of(tally, noted))
+            if self._has_clocks and time.monotonic() > self._read_until:
+                self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
+            folder.add_metrics(tally.number, line_of(tally, noted, self._dials))
 
     def note(self, **metrics: Any) -> None:
         """Add metrics to the last step."""

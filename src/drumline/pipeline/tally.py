@@ -5,18 +5,22 @@ A rank does not wait at the end of a step. The loss, the check for NaN and the t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from drumline.core.align import Dial, align
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.record import Record
 from drumline.pipeline.scaler import LossScaler
+
+_NUM_RECENT = 16
 
 
 @dataclass(slots=True)
@@ -35,7 +39,7 @@ class Told:
     num_tokens: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Tally:
     """All ranks' words on one step; `hear` is called once, when they are first needed."""
 
@@ -129,6 +133,7 @@ class Ledger:
     def __init__(self) -> None:
         self.last: Tally | None = None  # of the steps that trained
         self.before: Tally | None = None  # the one before that
+        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
         self.reached = False  # whether it was looked at that every parameter gets a gradient
         self._open: list[Tally] = []
         self._refused: Tally | None = None
@@ -140,6 +145,7 @@ class Ledger:
             if self.last is not None:
                 self.last.following = tally
             self.before, self.last = self.last, tally
+            self._recent.append(tally)
             self._refused = None  # gradients add up, so this step's check covers what was there before
 
     def timeline(self) -> Measured:
@@ -147,7 +153,16 @@ class Ledger:
         if self.last is None:
             raise RunError("no step has run yet", fix="call step first")
         known = self.last if self.last.records is not None or self.before is None else self.before
-        return known.timeline
+        return replace(known.timeline, dials=self.dials(known))
+
+    def dials(self, tally: Tally) -> tuple[Dial, ...]:
+        """Return how the ranks' clocks are to be read in a step."""
+        records = tally.known_records
+        if records is None or len({record.clock for record in records}) == 1:
+            return ()
+        known = [(one, one.known_records) for one in self._recent if one.is_heard]
+        steps = [(one, each) for one, each in known if each is not None]
+        return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Look at all steps, or those up to a number, and raise if one must not be built on."""

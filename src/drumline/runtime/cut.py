@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -78,7 +78,9 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
     >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
     [2, 4, 1]
     """
-    named = [cuts] if isinstance(cuts, str) else list(cuts)
+    if not isinstance(cuts, str | Iterable):
+        raise ModelError(f"cuts is {cuts!r}", expected="a list of names of blocks")
+    named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
     if len(named) != num_stages - 1:
         raise ModelError(
             f"cuts is {named}",
@@ -164,6 +166,10 @@ def cut(
     if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
+    if not isinstance(balance, Iterable):
+        raise ModelError(
+            f"balance is {balance!r}", expected='"auto", "even", or a list: how many blocks each stage gets'
+        )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
     if not fits or any(not isinstance(one, int) or one < 1 for one in balance):

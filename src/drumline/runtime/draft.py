@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from drumline.core.action import Action
@@ -10,6 +11,7 @@ from drumline.runtime.channel import Delivery
 
 BEGIN, POST, NOTE, LEAVE, END = range(len(OVERHEADS))
 _MESSAGE_WIDTH = len(COLUMNS["messages"])
+_FIELDS = [one.name for one in fields(Record)]
 
 
 class Draft:
@@ -22,6 +24,7 @@ class Draft:
         self.begin_ns = 0
         self.end_ns = 0
         self.marks: Any = None  # of a device's clock, for starts and ends that are not settled
+        self.clock = 0
         self.on_device = 0
         self.peak_stash = 0
         self.starts: list[int] = []
@@ -34,6 +37,7 @@ class Draft:
         self.exchanges: list[int] = []
         self.overheads: list[int] = []
         self.between: list[int] = []
+        self.heard: list[int] = []
 
     def waited(self, start: int, end: int) -> None:
         """Note a wait for the message that is taken next."""
@@ -55,5 +59,4 @@ class Draft:
 
     def record(self) -> Record:
         """Return the record."""
-        plain = (self.rank, self.step, self.since_ns, self.begin_ns, self.end_ns, self.on_device, self.peak_stash)
-        return Record(*plain, **{name: getattr(self, name) for name in COLUMNS})
+        return Record(**{name: getattr(self, name) for name in _FIELDS})
