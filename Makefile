@@ -57,6 +57,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
 	$(BIN)/python benchmarks/search.py --json out/search.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
+	$(BIN)/python benchmarks/advice.py --json out/advice.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
 	$(BIN)/python benchmarks/balance.py --json out/balance.json

@@ -1,4 +1,4 @@
-"""Whether advice holds: a run with a slow stage on two real CPU ranks, the advice it gives, and the run that follows it.
+"""Whether advice holds: a run with a slow stage on two CPU ranks, the advice it gives, and the run that follows it.
 
     python benchmarks/advice.py [--json FILE] [--rounds N] [--steps N]
 
@@ -37,6 +37,7 @@ class Repeated(nn.Module):
         self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the result of the last time."""
         for _ in range(self.times):
             x = torch.tanh(self.linear(x))
         return x

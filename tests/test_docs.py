@@ -41,7 +41,7 @@ KINDS = {"console", "python", "py", "sh", "text"}
 BUILT_IN = frozenset(schedules())
 NEEDS_TORCH = re.compile(
     r"import torch|\btorch\.|\bstash\(|\btrain\(|read_run\(|\bpipe\.|Pipeline\(|launch\("
-    r"|drumline verify|verify\(|balance\(|\bfound\."
+    r"|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
 )
 
 

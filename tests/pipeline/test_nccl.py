@@ -33,7 +33,12 @@ def train_all() -> None:
         for program in programs(name, 2, (4,)):
             model = mlp(dropout=0.2).to(device)
             reference = Reference(model, program, functional.mse_loss, device=device)
-            settings: dict[str, Any] = {"loss_fn": functional.mse_loss, "schedule": program, "transport": "nccl", "timeout": 60.0}
+            settings: dict[str, Any] = {
+                "loss_fn": functional.mse_loss,
+                "schedule": program,
+                "transport": "nccl",
+                "timeout": 60.0,
+            }
             with Pipeline(model, **settings) as pipe:
                 assert pipe.transport == "nccl"
                 for step, rows in enumerate((8, 6)):  # shapes may change from step to step

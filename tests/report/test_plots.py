@@ -26,12 +26,12 @@ def report(tmp_path: Path) -> RunReport:
 
 def test_plots_are_a_png_or_an_svg_with_words_as_text(report: RunReport) -> None:
     pytest.importorskip("matplotlib")
-    assert plots([report], format="png").startswith(b"\x89PNG")
-    picture = plots([report, report], format="svg")
+    assert plots([report], file_type="png").startswith(b"\x89PNG")
+    picture = plots([report, report], file_type="svg")
     ElementTree.fromstring(picture)
     assert picture.count(b">milliseconds<") == 4
     assert b"bubble by cause, % of makespan" in picture
-    assert plots([report, report], format="svg") == picture, "equal reports give equal files"
+    assert plots([report, report], file_type="svg") == picture, "equal reports give equal files"
 
 
 def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
 
     monkeypatch.setattr(writers, "import_module", refuse)
     with pytest.raises(UsageError, match=r"the package matplotlib is not installed; pip install 'drumline\[viz\]'"):
-        plots([report], format="png")
+        plots([report], file_type="png")
 
 
 def test_every_cause_has_a_colour() -> None:

@@ -130,11 +130,13 @@ def test_time_outside_of_steps_is_told(tmp_path: Path) -> None:
     path = tmp_path / "run"
     advice(tmp_path, per_stage(MILLI, MILLI))
     text = (path / "metrics.jsonl").read_text()
+    text = text.replace('"pp/bubble"', '"pp/rank0/data_seconds":0.5,"pp/rank0/update_seconds":0.4,"pp/bubble"')
     (path / "metrics.jsonl").write_text(
         text.replace('"time_metrics/end_to_end(s)":0.0', '"time_metrics/end_to_end(s)":1.0')
     )
     found = of_kind(advise_run(observe(read_run(path))), "outside")
-    assert found.sentence.startswith("97% of the time from step to step passes outside of the step")
+    assert found.sentence.startswith("97% of the time from step to step passes outside of the step, ")
+    assert found.sentence.endswith(" on rank 0: waiting for data 500 ms, the optimizer 400 ms")
 
 
 def test_where_nothing_gains_the_advice_says_so() -> None:

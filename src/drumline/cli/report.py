@@ -14,6 +14,7 @@ from drumline.core.errors import UsageError
 from drumline.core.run import read_run
 
 if TYPE_CHECKING:
+    from drumline.core.timeline import Timeline
     from drumline.report.run_report import RunReport
 
 PAGE = "report.html"
@@ -106,19 +107,19 @@ def _html(reports: Sequence[RunReport]) -> str:
 def _svg(reports: Sequence[RunReport]) -> str:
     from drumline.report.plots import plots
 
-    return plots(reports, format="svg").decode()
+    return plots(reports, file_type="svg").decode()
 
 
 def _png(reports: Sequence[RunReport]) -> bytes:
     from drumline.report.plots import plots
 
-    return plots(reports, format="png")
+    return plots(reports, file_type="png")
 
 
 def _perfetto(reports: Sequence[RunReport]) -> bytes:
     from drumline.report.trace import traces
 
-    timelines = {}
+    timelines: dict[str, Timeline] = {}
     for one in reports:
         prefix = f"{one.name}, " if len(reports) > 1 else ""
         timelines[f"{prefix}measured"] = one.seen.measured

@@ -41,7 +41,7 @@ _STYLE = {
 _MILLI = 1e3
 
 
-def plots(reports: Sequence[RunReport], *, format: str) -> bytes:
+def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
     """Return the plots of reports as one picture, PNG or SVG; a row of plots per run."""
     matplotlib = needed("matplotlib", extra="viz")
     pyplot = needed("matplotlib.figure", extra="viz")
@@ -52,7 +52,7 @@ def plots(reports: Sequence[RunReport], *, format: str) -> bytes:
         for (row,), report in zip(rows, reports, strict=True):
             _row(row, report)
         data = io.BytesIO()
-        figure.savefig(data, format=format, dpi=200, metadata={"Date": None} if format == "svg" else {})
+        figure.savefig(data, format=file_type, dpi=200, metadata={"Date": None} if file_type == "svg" else {})
     return data.getvalue()
 
 

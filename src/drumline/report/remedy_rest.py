@@ -11,6 +11,15 @@ from drumline.report.observed import Observed
 from drumline.report.remedy import LEAST_GAIN, Remedy, duration, predicted
 
 _EDGES = 8  # those with the slowest messages
+_KINDS = {
+    "update": "the optimizer",
+    "data": "waiting for data",
+    "clip": "clipping",
+    "hear": "waiting for other ranks",
+    "write": "writing records",
+    "evaluate": "evaluating",
+    "outside": "your own code",
+}
 _OUTSIDE = 0.2  # of the time from step to step; updates and data always take some
 
 
@@ -34,12 +43,13 @@ def slow_link(seen: Observed) -> Iterator[Remedy]:
 
 def time_outside(seen: Observed) -> Iterator[Remedy]:
     """Yield how much of the time from step to step is not spent in steps, where it is much."""
-    whole = next((one.get("time_metrics/end_to_end(s)") for one in seen.metrics if one["step"] == seen.step), None)
-    inside = seen.measured.parts[0].total
+    line = next((one for one in seen.metrics if one["step"] == seen.step), {})
+    whole, inside = line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
     if whole and whole - inside > _OUTSIDE * whole:
         share = (whole - inside) / whole
-        sentence = (
-            f"{share:.0%} of the time from step to step passes outside of the step ({duration(whole - inside)} of "
-            f"{duration(whole)}): look at the optimizer and at how batches are made"
-        )
-        yield Remedy("outside", sentence)
+        taken = {what: line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
+        most = sorted((seconds, what) for what, seconds in taken.items() if seconds > _OUTSIDE * (whole - inside))
+        named = ", ".join(f"{what} {duration(seconds)}" for seconds, what in reversed(most))
+        took = duration(whole - inside)
+        sentence = f"{share:.0%} of the time from step to step passes outside of the step, {took} on rank 0"
+        yield Remedy("outside", f"{sentence}: {named}" if named else sentence)
