@@ -293,6 +293,9 @@ def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
     code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "2")
     assert code == 0
     assert [one["difference"] for one in found["rows"]] == [0] * 7
+    page = Path(found["report"]).read_text()
+    assert page.startswith("<!doctype html>")
+    assert all(Path(one["run"]).name in page for one in found["rows"])
     bounds = {(one["schedule"], one["microbatches"]): round(one["bound"], 4) for one in found["rows"]}
     assert bounds == {
         ("gpipe", 4): 0.8,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags, needs
-from drumline.cli.output import colour_wanted, print_json, progress, terminal_width, wrapped
+from drumline.cli.output import colour_wanted, print_json, progress, save, terminal_width, wrapped
 from drumline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
     with needs.pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
         from drumline.train.two_stages import Build
+    from drumline.report.run_page import run_page
+    from drumline.report.run_report import reports_of
+
     for name in ("width", "epochs"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} is {getattr(args, name)}", expected="a whole number of 1 or more")
@@ -51,10 +54,13 @@ def run(args: argparse.Namespace) -> int:
         outcomes = run_demo(args.out, build, progress=_show)
     finally:
         progress("")
+    page = args.out / "report.html"
+    save(page, run_page(reports_of([one.run for one in outcomes])))
     if args.json:
-        print_json({"rows": [one.summary() for one in outcomes]})
+        print_json({"rows": [one.summary() for one in outcomes], "report": str(page)})
     else:
         _print(outcomes)
+        print(f"\nEvery run with its gaps explained, and what to change: {page}")
     return 0 if all(one.difference == 0 for one in outcomes) else 1
 
 
