@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help setup demo test quick style lint families bench docs clean
 
 help:
-	@echo "make demo    show and compare schedules; ends with a page to open"
+	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 15 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
 	@echo "make families   every family of Hugging Face models that has a pipeline plan"
@@ -24,14 +24,13 @@ $(VENV)/base.stamp: pyproject.toml constraints.txt
 
 $(VENV)/full.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,train,hf,plan]"
+	$(PIP) --editable ".[dev,train,hf,plan,viz,notebook]"
 	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/full.stamp
 
-demo: $(VENV)/base.stamp
-	@mkdir -p out
-	$(BIN)/drumline demo --out out/demo.html
+demo: $(VENV)/full.stamp
+	$(BIN)/drumline demo --out out/demo
 
 style: $(VENV)/base.stamp
 	$(BIN)/ruff check .
@@ -58,6 +57,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
 	$(BIN)/python benchmarks/search.py --json out/search.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
+	$(BIN)/python benchmarks/advice.py --json out/advice.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json
 	$(BIN)/python benchmarks/runtime_cpu.py --json out/runtime_cpu.json
 	$(BIN)/python benchmarks/balance.py --json out/balance.json

@@ -1,12 +1,13 @@
 """The cut that `dl.balance` chooses against every other, and its predictions against the run that follows.
 
-    python benchmarks/balance.py [--schedules 1f1b zb-h1] [--classes 8192 3072] [--rows 32] [--rounds 9] [--json FILE]
+    python benchmarks/balance.py [--schedules 1f1b zb-h1 zb-v] [--classes 8192 3072] [--rows 32] [--rounds 9]
 
-Two ranks, one thread each: 12 blocks of Linear(256, 256) + GELU and a head, Linear(256, C) with cross entropy. Both
-ranks profile at once, then a pipeline for every one of the 12 cuts takes turns, step by step, in one run; a step is
-timed from a barrier to the end of the last rank. Printed: each cut's predicted and measured step; how much longer a
-step of the chosen cut takes than one of the cut that turned out best, round by round (median and quartiles), next to
-the cut by number alone; and how far each predicted action is from the median of what ran.
+Two ranks, one thread each: 12 blocks of Linear(256, 256) + GELU and a head, Linear(256, C) with cross entropy; with two
+stages per rank 6 blocks of Linear(512, 512). Both ranks profile at once, then a pipeline for every one of the 12 (or
+20) cuts takes turns, step by step, in one run; a step is timed from a barrier to the end of the last rank. Printed:
+each cut's predicted and measured step; how much longer a step of the chosen cut takes than one of the cut that turned
+out best, round by round (median and quartiles), next to the cut by number alone; and how far each predicted action is
+from the median of what ran.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import copy
 import json
 import statistics
 import time
-from itertools import product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
-BLOCKS = 12
-WIDTH = 256
+SIZES = {2: (12, 256), 4: (6, 512)}  # blocks and their width, by the number of stages
 
 
 def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) -> dict[str, Any]:
@@ -34,9 +34,11 @@ def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) 
     import drumline as dl
 
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(BLOCKS)]
-    model = nn.Sequential(*blocks, nn.Linear(WIDTH, classes))
-    x, y = torch.randn(rows * microbatches, WIDTH), torch.randint(classes, (rows * microbatches,))
+    num_stages = dl.generate(name, num_ranks=2, num_microbatches=microbatches).num_stages
+    num_blocks, width = SIZES[num_stages]
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(num_blocks)]
+    model = nn.Sequential(*blocks, nn.Linear(width, classes))
+    x, y = torch.randn(rows * microbatches, width), torch.randint(classes, (rows * microbatches,))
     settings: dict[str, Any] = {
         "loss_fn": functional.cross_entropy,
         "schedule": name,
@@ -45,9 +47,12 @@ def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) 
     begin = time.perf_counter()
     found = dl.balance(model, x, target=y, num_runs=20, **settings)
     profiling = time.perf_counter() - begin
-    cuts = [(first, BLOCKS + 1 - first) for first in range(1, BLOCKS + 1)]
+    cuts = [
+        tuple(j - i for i, j in pairwise((0, *inner, num_blocks + 1)))
+        for inner in combinations(range(1, num_blocks + 1), num_stages - 1)
+    ]
     pipes = {one: dl.Pipeline(copy.deepcopy(model), balance=one, **settings) for one in cuts}
-    seconds: dict[tuple[int, int], list[float]] = {one: [] for one in cuts}
+    seconds: dict[tuple[int, ...], list[float]] = {one: [] for one in cuts}
     actions: dict[str, list[float]] = {}
     for turn in range(rounds + 2):
         for cut, pipe in pipes.items():
@@ -78,7 +83,7 @@ def measure(name: str, classes: int, rows: int, microbatches: int, rounds: int) 
         "measured": [statistics.median(seconds[cut]) for cut in cuts],
         "cuts": cuts,
         "beyond_best": _beyond(seconds, found.counts),
-        "even_beyond_best": _beyond(seconds, (BLOCKS // 2 + 1, BLOCKS // 2)),
+        "even_beyond_best": _beyond(seconds, _even(num_blocks + 1, num_stages)),
         "actions": _compared(found, actions),
         "profile": json.loads(found.profile.to_json()),
     }
@@ -90,6 +95,11 @@ def _beyond(seconds: dict[Any, list[float]], cut: Any) -> dict[str, float]:
     ratios = sorted(mine / other - 1 for mine, other in zip(seconds[cut], seconds[best], strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {"median": middle, "low": low, "high": high}
+
+
+def _even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    base, more = divmod(num_blocks, num_stages)
+    return tuple(base + (stage < more) for stage in range(num_stages))
 
 
 def _compared(found: Any, actions: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
@@ -108,10 +118,10 @@ def show(row: dict[str, Any]) -> None:
         end="; ",
     )
     print(f"profiled in {row['profiling_seconds']:.1f} s")
-    print("  cut      predicted ms  measured ms")
+    print("  cut         predicted ms  measured ms")
     for cut, predicted, measured in zip(row["cuts"], row["predicted"], row["measured"], strict=True):
         mark = "  <- chosen" if tuple(cut) == tuple(row["chosen"]) else ""
-        print(f"  {cut[0]:2d} + {cut[1]:<2d}  {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}{mark}")
+        print(f"  {' + '.join(map(str, cut)):13s} {predicted * 1e3:12.1f}  {measured * 1e3:11.1f}{mark}")
     for name, key in (("chosen cut", "beyond_best"), ("even cut", "even_beyond_best")):
         one = row[key]
         print(f"  {name}: {one['median']:+.1%} of the best ({one['low']:+.1%} to {one['high']:+.1%})")
@@ -123,7 +133,7 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1"])
+    parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1", "zb-v"])
     parser.add_argument("--classes", nargs="*", type=int, default=[8192, 3072])
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=8)

@@ -48,6 +48,20 @@ MOVE = """([name, value]) => new Promise((done) => {
   input.dispatchEvent(new Event("input", { bubbles: true }));
 })"""
 
+# Moves a view that shows four tenths of all, and counts how long each move takes to draw and to be on the screen.
+PAN = """() => new Promise((done) => {
+  const times = [], { extent } = drumline.stats().view;
+  const step = (at) => {
+    const start = performance.now();
+    drumline.show(extent * (0.2 + 0.01 * at), extent * (0.6 + 0.01 * at));
+    requestAnimationFrame(() => setTimeout(() => {
+      times.push([performance.now() - start, drumline.stats().last_draw_ms]);
+      if (at < 30) step(at + 1); else done(times);
+    }));
+  };
+  step(0);
+})"""
+
 
 def measure_pages(rounds: int) -> list[dict[str, Any]]:
     """Return how long the page takes to draw, as the page itself measures it."""
@@ -64,6 +78,8 @@ def measure_pages(rounds: int) -> list[dict[str, Any]]:
             path = Path(folder) / "page.html"
             path.write_text(text, encoding="utf-8")
             draws, painted, boxes = [], [], 0
+            frames: list[float] = []
+            moves: list[float] = []
             for _ in range(rounds):
                 opened = browser.new_page(viewport={"width": 1280, "height": 900})
                 opened.goto(path.as_uri())
@@ -72,12 +88,19 @@ def measure_pages(rounds: int) -> list[dict[str, Any]]:
                 boxes = stats["boxes"]
                 draws.append(stats["first_draw_ms"])
                 painted.append(stats["painted_ms"])
+                opened.wait_for_timeout(500)
+                for frame, move in opened.evaluate(PAN):
+                    frames.append(frame)
+                    moves.append(move)
                 opened.close()
             found.append(
                 {
                     "boxes": boxes,
                     "first_draw_ms": statistics.median(draws),
                     "painted_ms": statistics.median(painted),
+                    "pan_draw_ms": statistics.median(moves),
+                    "pan_frame_ms": statistics.median(frames),
+                    "worst_pan_frame_ms": max(frames),
                     "made_ms": made * 1e3,
                     "megabytes": len(text) / 1e6,
                 }
@@ -170,8 +193,8 @@ def main() -> None:
         )
         pages = measure_pages(args.rounds)
         print("\nthe page in headless Chromium, software rendering, milliseconds")
-        header = ["boxes", "first draw", "open to painted", "made in Python", "MB"]
-        keys = ["first_draw_ms", "painted_ms", "made_ms"]
+        header = ["boxes", "first draw", "open to painted", "pan: draw", "frame", "worst", "made in Python", "MB"]
+        keys = ["first_draw_ms", "painted_ms", "pan_draw_ms", "pan_frame_ms", "worst_pan_frame_ms", "made_ms"]
         lines = [[str(one["boxes"]), *(f"{one[key]:.0f}" for key in keys), f"{one['megabytes']:.1f}"] for one in pages]
         print(table(header, lines))
     else:

@@ -1,5 +1,6 @@
 """Sphinx settings; the pictures are drawn by the tool itself, anew at every build."""
 
+import json
 from pathlib import Path
 
 from drumline.core.costs import Costs
@@ -8,6 +9,9 @@ from drumline.core.placement import Placement
 from drumline.core.simulate import simulate
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
+from drumline.report.analysis import analyze
+from drumline.report.chart import Series, chart
+from drumline.report.compare import compare
 from drumline.report.pareto import pareto_svg
 from drumline.report.svg import svg
 from drumline.schedules import schedules
@@ -16,20 +20,48 @@ project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
 extensions = ["myst_parser"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "scaling.json"]
 html_theme = "furo"
 html_title = "Drumline"
 myst_heading_anchors = 3
 
-pictures = Path(__file__).parent / "pictures"
+here = Path(__file__).parent
+pictures = here / "pictures"
+
+
+def bubble_by_microbatches() -> str:
+    counts = (4, 8, 16, 32, 64, 128)
+    names = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
+    rows = {count: {row.name: row for row in compare(8, num_microbatches=count)} for count in counts}
+    series = [Series(name, [(count, rows[count][name].timeline.bubble) for count in counts]) for name in names]
+    return chart(series, title="8 ranks", x_label="microbatches", y_label="bubble", log_x=True)
+
+
+def scaling() -> str:
+    counts = (1, 2, 4, 8, 16)
+    measured = json.loads((here / "scaling.json").read_text(encoding="utf-8"))["scaling"]
+    bounds = [1 - simulate(schedules()["1f1b"].build(2, count)).bubble for count in counts]
+    series = [
+        Series("speed-up on the same work: simulated", [(m, 2 * one) for m, one in zip(counts, bounds, strict=True)]),
+        Series("measured", [(row["microbatches"], row["strong"]) for row in measured], marks=True),
+        Series("efficiency with twice the layers: simulated", list(zip(counts, bounds, strict=True))),
+        Series("measured", [(row["microbatches"], row["weak"]) for row in measured], marks=True),
+    ]
+    return chart(series, title="Two ranks", x_label="microbatches", y_label="times one rank", log_x=True)
+
+
+drawn = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
+drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
 pictures.mkdir(exist_ok=True)
-made = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
+for folder in sorted((here / "traces").iterdir()):
+    recorded = analyze([folder]).timeline
+    drawn[f"recorded-{folder.name}"] = svg(recorded, width=900, title=f"{recorded.program.name} as recorded")
 heavy = (1, 1, 1, 1.6)
 found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=3))
-made["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
+drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
 front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
-made["search-pareto"] = pareto_svg(front, width=900)
-for name, drawn in made.items():
+drawn["search-pareto"] = pareto_svg(front, width=900)
+for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
-    if not path.exists() or path.read_text(encoding="utf-8") != drawn:
-        path.write_text(drawn, encoding="utf-8")
+    if not path.exists() or path.read_text(encoding="utf-8") != picture:
+        path.write_text(picture, encoding="utf-8")

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from extras import needed
+
+transformers: Any = needed("transformers", extra="hf")
 VOCABULARY = 97
 Batch = dict[str, Any]
 
@@ -82,9 +81,9 @@ UNRUNNABLE = ("cohere_compass_text", "gemma3n_text", "gemma4_text", "gemma4_unif
 def families() -> list[str]:
     """Return the families of causal language models for which transformers itself has a pipeline plan."""
     found = []
-    for name in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[name]
-        if getattr(config, "base_model_pp_plan", None) and config in MODEL_FOR_CAUSAL_LM_MAPPING:
+    for name in transformers.CONFIG_MAPPING:
+        config = transformers.CONFIG_MAPPING[name]
+        if getattr(config, "base_model_pp_plan", None) and config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             found.append(name)
     return found
 
@@ -100,7 +99,7 @@ _SMALL = {
 
 def tiny_family(name: str) -> nn.Module:
     """Return a causal language model of a family, its sizes cut down wherever its configuration has them."""
-    kind: Any = CONFIG_MAPPING[name]
+    kind: Any = transformers.CONFIG_MAPPING[name]
     known = kind()
     sizes: dict[str, Any] = {key: value for key, value in _SMALL.items() if hasattr(known, key)}
     if getattr(known, "kv_lora_rank", None) is not None:
@@ -109,7 +108,7 @@ def tiny_family(name: str) -> nn.Module:
     if kinds:
         sizes["layer_types"] = [kinds[layer % len(kinds)] for layer in range(3)]
     torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     model: nn.Module = auto.from_config(kind(**sizes)).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -7,7 +7,8 @@
     ```sh        is not run; every `make TARGET` in it must exist.
     ```py        is not run either, because it needs PyTorch and ranks; it must be Python.
 
-The blocks of a page run in order, in one temporary folder and one namespace. After a wanted change of the output,
+The blocks of a page run in order, in one temporary folder and one namespace; the recorded traces of `docs/traces` are
+there as `traces`. After a wanted change of the output,
 `python tests/test_docs.py --update` rewrites what commands and prompts show. Blocks that train need PyTorch: the quick
 half leaves them out and runs the rest of their page.
 """
@@ -38,7 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"console", "python", "py", "sh", "text"}
 BUILT_IN = frozenset(schedules())
-NEEDS_TORCH = re.compile(r"import torch|\bpipe\.|Pipeline\(|launch\(|drumline verify|verify\(|balance\(|\bfound\.")
+NEEDS_TORCH = re.compile(
+    r"import torch|\btorch\.|\bstash\(|\btrain\(|read_run\(|\bpipe\.|Pipeline\(|launch\("
+    r"|drumline verify|verify\(|balance\(|\bfound\.|runs/first"
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ def replay(path: Path, *, torch: bool = True) -> str:
     """Return the page as it ought to be, its examples run in a folder of their own; without torch, those without it."""
     surroundings = mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"})
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), surroundings:
+        Path("traces").symlink_to(ROOT / "docs" / "traces")
         mine = set(schedules())
         try:
             return Replay(path, torch=torch).page()

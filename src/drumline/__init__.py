@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drumline.core.lower import lower
     from drumline.core.placement import Placement
     from drumline.core.program import Program
+    from drumline.core.run import Run, read_run
     from drumline.core.simulate import makespans, simulate
     from drumline.core.timeline import Timeline
     from drumline.core.torch_text import for_torch, titan_schedule
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from drumline.pipeline.verify import verify
     from drumline.plan.search.objective import Jitter
     from drumline.plan.search.search import search
+    from drumline.report.analysis import analyze
     from drumline.report.compare import compare
     from drumline.report.grid import grid
     from drumline.schedules import generate, schedule
@@ -54,10 +56,12 @@ _HOME = {
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
     "Program": "core.program",
+    "Run": "core.run",
     "Timeline": "core.timeline",
     "Violation": "core.violation",
     "W": "core.action",
     "Weights": "pipeline.materialise",
+    "analyze": "report.analysis",
     "attribute": "core.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
@@ -70,6 +74,7 @@ _HOME = {
     "materialise": "pipeline.materialise",
     "overlap": "core.action",
     "prune": "core.frozen",
+    "read_run": "core.run",
     "schedule": "schedules",
     "search": "plan.search.search",
     "simulate": "core.simulate",
@@ -92,10 +97,12 @@ __all__ = [
     "Pipeline",
     "Placement",
     "Program",
+    "Run",
     "Timeline",
     "Violation",
     "W",
     "Weights",
+    "analyze",
     "attribute",
     "balance",
     "compare",
@@ -108,6 +115,7 @@ __all__ = [
     "materialise",
     "overlap",
     "prune",
+    "read_run",
     "schedule",
     "search",
     "simulate",

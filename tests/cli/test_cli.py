@@ -286,15 +286,24 @@ def test_a_flood_of_violations_is_cut_short(tmp_path: Path, capsys: pytest.Captu
     assert len(run_json(capsys, "check", str(path))[1]["violations"]) == 2999
 
 
-def test_demo_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "demo")
+@pytest.mark.torch
+def test_demo_trains_by_every_schedule_to_the_weights_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = run_json(capsys, "demo", "--out", str(tmp_path), "--width", "16", "--epochs", "2")
     assert code == 0
-    assert "best first" in out
-    assert "Run zb-v" in out
-    page = tmp_path / "demo.html"
-    assert str(page) in run(capsys, "demo", "--out", str(page))[1]
-    assert page.read_text().startswith("<!doctype html>")
-    assert run_json(capsys, "demo")[0] == 0
+    assert [one["difference"] for one in found["rows"]] == [0] * 7
+    bounds = {(one["schedule"], one["microbatches"]): round(one["bound"], 4) for one in found["rows"]}
+    assert bounds == {
+        ("gpipe", 4): 0.8,
+        ("1f1b", 4): 0.8,
+        ("zb-h1", 4): round(12 / 13, 4),
+        ("gpipe", 8): round(8 / 9, 4),
+        ("1f1b", 8): round(8 / 9, 4),
+    }
+    stash = {Path(one["run"]).name: one["peak_stash_bytes"] for one in found["rows"]}
+    assert stash["1f1b-8"][0] == stash["gpipe-8"][0] / 4  # two microbatches of eight
+    assert stash["gpipe-8-checkpointed"][1] < stash["gpipe-8"][1] / 4
 
 
 VERIFY = ("verify", "--microbatches", "4", "--transport", "in-process")
@@ -458,8 +467,8 @@ BAD = [
     ("check", "no-such.csv"),
     ("check", "1f1b", *COUNTS, "--max-bytes", "4"),
     ("compare", *COUNTS, "--max-bytes", "4"),
-    ("demo", "--ranks", "0"),
-    ("demo", "--ranks", "-1"),
+    ("demo", "--width", "0"),
+    ("demo", "--epochs", "-1"),
     ("explore", "--port", "70000"),
     ("show", "1f1b", *COUNTS, "--format", "perfetto", "--out", "/no/such/folder/x"),
     ("show", "1f1b", *COUNTS, "--format", "pdf"),

@@ -215,6 +215,19 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         makespans(program, [Costs(), Costs(bytes_per_second=1.0)])
 
 
+def test_factors_give_every_action_seconds_of_its_own() -> None:
+    program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    seconds = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    timeline = simulate(program, Costs(backward=1), factors=seconds)
+    lengths = [end - start for track in timeline.tracks for start, end in zip(track.starts, track.ends, strict=True)]
+    assert lengths == seconds.tolist()
+    assert timeline.makespan == makespans(program, Costs(backward=1), factors=seconds[None])[0]
+    assert timeline.balanced is not None  # unequal factors are an imbalance that the costs alone do not show
+    assert timeline.balanced.busy == (18.0, 18.0)
+    with pytest.raises(CostsError, match="factors has the shape"):
+        simulate(program, factors=np.ones(3))
+
+
 def test_what_takes_no_time_does_not_begin_a_span() -> None:
     program = build("zb-v", 4, 8)
     gathers = [[Action(s, Op.UNSHARD) for s in program.placement.stages_of(rank)] for rank in range(4)]

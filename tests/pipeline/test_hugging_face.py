@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-
 from drumline.core.errors import BatchError, ModelError
 from drumline.pipeline.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
@@ -260,6 +258,19 @@ def test_a_step_without_anything_says_so() -> None:
     pipe = Pipeline(tiny("LlamaForCausalLM"), num_ranks=2, num_microbatches=2, balance="even")
     with pytest.raises(BatchError, match="holds the first stage and got no batch"):
         pipe.step()
+
+
+def test_a_loss_that_is_divided_by_a_count_of_the_users_is_refused() -> None:
+    pipe = Pipeline(tiny("LlamaForCausalLM"), num_ranks=2, num_microbatches=2, balance="even")
+    with pytest.raises(
+        BatchError, match=r"num_items_in_batch, by which the model would divide its loss; .*leave it out"
+    ):
+        pipe.step(**text(4), num_items_in_batch=36)
+
+
+def test_labels_that_are_given_in_order_are_counted_too() -> None:
+    labels = torch.tensor([[5, -100, 7], [-100, 6, -100]])
+    assert OwnWeight(tiny("BertForMaskedLM"))(Inputs((labels, None, None, None, None, None, None, labels), {})) == 3
 
 
 def test_labels_are_counted_as_the_models_loss_counts_them() -> None:

@@ -95,6 +95,44 @@ class Normed(nn.Module):
         return made
 
 
+class Hooked(nn.Module):
+    """Has a hook on what a layer returns, which changes its gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+        return torch.sin(made)
+
+
+class Scaled(nn.Module):
+    """A layer that finds a tensor in an attribute, beside its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.5, 36).view(6, 6))
+        self.scale: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.weight * self.scale
+
+
+class Styled(nn.Module):
+    """Computes what one of its layers is scaled by, and leaves it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.style, self.scaled = nn.Linear(6, 6), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scaled.scale = torch.sigmoid(self.style(x))
+        return torch.sin(self.scaled(x))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "energy": Energy,
     "energy with dropout": lambda: Energy(0.3),
@@ -104,6 +142,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "func.vmap": lambda: Transformed("vmap"),
     "func.jvp": lambda: Transformed("jvp"),
     "buffers": Normed,
+    "hook on a layer with a formula": lambda: Hooked(nn.Linear(6, 6)),
+    "hook on a layer with a graph of its own": lambda: Hooked(Smooth()),
+    "tensor in a layer's attribute": Styled,
 }
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-
 import drumline as dl
 from drumline.pipeline.pipeline import Pipeline
 from hf_models import MODELS, batch_for, tiny

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.record import Measured
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
 pytestmark = pytest.mark.torch

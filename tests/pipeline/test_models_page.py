@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-
 from drumline.runtime.pieces import Inputs, pieces_of
 from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 

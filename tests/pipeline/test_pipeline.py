@@ -282,6 +282,13 @@ def test_frozen_parameters_get_no_gradient() -> None:
         ({"loss_fn": lambda output, target: output}, (8, 8), ModelError, "loss_fn returned a tensor of the shape"),
         ({"loss_fn": lambda output, target: 1.0}, (8, 8), ModelError, "loss_fn returned float"),
         ({"loss_weight": lambda target: 0}, (8, 8), BatchError, "not all of them 0"),
+        ({"loss_weight": lambda target: "1"}, (8, 8), BatchError, "loss_weight returned '1'; expected a number"),
+        (
+            {"loss_weight": lambda target: torch.ones(2)},
+            (8, 8),
+            BatchError,
+            "loss_weight returned a tensor of the shape",
+        ),
     ],
 )
 def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: Any, error: Any, says: str) -> None:
@@ -308,6 +315,18 @@ def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: 
         ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
         ({"checkpoint": ["77"]}, ModelError, "'77', which is not there"),
         ({"checkpoint": {5: "full"}}, ModelError, "checkpoint names stage 5"),
+        ({"checkpoint": {"0": "full"}}, ModelError, "checkpoint names stage '0'"),
+        ({"checkpoint": True}, ModelError, 'checkpoint is True; expected "none", "full"'),
+        ({"checkpoint": {0: None}}, ModelError, 'checkpoint is None; expected "none", "full"'),
+        ({"balance": 2}, ModelError, "balance is 2; expected"),
+        ({"cuts": 2}, ModelError, "cuts is 2; expected a list of names"),
+        ({"loss_fn": "mse"}, ModelError, "loss_fn is 'mse'; expected a function"),
+        (
+            {"loss_fn": nn.MSELoss},
+            ModelError,
+            r"loss_fn is the class MSELoss; expected a function; make one: MSELoss\(\)",
+        ),
+        ({"loss_weight": 2}, ModelError, "loss_weight is 2; expected a function"),
         ({"transport": "carrier pigeon"}, UsageError, "carrier pigeon"),
         ({"transport": "gloo"}, UsageError, "no rank"),
         ({"model": "resnet"}, ModelError, "the model is a str"),
@@ -319,6 +338,51 @@ def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: 
 def test_a_bad_pipeline_is_refused(settings: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         pipeline(**settings)
+
+
+def test_blocks_may_be_named_by_their_numbers() -> None:
+    pipe = pipeline(cuts=[3], checkpoint=[0, 4])
+    assert pipe._executors[1].stages[1].blocks[0].name == "3"
+    assert pipe._assembly.checkpointed == {"0", "4"}
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (lambda state: None, "the state is a NoneType; expected a dict"),
+        (
+            lambda state: {name: one.tolist() for name, one in state.items()},
+            "is a list in the state; expected a tensor",
+        ),
+        (lambda state: {name: one.to("meta") for name, one in state.items()}, "is on the meta device in the state"),
+    ],
+)
+def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, says: str) -> None:
+    pipe = pipeline()
+    before = {name: one.clone() for name, one in pipe.state_dict().items()}
+    with pytest.raises(ModelError, match=says):
+        pipe.load_state_dict(state(before))
+    assert all(torch.equal(one, before[name]) for name, one in pipe.state_dict().items())
+
+
+def test_an_optimizer_that_is_no_class_is_refused() -> None:
+    with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer's class"):
+        pipeline().optimizer("adam")  # type: ignore[arg-type]
+
+
+def test_sparse_gradients_are_clipped_like_dense_ones() -> None:
+    norms, found = [], []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 6, sparse=sparse), nn.Linear(6, 6), nn.Linear(6, 9))
+        pipe = pipeline(model, loss_fn=nn.functional.cross_entropy)
+        words = torch.tensor([0, 1, 1, 2, 2, 2, 8, 8])
+        pipe.step(words, target=words)
+        norms.append(pipe.clip_grad_norm_(0.1))
+        found.append([one.grad.to_dense() for one in model.parameters() if one.grad is not None])
+    torch.testing.assert_close(norms[0], norms[1])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:

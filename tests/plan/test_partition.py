@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chains import FLUSHED, cuts, stage_seconds
+from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
@@ -18,9 +18,7 @@ from drumline.plan import shared
 from drumline.plan.chain import BlockCosts, Partition
 from drumline.plan.held import held_by
 from drumline.plan.partition import partition, rank_bytes
-from programs import NAMES, build, programs
-
-FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))
+from programs import build, programs
 
 blocks = st.builds(
     BlockCosts,
@@ -39,19 +37,17 @@ tied_blocks = st.builds(
 )
 
 
-def cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    for inner in combinations(range(1, num_blocks), num_stages - 1):
-        yield tuple(j - i for i, j in pairwise((0, *inner, num_blocks)))
-
-
-def stage_seconds(chain: list[BlockCosts], counts: tuple[int, ...]) -> tuple[float, ...]:
-    ends = list(accumulate(counts, initial=0))
-    return tuple(sum(one.seconds for one in chain[i:j]) for i, j in pairwise(ends))
-
-
-def quality(chain: list[BlockCosts], counts: tuple[int, ...]) -> tuple[float, float]:
+def quality(
+    chain: list[BlockCosts], counts: tuple[int, ...], program: Program | None = None
+) -> tuple[float, float | int]:
     seconds = stage_seconds(chain, counts)
-    return max(seconds), sum(one**2 for one in seconds)
+    evenness = sum(one**2 for one in seconds)
+    if program is None:
+        return max(seconds), evenness
+    forwards = [(rank, part.stage) for rank, row in enumerate(program.rows) for one in row for part in one.work
+                if part.op is Op.FORWARD]  # fmt: skip
+    ranks = [sum(seconds[stage] for rank, stage in forwards if rank == one) for one in range(program.num_ranks)]
+    return max(ranks) / program.num_microbatches, evenness
 
 
 def assert_covers(found: Partition, chain: list[BlockCosts], num_stages: int) -> None:
@@ -82,7 +78,31 @@ def test_within_a_limit_no_cut_that_fits_is_better(program: Program, data: st.Da
     assert found.is_exact
     assert found.rank_bytes == rank_bytes(chain, found.counts, held)
     assert max(found.rank_bytes) <= limit
-    assert quality(chain, found.counts) == min(quality(chain, one) for one, size in sizes.items() if size <= limit)
+    best = min(quality(chain, one, program) for one, size in sizes.items() if size <= limit)
+    assert quality(chain, found.counts, program) == pytest.approx(best)
+
+
+@settings(deadline=None)
+@given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
+def test_no_cut_has_a_shorter_largest_rank(program: Program, data: st.DataObject) -> None:
+    num_stages = program.num_stages
+    chain = data.draw(st.lists(blocks, min_size=num_stages, max_size=num_stages + 3))
+    found = partition(chain, num_stages, held=held_by(program))
+    assert_covers(found, chain, num_stages)
+    assert found.is_exact
+    best = min(quality(chain, one, program) for one in cuts(len(chain), num_stages))
+    assert quality(chain, found.counts, program) == pytest.approx(best)
+
+
+def test_ranks_of_a_v_are_even_where_its_stages_cannot_be() -> None:
+    chain = [BlockCosts(1.0)] * 8 + [BlockCosts(4.0)]
+    assert partition(chain, 4, held=held_by(build("zb-v", 2, 4))).counts == (2, 3, 3, 1)
+
+
+def test_a_stage_in_two_directions_counts_by_its_share_on_each_rank() -> None:
+    chain = [BlockCosts(1.0)] * 8 + [BlockCosts(6.0)]
+    assert partition(chain, 4, held=held_by(build("chimera", 4, 4))).counts == (1, 3, 4, 1)  # (1 + 6) / 2, (3 + 4) / 2
+    assert partition(chain, 4).counts == (2, 3, 3, 1)
 
 
 @settings(deadline=None)

@@ -86,9 +86,12 @@ def test_the_columns_spell_the_program(name: str) -> None:
     assert shown["boxes"] == sum(len(track.actions) for track in drawn.tracks)
 
 
-def test_idle_intervals_carry_their_cause_in_words() -> None:
-    idle = scene(timeline())["why"]["rows"][0]["idle"]
-    assert (idle["start"][0], idle["seconds"][0], idle["words"][0]) == (4, 6, "0B0 waits for 1B0 of rank 1")
+def test_idle_intervals_carry_words_only_where_the_cause_does_not_say_the_same() -> None:
+    shown = document([timeline()])
+    idle = [row["idle"] for row in shown["timelines"][0]["why"]["rows"]]
+    assert (idle[0]["start"][0], idle[0]["seconds"][0], idle[0]["words"][0]) == (4, 6, "")
+    assert shown["sentences"][shown["causes"][unpacked(idle[0]["cause"])[0]]] == "{before} waits for {needed}"
+    assert idle[3]["words"][-1] == "the pipeline drains; 0B7 of rank 0 ends last"
 
 
 def test_times_count_from_the_start_of_the_timeline() -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-
 import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.runtime.cut import Block

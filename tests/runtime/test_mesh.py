@@ -268,24 +268,25 @@ def test_a_stranger_is_turned_away() -> None:
         link.close()
 
 
-def test_clocks_of_two_hosts_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hosts", [(None,) * 3, TCP])
+def test_clocks_are_compared_both_ways_by_the_quickest_packet(meshes: Meshes, hosts: Sequence[str | None]) -> None:
     ahead_ns = 5_000_000_000_000
-    real = time.perf_counter_ns
-    here = threading.current_thread()
-    monkeypatch.setattr(
-        time, "perf_counter_ns", lambda: real() + (0 if threading.current_thread() is here else ahead_ns)
-    )
-    ours, theirs = socket.socketpair()
-    told: list[int] = []
-    other = threading.Thread(target=lambda: told.append(rendezvous._tell_time(theirs)))
-    other.start()
-    offset_ns = rendezvous._ask_time(ours)
-    other.join()
-    ours.close()
-    theirs.close()
-    # A whole minute of tolerance against an hour and more: it is the sign and the size that could be wrong.
-    assert abs(offset_ns + ahead_ns) < 60_000_000_000
-    assert told == [-offset_ns]
+    first, second, third = ranks = meshes(hosts=hosts)
+    second.now = lambda: time.perf_counter_ns() + ahead_ns
+    at_once(*(lambda rank=rank: rank.compare_clocks(deadline()) for rank in ranks))
+    for mesh in ranks:
+        mesh.pump()
+    (_, left, came), (source, *_) = second.comparisons()
+    assert source == 2
+    assert 0 <= came - left - ahead_ns < 60_000_000_000
+    (_, back, here), _ = first.comparisons()
+    assert 0 <= here - back + ahead_ns < 60_000_000_000
+    assert first.comparisons() == []
+    third.tell("a word", 1)
+    first.pump()
+    (word,) = first.comparisons()
+    assert word[0] == 2
+    assert word[1] <= word[2]
 
 
 def test_one_host_is_found_out_together() -> None:

@@ -305,9 +305,35 @@ class Breaks(nn.Module):
         return self.layers[1](self.layers[0](x) + torch.ones(5))
 
 
+class Between(nn.Module):
+    """Does something between its blocks."""
+
+    mean: Tensor
+
+    def __init__(self, what: str, chance: float = 0.5) -> None:
+        super().__init__()
+        self.layers, self.what, self.chance = layers(3), what, chance
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            if self.what == "drops layers" and torch.rand([]) < self.chance:
+                continue
+            x = layer(x) * self.scale
+        if self.what == "exchanges a buffer":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        if self.what == "has a hook":
+            x.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+        return x
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        (Between("drops layers"), r"decides by a random number between its blocks.*`if self.what == .drops layers"),
+        (Between("exchanges a buffer"), r"another tensor in the place of the buffer 'mean'.*self.mean.copy_"),
+        (Between("has a hook"), r"puts a hook on a tensor between its blocks, in `x.register_hook"),
         (
             Decides(),
             r"decides by the numbers in a tensor between its blocks.*`if x.sum\(\) > 0:`.*move it into a block",
@@ -320,6 +346,40 @@ class Breaks(nn.Module):
 def test_what_cannot_be_followed_is_refused_with_the_reason(model: nn.Module, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         pieces_of(model, Inputs((x(),), {}))
+
+
+def test_a_chance_of_nothing_is_no_decision() -> None:
+    model = Between("drops layers", chance=0.0)
+    blocks = pieces_of(model, Inputs((x(),), {}))
+    assert torch.equal(through(blocks, x()), model(x()))
+
+
+def test_states_hold_what_the_models_own_does() -> None:
+    model = Between("")
+    blocks = pieces_of(model, Inputs((x(),), {}))
+    assert {name for block in blocks for name in block.module.state_dict()} == set(model.state_dict())
+
+
+def test_a_block_that_fails_is_named_with_the_models_own_line() -> None:
+    with pytest.raises(ModelError, match=r"failed in 'layers.0' while it was followed: .*`x = layer\(x\)"):
+        pieces_of(Between(""), Inputs((torch.ones(2, WIDTH + 1),), {}))
+
+
+@pytest.mark.parametrize("given", [{1, 2}, bytearray(2)])
+def test_arguments_that_can_change_are_refused(given: Any) -> None:
+    model = Skipping()
+    blocks = pieces_of(model, Inputs((x(),), {}))
+    with pytest.raises(ModelError, match=r"the model gets or returns a (set|bytearray)"):
+        through(blocks, x(), given)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers(2)
+
+    def forward(self, x: Tensor, more: Any = None) -> Any:
+        return self.layers[1](self.layers[0](x))
 
 
 class Masked(nn.Module):

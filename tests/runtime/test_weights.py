@@ -13,10 +13,11 @@ from torch import Tensor
 from drumline.core.errors import ModelError
 from drumline.runtime import weights as module
 from drumline.runtime.weights import Weights
+from extras import needed
 
 pytestmark = pytest.mark.torch
 
-safetensors = pytest.importorskip("safetensors.torch")
+safetensors = needed("safetensors.torch", extra="hf")
 TYPES = sorted(module._TYPES)
 
 

@@ -1,62 +1,114 @@
-"""`drumline demo`: a short tour, from one schedule to the choice among all of them."""
+"""`drumline demo`: the two-stage build end to end, from training to the report."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, save, terminal_width, wrapped
+from drumline.cli import flags, needs
+from drumline.cli.output import colour_wanted, print_json, progress, terminal_width, wrapped
+from drumline.core.errors import UsageError
 
-TOUR = (
-    ("gpipe", "all forwards, then all backwards. Every microbatch is stashed."),
-    ("1f1b", "backwards as soon as they can. The same time, a fraction of the stash."),
-    ("zb-h1", "the backward split in two. Weight gradients (W) fill the drain."),
-    ("zb-v", "two stages per rank, down and up again. No rank waits between its first and last action."),
-)
+if TYPE_CHECKING:
+    from drumline.train.demo import Outcome
+
+_BAR = 30
+_DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    flags.add_counts(parser)
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="FOLDER", help="of the runs and the report"
+    )
+    parser.add_argument(
+        "--width", type=flags.whole_number, default=512, metavar="N", help="of the layers (default 512)"
+    )
+    parser.add_argument("--epochs", type=flags.whole_number, default=5, metavar="N", help="(default 5)")
     flags.add_json(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the comparison as a page there")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw four schedules, then compare all."""
-    from drumline.core.costs import Costs
-    from drumline.core.simulate import simulate
-    from drumline.report.advice import advise
-    from drumline.report.compare import compare, compare_table
-    from drumline.report.grid import grid
-    from drumline.schedules import find
-
-    ranks = 4 if args.ranks is None else args.ranks
-    microbatches = 8 if args.microbatches is None else args.microbatches
-    programs = {name: find(name).build(ranks, microbatches) for name, _ in TOUR}
-    rows = compare(ranks, num_microbatches=microbatches, stages_per_rank=args.stages_per_rank)
-    if args.out is not None:
-        from drumline.report.compare_page import compare_page
-
-        save(args.out, compare_page(rows, num_ranks=ranks, num_microbatches=microbatches))
+    """Train by every schedule, compare, and say where the report is."""
+    with needs.pytorch("demo trains a model"):
+        from drumline.train.demo import run_demo
+        from drumline.train.two_stages import Build
+    for name in ("width", "epochs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} is {getattr(args, name)}", expected="a whole number of 1 or more")
+    build = Build(width=args.width, num_epochs=args.epochs)
+    if not args.json:
+        print(
+            wrapped(
+                f"The two-stage build: ten linear layers of width {build.width}, five on each of two ranks;"
+                f" {build.num_points} points in batches of {build.batch_rows}, Adam, {build.num_epochs} epochs.\n",
+                terminal_width(),
+            )
+        )
+    try:
+        outcomes = run_demo(args.out, build, progress=_show)
+    finally:
+        progress("")
     if args.json:
-        written = {"out": str(args.out)} if args.out is not None else {}
-        print_json({"rows": [row.summary() for row in rows], "advice": advise(rows), **written})
-        return 0
+        print_json({"rows": [one.summary() for one in outcomes]})
+    else:
+        _print(outcomes)
+    return 0 if all(one.difference == 0 for one in outcomes) else 1
+
+
+def _show(done: int, of: int, what: str) -> None:
+    filled = _BAR * done // of
+    progress(f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{of} steps  {what}")
+
+
+def _print(outcomes: Sequence[Outcome]) -> None:
+    from drumline.report.grid import grid
+    from drumline.report.table import table
+
     width = terminal_width()
-    print(f"One model on {ranks} ranks, {microbatches} microbatches. F forward, B backward, I and W its two halves.\n")
-    for name, what in TOUR:
-        per_stage = 1 / find(name).stages_per_rank
-        costs = Costs(forward=per_stage, backward_input=per_stage, backward_weight=per_stage)
-        timeline = simulate(programs[name], costs)
-        print(f"{name}: {what}")
-        print(grid(timeline, width=width, colour=colour_wanted()))
-        print(f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}\n")
-    print("All schedules, best first:\n")
-    print(compare_table(rows, width=width))
-    print("\n" + wrapped(advise(rows), width))
-    if args.out is not None:
-        print(f"\nThe same as a page that explains every box and every gap: {args.out}")
-    print("\nNext: drumline show zb-v --ranks 4 --microbatches 8, or drumline explore")
-    return 0
+    for one in outcomes:
+        if one.trial.name in _DRAWN:
+            print(f"{one.trial.schedule}, a step as it was measured:")
+            print(grid(one.timeline, width=width, colour=colour_wanted()) + "\n")
+    header = [
+        "schedule",
+        "M",
+        "recompute",
+        "loss",
+        "step ms",
+        "utilisation",
+        "bound",
+        "queue",
+        "stash KiB",
+        "one process",
+    ]
+    rows = []
+    for one in outcomes:
+        found = one.summary()
+        rows.append(
+            [
+                one.trial.schedule,
+                str(one.trial.num_microbatches),
+                one.trial.checkpoint,
+                f"{one.losses[0]:.3f} > {one.losses[-1]:.3f}",
+                f"{found['step_seconds'] * 1e3:.1f}",
+                f"{one.utilisation:.1%}",
+                f"{one.bound:.1%}",
+                f"{found['peak_queue']:g}",
+                " + ".join(f"{size / 1024:.0f}" for size in one.peak_stash),
+                "same bits" if one.difference == 0 else f"off by {one.difference:.2g}",
+            ]
+        )
+    print(table(header, rows, width=width))
+    print(
+        "\n"
+        + wrapped(
+            "bound: the most that the schedule allows with equal stages and free messages. Two flushed stages cannot"
+            " pass M / (M + 1), 80% at M = 4, whatever runs them; zb-h1 fills the drain with weight gradients. stash:"
+            " activations held for backwards at once, on rank 0 + rank 1. GPipe holds the whole batch whatever M is;"
+            " 1F1B at most two microbatches on rank 0, and these get smaller; recomputing keeps only inputs of stages.",
+            width,
+        )
+    )

@@ -17,13 +17,16 @@ from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
 # One thin module a verb; only the one that runs is imported.
 VERBS = {
-    "demo": "show and compare schedules, to get to know them",
+    "demo": "train a small model by several schedules on two ranks; ends with a report",
     "show": "draw a schedule in the terminal, or write it out",
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",
     "search": "the best program under a memory limit, with a bound and the gap",
     "check": "prove that a program can run, or list every violation",
     "verify": "run a model pipelined and in one process, and compare the two",
+    "report": "recorded runs as a page: where the time went, and what to change",
+    "watch": "a run live in the terminal: loss, throughput, bubble, queues",
+    "analyze": "the bubble of somebody else's run, from its profiler traces",
     "explore": "schedules under sliders, in the browser",
 }
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from drumline.cli import flags
+from drumline.cli import flags, needs
 from drumline.cli.output import print_json, progress, terminal_width, wrapped
-from drumline.core.errors import UsageError, counted
+from drumline.core.errors import counted
 
 if TYPE_CHECKING:
     from drumline.pipeline.verify import Verification
@@ -51,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         args.ranks = 2 if args.ranks is None else args.ranks
         args.microbatches = 8 if args.microbatches is None else args.microbatches
     program = flags.program_of(args)
-    verify = _verify()
+    with needs.pytorch("verify runs a model"):
+        from drumline.pipeline.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
         with redirect_stdout(sys.stderr):  # where a model of the user's prints
@@ -71,18 +71,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(found))
     return 0 if found.passes else 1
-
-
-def _verify() -> Callable[..., Verification]:
-    try:
-        from drumline.pipeline.verify import verify
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torch":
-            raise
-        raise UsageError(
-            "verify runs a model, and PyTorch is not installed", fix='pip install "drumline[train]"'
-        ) from None
-    return verify
 
 
 def _text(found: Verification) -> str:

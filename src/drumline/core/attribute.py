@@ -8,6 +8,12 @@ fill        before the rank's first action          drain    after its last one
 wait        for an action of another rank           transfer the input was made, and on its way
 imbalance   the part of the three above that equal stages and microbatches would not have had
 memory      the part of a wait in which a later forward was ready, but the stated limit forbade holding it
+
+Where a timeline was measured, spans of their own say what a rank did when it did not compute (see `account`). Beside
+fill, drain, wait and transfer there are then
+
+overhead    the executor's own work                 outside  the rank had not begun its step when others had
+unexplained what no span covers
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...
     rank 1 idle 1 from 0: the pipeline fills; 1F0 waits for 0F0 of rank 0
     rank 1 idle 2 from 4: the pipeline drains; 0B0 of rank 0 ends last
     """
+    if timeline.accounted is not None:
+        return timeline.accounted
     return tuple(idle for rank in range(timeline.num_ranks) for idle in _Rank(timeline, rank, limit).intervals())
 
 

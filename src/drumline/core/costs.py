@@ -133,6 +133,21 @@ class Costs:
         value = self.recompute if isinstance(self.recompute, Sequence) else [self.recompute] * num_stages
         return tuple(map(bool, _expand("recompute", [float(flag) for flag in value], num_stages, "stages")))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what differs from the defaults as an object for JSON, which `from_json` reads as text.
+
+        >>> costs = Costs(forward=[2, 1], edges={(0, 1): Edge(latency=0.5)})
+        >>> costs.to_json()
+        {'forward': [2, 1], 'edges': [{'from': 0, 'to': 1, 'latency': 0.5}]}
+        >>> Costs.from_json(json.dumps(costs.to_json())) == costs
+        True
+        """
+        table = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.edges:
+            table["edges"] = [_edge_to_json(*ends, edge) for ends, edge in self.edges.items()]
+        plain = Costs()
+        return {name: value for name, value in table.items() if value != getattr(plain, name)}
+
     @staticmethod
     def from_json(text: str) -> Costs:
         """Return the costs that a JSON object spells, keys being the field names.
@@ -214,6 +229,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = next(name for name in names if names.count(name) > 1)
         raise CostsError(f"{repeated!r} stands there twice", expected="every name once")
     return table
+
+
+def _edge_to_json(source: int, target: int, edge: Edge) -> dict[str, float]:
+    speed = {} if edge.bytes_per_second == math.inf else {"bytes_per_second": edge.bytes_per_second}
+    return {"from": source, "to": target, "latency": edge.latency, **speed}
 
 
 def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:

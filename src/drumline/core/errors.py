@@ -8,8 +8,10 @@ DrumlineError            anything that Drumline refuses
 ├── PlanError            what cannot be decided as asked: a cut or a program that no memory limit admits
 ├── UsageError           command-line input that no library call ever sees
 ├── ModelError           a model that cannot be cut as asked, or does not fit the program
+├── TraceError           a profiler's trace that cannot be read, or traces that do not belong together
 ├── BatchError           a batch that cannot be cut into the microbatches
 ├── MismatchError        ranks that were not given the same thing
+├── RecordError          a folder that holds no run, or files of one that cannot be read together
 └── RunError             a run that failed
     ├── NonFiniteError   a loss or gradient that is NaN or infinite; nothing was updated
     ├── WaitTimeout      a rank waited too long; says for which action of which rank
@@ -68,12 +70,20 @@ class ModelError(DrumlineError):
     """A model that cannot be cut as asked, or does not fit the program."""
 
 
+class TraceError(DrumlineError):
+    """A profiler's trace that cannot be read, or traces that do not belong together."""
+
+
 class BatchError(DrumlineError):
     """A batch that cannot be cut into the microbatches."""
 
 
 class MismatchError(DrumlineError):
     """Ranks that were not given the same schedule, model or settings."""
+
+
+class RecordError(DrumlineError):
+    """A folder that holds no run, or files of one that cannot be read together."""
 
 
 class RunError(DrumlineError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from drumline.core.action import TRANSFER_OPS, Action, Op
@@ -17,6 +17,9 @@ class Cause(StrEnum):
     TRANSFER = "transfer"
     IMBALANCE = "imbalance"
     MEMORY = "memory"
+    OVERHEAD = "overhead"
+    OUTSIDE = "outside"
+    UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class Idle:
     before: Action | None = None
     waits_for: Action | None = None
     on_rank: int | None = None
+    kind: str = field(default="", repr=False)  # of overhead
 
     @property
     def seconds(self) -> float:
@@ -49,7 +53,7 @@ class Idle:
             case Cause.DRAIN:
                 return f"the pipeline drains; {needed} ends last"
             case Cause.WAIT:
-                return f"{self.before} waits for {needed}"
+                return f"{self.before or 'the end'} waits for {needed}"
             case Cause.TRANSFER if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
                 return f"the rank itself is busy with {self.waits_for}"
             case Cause.TRANSFER if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
@@ -60,6 +64,20 @@ class Idle:
                 return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
             case Cause.MEMORY:
                 return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
+            case Cause.OVERHEAD:
+                return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
+            case Cause.OUTSIDE:
+                return "the rank had not begun its step"
+            case Cause.UNEXPLAINED:
+                return "nothing that was measured says what the rank did"
+
+
+_OVERHEAD = {
+    "begin": "the step begins: the batch is cut, and the last one is looked back at",
+    "post": "receives are posted",
+    "note": "what was measured is noted",
+    "end": "the step ends: gradients are looked at",
+}
 
 
 @dataclass(frozen=True, slots=True)

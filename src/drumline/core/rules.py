@@ -101,3 +101,14 @@ def producers(transfer: Action) -> tuple[Action, ...]:
     made = message_of(transfer).send
     ops = (Op.FORWARD,) if made.op is Op.SEND_F else (Op.BACKWARD, Op.BACKWARD_INPUT)
     return tuple(Action(made.stage, op, made.microbatch) for op in ops)
+
+
+def consumers(transfer: Action) -> tuple[Action, ...]:
+    """Return the actions of which one takes up what `transfer` carries.
+
+    >>> consumers(Action.parse("2RECV_B0"))
+    (2B0, 2I0)
+    """
+    taken = message_of(transfer).recv
+    ops = (Op.FORWARD,) if taken.op is Op.RECV_F else (Op.BACKWARD, Op.BACKWARD_INPUT)
+    return tuple(Action(taken.stage, op, taken.microbatch) for op in ops)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -37,7 +37,8 @@ from drumline.core.violation import InvalidProgram
 class Simulation(Timeline):
     """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
 
-    `ended` and `lag` are those of the graph's nodes; what else there is to know is made when it is asked for.
+    `ended` and `lag` are those of the graph's nodes, `work` the seconds of the plain actions where the costs alone do
+    not say them; what else there is to know is made when it is asked for.
     """
 
     program: Program
@@ -46,6 +47,7 @@ class Simulation(Timeline):
     ended: Floats
     lag: Floats
     limit: Limit | None = None
+    work: Floats | None = None
 
     @cached_property
     def started(self) -> Floats:
@@ -181,17 +183,20 @@ class Simulation(Timeline):
     @cached_property
     def balanced(self) -> Timeline | None:
         """The same program and work, were all stages and microbatches equally heavy; None where they are."""
-        seconds = work_seconds(self.graph, self.costs)
+        seconds = work_seconds(self.graph, self.costs) if self.work is None else self.work
         level = level_work(self.graph, seconds)
         if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
             return None
         return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
 
 
-def simulate(program: Program, costs: Costs | None = None, *, limit: Limit | None = None) -> Simulation:
+def simulate(
+    program: Program, costs: Costs | None = None, *, limit: Limit | None = None, factors: Floats | None = None
+) -> Simulation:
     """Return the timeline of `program` under `costs`; every action starts as soon as what it waits for allows.
 
-    A `limit` changes no time: it lets the causes of idle time tell where holding more would have helped.
+    A `limit` changes no time: it lets the causes of idle time tell where holding more would have helped. `factors`
+    multiply the seconds of each compute and update action, as in `makespans`.
 
     >>> from drumline.schedules import generate
     >>> timeline = simulate(generate("1f1b", num_ranks=4, num_microbatches=8))
@@ -203,7 +208,11 @@ def simulate(program: Program, costs: Costs | None = None, *, limit: Limit | Non
     costs = costs or Costs()
     try:
         graph = _compiled(program, costs)
-        return _timed(program, costs, graph, node_seconds(graph, costs, work_seconds(graph, costs)), limit)
+        work = work_seconds(graph, costs)
+        if factors is not None:
+            work = work * _by_work(graph, factors[None])[:, 0]
+        timed = _timed(program, costs, graph, node_seconds(graph, costs, work), limit)
+        return timed if factors is None else replace(timed, work=work)
     except NotCompilable:
         raise _invalid(program) from None
 
@@ -242,14 +251,22 @@ def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[F
         seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
         waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
         return np.stack(seconds, axis=1), np.stack(waits, axis=1)
+    if len(many) != 1:
+        raise CostsError(f"factors with {len(many)} Costs", expected="a single Costs")
+    work = work_seconds(graph, many[0])[:, None] * _by_work(graph, factors)
+    seconds_many = node_seconds(graph, many[0], work)
+    return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
+
+
+def _by_work(graph: Graph, factors: Floats) -> Floats:
+    """Return factors (samples, actions row by row) in the order of the graph's work, one column per sample."""
     actions = len(graph.work.node)
-    if len(many) != 1 or factors.ndim != 2 or factors.shape[1] != actions:
+    if factors.ndim != 2 or factors.shape[1] != actions:
         raise CostsError(f"factors has the shape {factors.shape}", expected=f"(samples, {actions}) and a single Costs")
     by_row = np.empty(actions, dtype=np.int64)
     by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)
-    work = work_seconds(graph, many[0])[:, None] * factors.T[by_row]
-    seconds_many = node_seconds(graph, many[0], work)
-    return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
+    ordered: Floats = factors.T[by_row]
+    return ordered
 
 
 def _messages(costs: Costs) -> Messages:

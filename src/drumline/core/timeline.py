@@ -143,6 +143,16 @@ class Timeline(ABC):
         return None
 
     @property
+    def accounted(self) -> tuple[Idle, ...] | None:
+        """Every idle interval as it was measured; None where causes follow from the actions."""
+        return None
+
+    @property
+    def clock_error(self) -> float:
+        """How far the ranks' clocks may be apart, where they were measured by several."""
+        return 0.0
+
+    @property
     def num_ranks(self) -> int:
         """How many ranks took part."""
         return self.program.num_ranks

@@ -48,16 +48,20 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
     if isinstance(choice, Mapping):
         for stage in choice:
             if stage not in range(len(cuts)):
-                raise ModelError(f"checkpoint names stage {stage}", expected=f"stages 0 to {len(cuts) - 1}")
+                raise ModelError(f"checkpoint names stage {stage!r}", expected=f"stages 0 to {len(cuts) - 1}")
         return frozenset().union(*(checkpointed(one, [cuts[stage]]) for stage, one in choice.items()))
     names = [block.name for stage in cuts for block in stage]
     if isinstance(choice, str):
         if choice not in ("none", "full"):
             raise ModelError(f"checkpoint is {choice!r}", expected='"none", "full" or names of blocks')
         return frozenset(names if choice == "full" else ())
+    if not isinstance(choice, Iterable):
+        expected = '"none", "full", names of blocks, or a dict with one of these per stage'
+        raise ModelError(f"checkpoint is {choice!r}", expected=expected)
+    choice = [str(name) for name in choice]
     for name in choice:
         if name not in names:
-            raise ModelError(f"checkpoint names the block {name!r}, which is not there", fix=nearest(str(name), names))
+            raise ModelError(f"checkpoint names the block {name!r}, which is not there", fix=nearest(name, names))
     return frozenset(choice)
 
 

@@ -1,12 +1,12 @@
-"""Where to cut: every block is measured on this device, and the exact best cut for a schedule is chosen."""
+"""Where to cut: every block is measured on this device, and the best cut for a schedule is chosen."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,21 @@ from torch import Tensor
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
-from drumline.core.frozen import prune
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.timeline import Timeline
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
-from drumline.pipeline.frozen import trainable
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.chain import Partition
-from drumline.plan.held import held_by
-from drumline.plan.partition import partition, rank_bytes
+from drumline.plan.timed import TimedCuts
 from drumline.profile.layers import profile
 from drumline.profile.profile import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model
-from drumline.runtime.cut import cut as cut_blocks
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 
@@ -51,8 +47,8 @@ class Balance:
     """A cut and what it was chosen by.
 
     `counts` is for `Pipeline(balance=...)`. `rank_bytes` are each rank's predicted peak: weights, gradients, optimizer
-    state, activations and what is received. `is_exact` is False where several stages share each rank's limited memory
-    and the search gave up: then a better cut may exist.
+    state, activations and what is received. `is_exact` is False where several stages share each rank and the search
+    gave up: then a better cut may exist.
     """
 
     program: Program
@@ -73,7 +69,7 @@ class Balance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no cut within the memory limit has a shorter largest stage."""
+        """Whether the cut that timing began with is proven: none within the limit has a shorter largest rank."""
         return self.partition.is_exact
 
     @cached_property
@@ -153,9 +149,9 @@ def balance(
 ) -> Balance:
     """Measure the model's blocks with the first microbatch of `batch`, and return the best cut for the schedule.
 
-    The largest stage is as short as it can be, and the others as even as that allows, with every rank's peak within
-    `max_bytes`; where nothing fits, PlanError names the smallest limit that would do. The optimizer is taken to keep
-    `optimizer_states` tensors of the weights' size (2 for Adam).
+    The largest rank is as short as it can be, and its boundaries are moved from there as long as the simulated step
+    gets shorter, with every rank's peak within `max_bytes`; where nothing fits, PlanError names the smallest limit that
+    would do. The optimizer is taken to keep `optimizer_states` tensors of the weights' size (2 for Adam).
 
     Under torchrun or `dl.launch` call it on all ranks: all measure at once, as all will compute at once, and rank 0's
     figures decide for all. The model is measured where it is, and left as it was.
@@ -205,11 +201,15 @@ def balanced(
 ) -> Balance:
     """Measure blocks with one microbatch, and return the best cut for a program."""
     found = profile(blocks, microbatch, target=target, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
-    costs = found.blocks(split=_splits(program), optimizer_states=optimizer_states)
-    chosen = partition(costs, program.num_stages, held=held_by(program), max_bytes=max_bytes)
-    program = prune(program, trainable(cut_blocks(blocks, program.num_stages, chosen.counts)))
-    chosen = replace(chosen, rank_bytes=rank_bytes(costs, chosen.counts, held_by(program)))
-    return Balance(program, found, chosen, optimizer_states)
+    cuts = TimedCuts(
+        found.blocks(split=_splits(program), optimizer_states=optimizer_states),
+        program,
+        [block.trains for block in blocks],
+        partial(found.costs, optimizer_states=optimizer_states, placement=program.placement),
+        max_bytes,
+    )
+    chosen = cuts.best()
+    return Balance(cuts.pruned(chosen.counts), found, chosen, optimizer_states)
 
 
 def _of_rank_0(measured: Callable[[], Balance]) -> Balance:

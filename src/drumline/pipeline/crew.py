@@ -33,6 +33,8 @@ class Crew:
         self.timeout = timeout
         self.over = ""  # why nothing more can be done together
         self.current: Callable[[], str] = lambda: ""  # what this process is at, for errors
+        self.while_waiting: Callable[[], None] = lambda: None  # what can be done when there is nothing else to do
+        self.at_failure: Callable[[], None] = lambda: None
         self._topics = itertools.count()
 
     @staticmethod
@@ -44,10 +46,11 @@ class Crew:
         program: Program | None,
         ahead: int,
         timeout: float,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> Crew:
         """Return the crew of this process, connected to all others."""
         if transports.alone(transport):
-            hub = Hub(num_ranks or 1)
+            hub = Hub(num_ranks or 1, now)
             return Crew(hub.channels(), hub, timeout=timeout)
         channel = transports.open_channel(
             transport,
@@ -56,6 +59,7 @@ class Crew:
             num_slots=max(4, ahead),
             scope=f"drumline/{next(_scopes)}",
             edges=None if program is None else edges_of(program),
+            now=now,
         )
         crew = Crew([channel], None, timeout=timeout)
         with crew.together("the set-up"):
@@ -91,6 +95,7 @@ class Crew:
             take_turns(self.hub, runs)
             return
         for wait in runs[0]:
+            self.while_waiting()
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
@@ -110,6 +115,11 @@ class Crew:
         told = [channel.hear(topic, self._deadline()) for channel in self.channels]
         return told[0]
 
+    def compare_clocks(self) -> None:
+        """Learn how far apart the ranks' clocks are; all ranks call it."""
+        for channel in self.channels:
+            channel.compare_clocks(self._deadline())
+
     @contextmanager
     def together(self, during: str) -> Iterator[None]:
         """Let every rank know if this one fails; with several processes nothing more can be done after that."""
@@ -119,6 +129,7 @@ class Crew:
             yield
         except BaseException as error:
             at = self.current() or during
+            self.at_failure()
             for channel in self.channels:
                 channel.abort(error, at)
             if not self.alone:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _guarded: defaultdict[int, WeakSet[Guard]] = defaultdict(WeakSet)  # by parameter
 _found: WeakKeyDictionary[Optimizer, WeakSet[Guard]] = WeakKeyDictionary()
@@ -21,15 +21,19 @@ _hooks: list[Any] = []
 
 
 class Guard:
-    """Calls `before` with any optimizer that holds one of `parameters` and is to step, as long as it is alive."""
+    """Calls `before` and `after` with any optimizer that holds one of `parameters`, around each of its steps."""
 
-    def __init__(self, parameters: list[Tensor], before: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self, parameters: list[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+    ) -> None:
         self.before = before
+        self.after = after
         for parameter in parameters:
             _guarded[id(parameter)].add(self)
         _found.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -38,3 +42,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(id(one), ()))
     for guard in list(_found[optimizer]):
         guard.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for guard in list(_found.get(optimizer, ())):
+        guard.after(optimizer)

@@ -27,6 +27,11 @@ class Intake:
     def __init__(
         self, loss_fn: LossFunction | None, weigh: Weigh | None, device: torch.device, *, num_microbatches: int
     ) -> None:
+        for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
+            if given is not None and (not callable(given) or isinstance(given, type)):
+                what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+                fix = f"make one: {given.__name__}()" if isinstance(given, type) else ""
+                raise ModelError(f"{name} is {what}", expected="a function", fix=fix)
         self.loss_fn = loss_fn
         self.weigh = weigh
         self.device = device
@@ -125,4 +130,7 @@ class Intake:
 
 def _plain(weight: float | Tensor) -> float | Tensor:
     """Return a weight as a number, unless reading it would mean waiting for a device."""
+    if not isinstance(weight, int | float | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
+        what = f"a tensor of the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise BatchError(f"loss_weight returned {what}", expected="a number: what the microbatch counts")
     return float(weight) if isinstance(weight, Tensor) and weight.device.type == "cpu" else weight

@@ -17,6 +17,7 @@ from drumline.pipeline.model_file import Material
 from drumline.pipeline.models import blocks_for, example_inputs, is_chain
 from drumline.pipeline.own_loss import OwnWeight, own_loss
 from drumline.pipeline.reference import reference_step
+from drumline.plan.held import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, blocks_of, cut
 from drumline.runtime.randomness import Randomness
@@ -49,7 +50,7 @@ class OneProcess:
         if isinstance(material.model, nn.Module) and not is_chain(material.model):
             _same(material.model, blocks, cut_batch(batch, program.num_microbatches)[0])
         self._program = program
-        self._stages = cut(blocks, program.num_stages)
+        self._stages = cut(blocks, program.num_stages, held=held_by(program))
         self.counts = [len(stage) for stage in self._stages]
         names: dict[nn.Parameter, str] = {}
         for name, one in (pair for block in blocks for pair in block.named_parameters()):

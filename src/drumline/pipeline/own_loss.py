@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError
+from drumline.core.errors import BatchError, ModelError
 from drumline.runtime.batch import num_rows
 from drumline.runtime.pieces import Inputs
 
@@ -43,14 +43,33 @@ class OwnWeight:
 
     def __init__(self, model: nn.Module) -> None:
         self.shifted = _predicts_next(model)
+        self.place = _place_of_labels(model)
 
     def __call__(self, inputs: Inputs) -> float | Tensor:
         """Return the number of labels that count, or of rows if there are no labels."""
+        if inputs.kwargs.get("num_items_in_batch") is not None:
+            raise BatchError(
+                "step got num_items_in_batch, by which the model would divide its loss",
+                expected="a mean over each microbatch, which counts by its labels",
+                fix="leave it out: the loss is the mean over the labels of the whole batch",
+            )
         labels = inputs.kwargs.get("labels")
+        if labels is None and self.place is not None and len(inputs.args) > self.place:
+            labels = inputs.args[self.place]
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return num_rows(inputs)
         counted = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels
         return (counted != _IGNORED).sum()
+
+
+def _place_of_labels(model: nn.Module) -> int | None:
+    """Return at which place among a model's arguments its labels stand, if it takes some in order."""
+    try:
+        given = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    names = [one.name for one in given if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return names.index("labels") if "labels" in names else None
 
 
 def _predicts_next(model: nn.Module) -> bool:

@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, RunError
 from drumline.core.lower import lower
+from drumline.core.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline import assembly, auto, transports
+from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
+from drumline.pipeline.auto import Found
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
-from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import attempt, forwards_of, program_for
+from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
+from drumline.runtime.batch import counted_in
 from drumline.runtime.capture import Capture
 from drumline.runtime.channel import Channel
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.copies import Copies
 from drumline.runtime.cuda import clock_for, recorder_for
-from drumline.runtime.cut import Model, cut
+from drumline.runtime.cut import Block, Model
+from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.finite import all_finite
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.record import Measured, Record
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
+
+T = TypeVar("T")
+_ENDED: Any = object()
 
 
 class Pipeline:
@@ -79,6 +86,7 @@ class Pipeline:
     - `compile`: run every stage's blocks by torch.compile: True, a backend's name, or a dict of its arguments.
     - `capture`: launch what a rank computes between two messages as one CUDA graph; for blocks that draw no random
       numbers.
+    - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
     """
 
     def __init__(
@@ -109,9 +117,12 @@ class Pipeline:
         capture: bool = False,
         weigh: bool = False,
         compile: Compile = False,  # noqa: A002 - as torch calls it
+        record: bool | str | Path = True,
     ) -> None:
+        given = dict(locals())
+        arguments.check(given)
         transports.check(transport)
-        self.device = torch.device(device) if device is not None else assembly.device_of(model)
+        self.device = arguments.device_named(device) or assembly.device_of(model)
         self.check_finite = check_finite
         self._number = 0  # of the next step
         self._ledger = Ledger()
@@ -124,8 +135,9 @@ class Pipeline:
             num_microbatches=num_microbatches,
             stages_per_rank=stages_per_rank,
         )
+        clock = clock_for(self.device)
         self._crew = Crew.gathered(
-            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout
+            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout, now=clock.now
         )
         self._crew.current = self._action
         with self._crew.together("the set-up"):
@@ -134,18 +146,11 @@ class Pipeline:
                 raise problem
             self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
             self._intake.follow(model)
-            numbers = Precision(precision, self.device)
-            blocks = blocks_for(model, example, self.device, num_microbatches=program.num_microbatches, cuts=cuts)
-            self.balance = None
-            if auto.is_asked(balance, cuts, example):
-                inputs = example_inputs(model, example)
-                wanted = inputs if self._intake.own else example_target
-                loss = self._intake.loss if self._intake.has_loss and wanted is not None else None
-                with numbers.autocast:
-                    self.balance = auto.measured(self._crew, blocks, program, inputs, wanted, loss, self.device)
-                balance = None if self.balance is None else self.balance.counts
-            stages = cut(blocks, program.num_stages, balance, cuts)
-            stored, ranks = opened(weights), [channel.rank for channel in self._crew.channels]
+            stored, numbers = opened(weights), Precision(precision, self.device)
+            self._agree({"weights": stored and stored.described()})
+            found = Found(model, example, example_target, self._intake, numbers)
+            stages, self.balance = found.stages(self._crew, program, balance, cuts)
+            ranks = [channel.rank for channel in self._crew.channels]
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)
             self.program = program = self._frozen.program
@@ -161,21 +166,20 @@ class Pipeline:
                 compiler_for(compile, self.device),
             )
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            described = self._assembly.described(
-                check_finite=check_finite,
-                master_weights=master_weights,
-                capture=capture,
-                weights=stored and stored.described(),
-            )
-            assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+            more: dict[str, Any] = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
+            more["record"] = record if isinstance(record, bool) else str(record)
+            self._agree(self._assembly.described(**more))
             self._crew.connect(self._assembly.ties.edges)
-            ties, alone = self._assembly.ties, self._crew.alone
-            copies = [Copies(one.rank, ties, stages) if alone else None for one in self._crew.channels]
+            self._recording = Recording(record, self._crew, self._ledger)
+            self._recording.describe(given, program, self._assembly, self.balance)
+            weigh |= self._recording.folder is not None and not compile  # the first step, unless all
+            copies = self._copies(stages)
             self._executors = [
-                self._executor(channel, merge_weight_gradients, weigh, own)
-                for channel, own in zip(self._crew.channels, copies, strict=True)
+                self._executor(channel, merge_weight_gradients, weigh, copies.get(channel.rank))
+                for channel in self._crew.channels
             ]
-            self._holdings = Holdings(ties, self._crew, self._executors, [one for one in copies if one is not None])
+            self._recording.follow(self._executors, weigh=bool(given["weigh"]))
+            self._holdings = Holdings(self._assembly.ties, self._crew, self._executors, list(copies.values()))
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
             self._assembly = self._assembly.of_ranks(ranks)
             self._frozen.forget_all_but(self._assembly.cuts)
@@ -183,7 +187,7 @@ class Pipeline:
             self._holdings.share()
             self._evaluators = self._forward_executors(ahead)
             self._captured = self._capturer() if capture else None
-        self._guard = Guard(list(self.parameters()), self._before_update)
+        self._guard = self._guarded()
 
     @property
     def num_ranks(self) -> int:
@@ -202,6 +206,16 @@ class Pipeline:
 
     # ---- setting up --------------------------------------------------------------------------------------------------
 
+    def _agree(self, described: dict[str, Any]) -> None:
+        """Raise, alike on all ranks, unless all were given the same."""
+        assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
+
+    def _copies(self, stages: Sequence[Sequence[Block]]) -> dict[int, Copies]:
+        """Return, where all ranks live in this process, each one's copies of what is at home on another."""
+        if not self._crew.alone:
+            return {}
+        return {one.rank: Copies(one.rank, self._assembly.ties, stages) for one in self._crew.channels}
+
     def _executor(self, channel: Channel, merge: bool, weigh: bool, copies: Copies | None) -> Executor:
         stages = self._assembly.stages_of(channel.rank, copies)
         return Executor(
@@ -209,7 +223,7 @@ class Pipeline:
             channel.rank,
             stages,
             channel,
-            clock_for(self.device),
+            self._recording.clock(clock_for(self.device)),
             merge_weight_gradients=merge,
             scale=Scale(stages.values()) if weigh else None,
             ties=self._assembly.ties,
@@ -237,11 +251,11 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        drafts = self._recording.begin(self._number)
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
-        records = [Record(executor.rank) for executor in self._executors]
         with self._crew.together("the start of a step"):
             self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
             self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
@@ -250,14 +264,19 @@ class Pipeline:
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
-            self._run(self._executors, step, records)
+            self._run(self._executors, step, drafts)
+            self._recording.ran(drafts)
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
-            tally = self._told(step, records)
+            tally = self._told(step, drafts)
         return StepResult(step.number, lambda: tally.loss)
 
     def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
+        with self._recording.during("evaluate"):
+            return self._evaluated(batch, target, named)
+
+    def _evaluated(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> StepResult:
         self._settle(until=self._number - 2)
         self._renew()
         step = Step(self._number, train=False)
@@ -269,7 +288,7 @@ class Pipeline:
             for module in training:
                 module.training = False
             try:
-                self._run(self._evaluators, step, [Record(executor.rank) for executor in self._evaluators])
+                self._run(self._evaluators, step, [Draft(executor.rank) for executor in self._evaluators])
             finally:
                 for module in training:
                     module.training = True
@@ -283,17 +302,17 @@ class Pipeline:
         held = {index for executor in self._executors for index in executor.stages}
         return {end for end, index in (("first", 0), ("last", self.program.num_stages - 1)) if index in held}
 
-    def _run(self, executors: Sequence[Executor], step: Step, records: Sequence[Record]) -> None:
+    def _run(self, executors: Sequence[Executor], step: Step, drafts: Sequence[Draft]) -> None:
         """Run every rank of this process through its row."""
         randomness = self._assembly.randomness
         randomness.step = step.number
         if step.train and self._captured is not None:
-            self._captured.run(step, records, self._crew.drive)
+            self._captured.run(step, drafts, self._crew.drive)
             return
         # A backward that runs in this very thread saves handing it to another and back, for every action.
         kept = self._assembly.precision.step()
         with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
-            self._crew.drive([one.run(step, record) for one, record in zip(executors, records, strict=True)])
+            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
@@ -305,8 +324,11 @@ class Pipeline:
             for executor in self._executors:
                 executor.exchange.renew()
             self._updates.follow(self._all_parameters())
-            self._guard = Guard(list(self.parameters()), self._before_update)
+            self._guard = self._guarded()
             self._ledger.reached = False
+
+    def _guarded(self) -> Guard:
+        return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
 
     def _all_parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters of all stages here, second copies included."""
@@ -318,7 +340,7 @@ class Pipeline:
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _told(self, step: Step, records: Sequence[Record]) -> Tally:
+    def _told(self, step: Step, drafts: Sequence[Draft]) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         alone = self._crew.alone
         told = Told(sorted(step.losses))
@@ -337,13 +359,21 @@ class Pipeline:
             self._ledger.reached = True
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
-        for one, executor, record in zip(each, self._executors, records, strict=False):
-            one.record = record if alone else executor.clock.settle(record)
+        told.num_rows, told.num_tokens = counted_in(step.batch)
         topic = f"step/{step.number}"
-        self._crew.tell(topic, each)
-        clocks = [executor.clock for executor in self._executors] if alone else []
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, clocks, self.scaler)
+        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
+        if alone and self._recording.is_on:
+            tally.own = lambda: self._recording.settled(drafts)
+        if step.train:
+            self._recording.ended(drafts)
+        with self._recording.during("tell"):
+            if step.train:
+                self._recording.fill(each, drafts)
+            self._crew.tell(topic, each)
         self._ledger.add(tally, trained=step.train)
+        if step.train:
+            with self._recording.during("write"):
+                self._recording.add(tally, each)
         self._number += 1
         return tally
 
@@ -355,11 +385,15 @@ class Pipeline:
         self._settle(until=None)
 
     def _settle(self, *, until: int | None) -> None:
-        self._ledger.settle(until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters()))
+        with self._recording.during("hear") if until is None else nullcontext():
+            self._ledger.settle(
+                until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters())
+            )
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._updates.check(optimizer)
         self.settle()
+        self._recording.enter("update")
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -368,19 +402,41 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        clip.check(max_norm, norm_type)
+        with self._recording.during("clip"):
+            return self._clipped(max_norm, norm_type)
+
+    def _clipped(self, max_norm: float, norm_type: float) -> Tensor:
         self.settle()
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
         total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
+        self._recording.note(grad_norm=total)
         return total
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
-        if self._ledger.last is None:
-            raise RunError("no step has run yet", fix="call step first")
-        return self._ledger.last.timeline
+        self._recording.check()
+        return self._ledger.timeline()
+
+    def data(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what `loader` does; how long each batch takes to come is measured as waiting for data.
+
+        >>> pipe = Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1)
+        >>> for x in pipe.data([torch.ones(1, 1)]):
+        ...     _ = pipe.step(x, target=x)
+        >>> [one.kind for one in pipe.timeline().between]
+        ['data']
+        """
+        batches = iter(loader)
+        while True:
+            with self._recording.during("data"):
+                batch = next(batches, _ENDED)
+            if batch is _ENDED:
+                return
+            yield batch
 
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
@@ -424,7 +480,8 @@ class Pipeline:
         self._holdings.load_state_dict(mapping)
 
     def close(self) -> None:
-        """Take leave of the other ranks; nothing is left behind."""
+        """Take leave of the other ranks; nothing is left behind but a run that was recorded."""
+        self._recording.close()
         self._crew.close()
 
     def __enter__(self) -> Pipeline:

@@ -43,6 +43,8 @@ def state_on(ties: Ties, rank: int, stages: Mapping[int, Stage]) -> dict[str, An
 def problem_with(state: Mapping[str, Any], ties: Ties, rank: int, stages: Mapping[int, Stage]) -> DrumlineError | None:
     """Return why a state cannot be given to a rank, None if it can."""
     try:
+        if not isinstance(state, Mapping):
+            raise ModelError(f"the state is a {type(state).__name__}", expected="a dict of tensors by name")
         for index, block in _blocks(stages):
             for name, own in _entries(block):
                 value = _given(state, ties, name)
@@ -52,6 +54,10 @@ def problem_with(state: Mapping[str, Any], ties: Ties, rank: int, stages: Mappin
                         expected="every parameter and buffer of this rank's stages",
                         fix=nearest(name, state),
                     )
+                if isinstance(own, Tensor) and value is not None and not isinstance(value, Tensor):
+                    raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
+                if isinstance(own, Tensor) and value is not None and value.is_meta:
+                    raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with numbers")
                 if isinstance(own, Tensor) and value is not None and value.shape != own.shape:
                     raise ModelError(
                         f"{name!r} has the shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape))

@@ -5,18 +5,22 @@ A rank does not wait at the end of a step. The loss, the check for NaN and the t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from drumline.core.align import Dial, align
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
+from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.core.record import Record
 from drumline.pipeline.scaler import LossScaler
-from drumline.runtime.clock import Clock
-from drumline.runtime.record import Measured, Record
+
+_NUM_RECENT = 16
 
 
 @dataclass(slots=True)
@@ -30,22 +34,51 @@ class Told:
     scale: float | None = None  # of the loss, as this rank knows it
     unreached: list[str] = field(default_factory=list)
     record: Record | None = None
+    late: Record | None = None  # of the step before, where the device had not passed that in time
+    num_rows: int = 0  # of the batch, where it is known
+    num_tokens: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Tally:
     """All ranks' words on one step; `hear` is called once, when they are first needed."""
 
     number: int
     hear: Callable[[], list[Told]]
     program: Program
-    clocks: Sequence[Clock] = ()  # of ranks in this process, whose records are still marks
     scaler: LossScaler | None = None
+    own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
+    following: Tally | None = None  # the next step that trained
 
     @cached_property
     def told(self) -> list[Told]:
         """What every rank told."""
         return self.hear()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether all ranks' words are here."""
+        return "told" in self.__dict__
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that will be known of the step is here."""
+        return self.is_heard and self.known_records is not None
+
+    @property
+    def records(self) -> tuple[Record, ...] | None:
+        """What every rank recorded, those of this process waited for; None as long as another has not told it."""
+        known = self.known_records
+        return tuple(self.own()) if known is None and self.own is not None else known
+
+    @property
+    def known_records(self) -> tuple[Record, ...] | None:
+        """The same without waiting for a device."""
+        found = [one.record for one in self.told]
+        if None in found and self.following is not None and self.following.is_heard:
+            found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
+        known = tuple(record for record in found if record is not None)
+        return known if len(known) == len(found) else None
 
     @cached_property
     def loss(self) -> Tensor | None:
@@ -62,12 +95,12 @@ class Tally:
     @cached_property
     def timeline(self) -> Measured:
         """What the ranks measured."""
-        records = [one.record for one in self.told if one.record is not None and one.record.starts]
-        if len(records) != self.program.num_ranks:
+        records = self.records
+        if records is None:
+            raise RunError("a device has not passed the step yet", fix="run another one, or use check_finite=True")
+        if not all(record.starts for record in records):
             raise RunError("a captured step has no timeline", fix="use capture=False to measure")
-        for clock, record in zip(self.clocks, records, strict=False):
-            clock.settle(record)
-        return Measured(self.program, tuple(records))
+        return Measured(self.program, records)
 
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
@@ -99,6 +132,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.last: Tally | None = None  # of the steps that trained
+        self.before: Tally | None = None  # the one before that
+        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
         self.reached = False  # whether it was looked at that every parameter gets a gradient
         self._open: list[Tally] = []
         self._refused: Tally | None = None
@@ -107,8 +142,27 @@ class Ledger:
         """Enter a step that has been told of."""
         self._open.append(tally)
         if trained:
-            self.last = tally
+            if self.last is not None:
+                self.last.following = tally
+            self.before, self.last = self.last, tally
+            self._recent.append(tally)
             self._refused = None  # gradients add up, so this step's check covers what was there before
+
+    def timeline(self) -> Measured:
+        """Return the last step that all ranks know; without waiting for a device, that may be the one before."""
+        if self.last is None:
+            raise RunError("no step has run yet", fix="call step first")
+        known = self.last if self.last.records is not None or self.before is None else self.before
+        return replace(known.timeline, dials=self.dials(known))
+
+    def dials(self, tally: Tally) -> tuple[Dial, ...]:
+        """Return how the ranks' clocks are to be read in a step."""
+        records = tally.known_records
+        if records is None or len({record.clock for record in records}) == 1:
+            return ()
+        known = [(one, one.known_records) for one in self._recent if one.is_heard]
+        steps = [(one, each) for one, each in known if each is not None]
+        return align([each for _, each in steps], [one for one, _ in steps].index(tally))
 
     def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
         """Look at all steps, or those up to a number, and raise if one must not be built on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def default_device() -> torch.device:
 def check(transport: str) -> None:
     """Refuse a transport that does not exist."""
     if transport not in TRANSPORTS:
-        raise UsageError(f"transport is {transport!r}", fix=nearest(transport, TRANSPORTS))
+        raise UsageError(f"transport is {transport!r}", fix=nearest(str(transport), TRANSPORTS))
 
 
 def alone(transport: str) -> bool:
@@ -68,6 +68,7 @@ def open_channel(
     num_slots: int,
     scope: str,
     edges: Sequence[tuple[int, int]] | None,
+    now: Callable[[], int],
 ) -> Channel:
     """Return this rank's end of a new channel between all ranks of the process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -77,5 +78,9 @@ def open_channel(
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
         transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
     if transport == "shared-memory":
-        return SharedMemoryChannel(rank, size, store=store, device=device, timeout=timeout, num_slots=num_slots)
-    return DistributedChannel(rank, size, store=store, backend=transport, device=device, timeout=timeout, edges=edges)
+        return SharedMemoryChannel(
+            rank, size, store=store, device=device, timeout=timeout, num_slots=num_slots, now=now
+        )
+    return DistributedChannel(
+        rank, size, store=store, backend=transport, device=device, timeout=timeout, edges=edges, now=now
+    )

@@ -80,6 +80,11 @@ class Updates:
         self, kind: type[Optimizer], parameters: Sequence[nn.Parameter], settings: dict[str, Any]
     ) -> Optimizer:
         """Return an optimizer of the kind that was asked for."""
+        if not isinstance(kind, type):
+            raise RunError(
+                f"pipe.optimizer got {kind!r:.60}",
+                expected="an optimizer's class, as in pipe.optimizer(torch.optim.AdamW)",
+            )
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
         if self.scaler is not None or self.masters is not None:

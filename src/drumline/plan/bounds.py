@@ -8,7 +8,7 @@ import numpy as np
 
 from drumline.plan.chain import Chain, Floats
 
-_SLACK = 1e-12  # of the largest stage: seconds are sums in floating point
+SLACK = 1e-12  # of the largest stage: seconds are sums in floating point
 
 
 class Bounds:
@@ -18,8 +18,10 @@ class Bounds:
         self.chain = chain
         self.fits = [chain.stage_bytes(stage) <= limit for stage in range(chain.num_stages)]
         self.seconds = chain.stage_seconds()
+        parts = [max(one for rank in chain.ranks for at, one in rank if at == stage) for stage in range(len(self.fits))]
         allowed = [np.where(fits, self.seconds, np.inf) for fits in self.fits]
-        self.largest = suffixes(allowed, np.maximum)
+        self.on_ranks = [part * one for part, one in zip(parts, allowed, strict=True)]
+        self.largest = suffixes(self.on_ranks, np.maximum)
         self.squares = suffixes([one**2 for one in allowed], np.add)
 
     def best_cut(self) -> list[int] | None:
@@ -27,8 +29,8 @@ class Bounds:
         largest = self.largest[0][0]
         if largest == np.inf:
             return None
-        short = self.seconds <= largest * (1 + _SLACK)
-        allowed = [np.where(fits & short, self.seconds**2, np.inf) for fits in self.fits]
+        short = [one <= largest * (1 + SLACK) for one in self.on_ranks]
+        allowed = [np.where(one, self.seconds**2, np.inf) for one in short]
         squares = suffixes(allowed, np.add)
         ends = [0]
         for stage in range(self.chain.num_stages):

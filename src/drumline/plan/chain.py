@@ -66,6 +66,7 @@ class Chain:
         self.tied = [(size, _sums([name in dict(one.tied) for one in blocks])) for name, size in tied.items()]
         stages = [stage for rank in held for stage in rank.stages]
         self.shares_ranks = any(len(rank.stages) > 1 for rank in held)
+        self.ranks = [rank.parts for rank in held] or [((stage, 1.0),) for stage in range(num_stages)]
         if held and set(stages) != set(range(num_stages)):
             raise PlanError(f"held names the stages {sorted(set(stages))}", expected=f"all of 0 to {num_stages - 1}")
 
@@ -107,15 +108,23 @@ class Chain:
             - twice
         )
 
+    def rank_seconds(self, ends: Sequence[int]) -> tuple[float, ...]:
+        """Return what every rank computes for one microbatch, on average over them."""
+        seconds = np.diff(self.seconds[list(ends)])
+        return tuple(float(sum(part * seconds[stage] for stage, part in rank)) for rank in self.ranks)
+
+    def quality(self, ends: Sequence[int]) -> tuple[float, float]:
+        """Return how long the largest rank takes, then how uneven the stages are: the smaller, the better."""
+        return max(self.rank_seconds(ends)), float((np.diff(self.seconds[list(ends)]) ** 2).sum())
+
     def sizes(self, ends: Sequence[int]) -> tuple[float, ...]:
         """Return the ranks' peaks, largest first: the smaller, the less memory a cut needs."""
         return tuple(sorted(self.rank_bytes(ends), reverse=True))
 
     def fitting(self, limit: float, ends: Sequence[int]) -> tuple[float, ...]:
         """Return by how much a cut exceeds the limit, then how good it is: the smaller, the better."""
-        seconds = np.diff(self.seconds[list(ends)])
         excess = sum(max(size - limit, 0.0) for size in self.rank_bytes(ends))
-        return excess, float(seconds.max()), float((seconds**2).sum())
+        return excess, *self.quality(ends)
 
     def partition(self, ends: Sequence[int], is_exact: bool) -> Partition:
         """Return the cut at `ends` as a result, having checked that every block is in exactly one stage."""

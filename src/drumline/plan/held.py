@@ -9,6 +9,7 @@ kept. Whatever the sizes, the largest sum over these moments is what the simulat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,10 +23,19 @@ Counts = tuple[int, int]  # pairs between F and I (or B), and pairs between I an
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank: its stages, and for each moment that could be the peak what it holds of each of them."""
+    """One rank: its stages, and for each moment that could be the peak what it holds of each of them.
+
+    `shares` says what part of each stage's microbatches the rank runs: less than all where a stage has two copies.
+    """
 
     stages: tuple[int, ...]
     moments: tuple[tuple[Counts, ...], ...]
+    shares: tuple[float, ...] = ()  # all of them, unless given
+
+    @property
+    def parts(self) -> tuple[tuple[int, float], ...]:
+        """Its stages, each with the part of its microbatches that runs here."""
+        return tuple(zip(self.stages, self.shares or (1.0,) * len(self.stages), strict=True))
 
     def bytes(self, full: Sequence[float], until_weight: Sequence[float], static: Sequence[float]) -> float:
         """Return the rank's peak, given each of its stages' bytes."""
@@ -43,9 +53,19 @@ def held_by(program: Program) -> tuple[Held, ...]:
     [(((2, 0),),), (((1, 0),),)]
     """
     return tuple(
-        Held(stages := program.placement.stages_of(rank), _peaks(_moments(row, stages, program.backwards)))
+        Held(
+            stages := program.placement.stages_of(rank),
+            _peaks(_moments(row, stages, program.backwards)),
+            _shares(row, stages, program.num_microbatches),
+        )
         for rank, row in enumerate(program.rows)
     )
+
+
+def _shares(row: Sequence[Action], stages: Sequence[int], num_microbatches: int) -> tuple[float, ...]:
+    """Return the part of each stage's forwards that a row has."""
+    found = Counter(part.stage for action in row for part in action.work if part.op is Op.FORWARD)
+    return tuple(found[stage] / num_microbatches for stage in stages)
 
 
 def _moments(

@@ -1,16 +1,19 @@
-"""The best cut of a chain of blocks: the largest stage as short as it can be, within every rank's memory.
+"""The best cut of a chain of blocks: the largest rank as short as it can be, within every rank's memory.
 
     blocks   3 1 2 2 4        into 3 stages:   3 1 | 2 2 | 4     largest 4, and no cut has a smaller one
 
-Among cuts with the shortest largest stage, the one with the smallest sum of squares is taken: the rest is as even as it
-goes. Both are found exactly, by dynamic programming over (stage, first block), O(S n²):
+Among cuts with the shortest largest rank, the one with the smallest sum of squares is taken: stages are as even as that
+allows. With one stage on every rank both are found exactly, by dynamic programming over (stage, first block), O(S n²):
 
     best(s, i) = min over j of max(seconds(i..j), best(s + 1, j))
 
-A rank with one stage has a memory of its own, so a limit only forbids some (stage, i, j). Several stages on one rank
-share its memory; then the cut found without sharing is taken if it happens to fit. Otherwise its boundaries are moved
-until it does and nothing gets better, and from there all cuts are searched, with that table as the bound. The search is
-exact unless it runs out of nodes, and says so (`Partition.is_exact`).
+and a limit only forbids some (stage, i, j). Several stages on one rank share its time and its memory:
+
+    blocks   1 1 1 1 1 1 1 1 4    as a V on 2 ranks:   1 1 | 1 1 1 | 1 1 1 | 4     2 + 4 on rank 0, 3 + 3 on rank 1
+
+Then the boundaries of that cut are moved until nothing gets better, and from there all cuts are searched, with the
+table and the share of what is left as bounds. The search is exact unless it runs out of nodes, and says so
+(`Partition.is_exact`).
 """
 
 from __future__ import annotations
@@ -45,15 +48,14 @@ def partition(
     chain = Chain(blocks, num_stages, held)
     limit = math.inf if max_bytes is None else max_bytes
     found = Bounds(chain, limit).best_cut()
-    if found is not None and max(chain.rank_bytes(found), default=0.0) <= limit:
+    if found is not None and not chain.shares_ranks:
         return chain.partition(found, True)
     even = [stage * chain.num_blocks // num_stages for stage in range(num_stages + 1)]
-    least = climbed(even, chain.sizes)
-    if found is not None and chain.shares_ranks:
-        begun = min(
-            (climbed(one, partial(chain.fitting, limit)) for one in (found, least)), key=partial(chain.fitting, limit)
-        )
-        fits = max(chain.rank_bytes(begun)) <= limit
+    least = even if limit == math.inf else climbed(even, chain.sizes)
+    if found is not None:
+        value = partial(chain.fitting, limit)
+        begun = min((climbed(one, value) for one in (found, least)), key=value)
+        fits = limit == math.inf or max(chain.rank_bytes(begun)) <= limit
         search = Search(chain, limit, begun if fits else None)
         if search.best is not None:
             return chain.partition(search.best, search.is_exact)

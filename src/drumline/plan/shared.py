@@ -1,4 +1,4 @@
-"""Cuts whose stages share ranks, and so memory: a climb to a good one, and the search that proves or betters it."""
+"""Cuts whose stages share ranks, their time and memory: a climb to a good one, the search that proves or betters it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from drumline.plan.bounds import Bounds, suffixes
+from drumline.plan.bounds import SLACK, Bounds, suffixes
 from drumline.plan.chain import Chain
 
 _MAX_NODES = 100_000  # a few seconds
@@ -53,50 +53,80 @@ class Search:
     _bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
+        stages = range(self.chain.num_stages)
         self._bounds = Bounds(self.chain, self.limit)
-        self._sizes = suffixes([self.chain.stage_bytes(one) for one in range(self.chain.num_stages)], np.maximum)
-        self._ranks_of = [
-            [(at, rank) for at, rank in enumerate(self.chain.held) if stage in rank.stages]
-            for stage in range(self.chain.num_stages)
+        self._sizes = suffixes([self.chain.stage_bytes(one) for one in stages], np.maximum)
+        self._holders = [[rank for rank in self.chain.held if stage in rank.stages] for stage in stages]
+        self._parts = [
+            [(at, part) for at, rank in enumerate(self.chain.ranks) for one, part in rank if one == stage]
+            for stage in stages
+        ]
+        # The ranks that have a stage behind each one: what is left to deal goes to them.
+        self._open = [
+            [at for at, rank in enumerate(self.chain.ranks) if any(one > stage for one, _ in rank)] for stage in stages
         ]
         if self.best is not None:
-            _, *quality = self.chain.fitting(math.inf, self.best)
-            self.value = (self.chain.sizes(self.best)[0], 0.0) if self.smallest else (quality[0], quality[1])
-        self._extend([0], 0.0, 0.0, 0.0)
+            self.value = (self.chain.sizes(self.best)[0], 0.0) if self.smallest else self.chain.quality(self.best)
+        self._extend([0], [0.0] * len(self.chain.ranks), 0.0, 0.0)
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything was looked at."""
-        return self.nodes <= _MAX_NODES
+        """Whether everything was looked at, or the largest rank cannot be shorter by the bound alone."""
+        if self.nodes <= _MAX_NODES:
+            return True
+        least = max(float(self._bounds.largest[0][0]), float(self.chain.seconds[-1]) / len(self.chain.ranks))
+        return not self.smallest and self.value[0] <= least * (1 + SLACK)
 
-    def _extend(self, ends: list[int], largest: float, squares: float, size: float) -> None:
+    def _extend(self, ends: list[int], loads: list[float], squares: float, size: float) -> None:
         stage, first = len(ends) - 1, ends[-1]
         if stage == self.chain.num_stages:
-            self.best, self.value = ends, (size, 0.0) if self.smallest else (largest, squares)
+            self.best, self.value = ends, (size, 0.0) if self.smallest else (max(loads), squares)
             return
         after = self.chain.num_stages - stage - 1
         options = []
         for end in range(first + 1, self.chain.num_blocks - after + 1) if after else [self.chain.num_blocks]:
             self.nodes += 1
-            if not self.is_exact:
+            if self.nodes > _MAX_NODES:
                 break
             now = max(size, self._rank_size([*ends, end], stage))
-            seconds = float(self._bounds.seconds[first, end])
             if now > self.limit:
                 break  # a longer slice takes no less
-            bound: tuple[float, float] = (max(now, float(self._sizes[stage + 1][end])), 0.0)
+            seconds = float(self._bounds.seconds[first, end])
+            more, bound = loads, (max(now, float(self._sizes[stage + 1][end])), 0.0)
             if not self.smallest:
-                rest = (float(self._bounds.largest[stage + 1][end]), float(self._bounds.squares[stage + 1][end]))
-                bound = (max(largest, seconds, rest[0]), squares + seconds**2 + rest[1])
-            options.append((bound, end, seconds, now))
-        for bound, end, seconds, now in sorted(options):
-            if bound < self.value and bound[0] < math.inf:
-                self._extend([*ends, end], max(largest, seconds), squares + seconds**2, now)
+                more = list(loads)
+                for rank, part in self._parts[stage]:
+                    more[rank] += part * seconds
+                bound = (self._least(more, stage, end), squares + seconds**2 + self._squares(stage + 1, end))
+            options.append((bound, end, more, seconds, now))
+        for bound, end, more, seconds, now in sorted(options):
+            if self._beats(bound):
+                self._extend([*ends, end], more, squares + seconds**2, now)
+
+    def _least(self, loads: list[float], stage: int, end: int) -> float:
+        """Return what the largest rank takes at least: what it has, one more stage, or its share of what is left."""
+        least = max(*loads, float(self._bounds.largest[stage + 1][end]))
+        if (open_ranks := self._open[stage]) and least < math.inf:
+            left = float(self.chain.seconds[-1] - self.chain.seconds[end])
+            least = max(least, (sum(loads[one] for one in open_ranks) + left) / len(open_ranks))
+        return least
+
+    def _squares(self, stage: int, first: int) -> float:
+        return float(self._bounds.squares[stage][first])
+
+    def _beats(self, bound: tuple[float, float]) -> bool:
+        """Whether something this good would be better than the best; sums that differ by rounding are equal."""
+        (first, second), (best, evenness) = bound, self.value
+        if first == math.inf or first > best * (1 + SLACK):
+            return False
+        return first < best * (1 - SLACK) or second < evenness * (1 - SLACK)
 
     def _rank_size(self, ends: list[int], stage: int) -> float:
         """Return the largest peak of the ranks that hold `stage`, with what they have been given so far."""
+        if self.limit == math.inf and not self.smallest:
+            return 0.0
         cuts = list(pairwise(ends))
         return max(
             self.chain.one_rank(rank, [cuts[one] if one <= stage else (0, 0) for one in rank.stages])
-            for _, rank in self._ranks_of[stage]
+            for rank in self._holders[stage]
         )

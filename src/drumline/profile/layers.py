@@ -29,8 +29,8 @@ from drumline.runtime.buffers import Buffers
 from drumline.runtime.clock import Clock
 from drumline.runtime.cuda import clock_for
 from drumline.runtime.cut import Block, Model, blocks_of
+from drumline.runtime.draft import Draft
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.record import Record
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import places_in
@@ -155,18 +155,18 @@ class _Chain:
 
     def run(self, value: Any, target: Any, clock: Clock) -> Ops:
         """Take a microbatch through and back; return the seconds of each op, stage by stage."""
-        record = Record(0)
+        draft = Draft(0)
         table: Ops = [[0.0] * len(self.stages) for _ in range(3 if self.split else 2)]
         order: list[tuple[int, int]] = []
-        clock.begin()
+        clock.begin(draft)
         for stage in self.stages:
             stage.begin()
 
         def timed(op: int, stage: Stage, call: Callable[..., Any], *arguments: Any) -> Any:
             order.append((op, stage.index))
-            record.starts.append(clock.mark())
+            draft.starts.append(clock.mark())
             made = call(_MICROBATCH, *arguments)
-            record.ends.append(clock.mark())
+            draft.ends.append(clock.mark())
             return made
 
         for stage in self.stages:
@@ -177,8 +177,8 @@ class _Chain:
         if self.split:
             for stage in self.trained():
                 timed(2, stage, stage.backward_weight)
-        clock.settle(record)
-        for (op, index), start, end in zip(order, record.starts, record.ends, strict=True):
+        clock.settle(draft, wait=True)
+        for (op, index), start, end in zip(order, draft.starts, draft.ends, strict=True):
             table[op][index] = (end - start) * _NANO
         return table
 

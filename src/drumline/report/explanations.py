@@ -16,6 +16,14 @@ from drumline.core.timeline import Lane, Timeline, Track
 from drumline.report.clock import Clock
 from drumline.report.packed import packed
 
+# What the page says of an idle interval whose words are empty; `needed` is the latest input of the action behind it.
+SENTENCES = {
+    Cause.FILL: "the pipeline fills; {before} waits for {needed}",
+    Cause.WAIT: "{before} waits for {needed}",
+    Cause.TRANSFER: "{needed} is made and on its way to {before}",
+    Cause.IMBALANCE: "{before} waits for {needed}, which unequal costs delay",
+    Cause.MEMORY: "{before} waits for {needed}, and the memory limit forbids running ahead",
+}
 _CODES = {cause: code for code, cause in enumerate(Cause)}
 
 
@@ -49,10 +57,24 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: Clock) ->
             "start": clock.times([idle.start for idle in causes]),
             "seconds": clock.lengths([idle.seconds for idle in causes]),
             "cause": packed([_CODES[idle.cause] for idle in causes]),
-            "words": [idle.why for idle in causes],
+            "words": [_words(timeline, idle) for idle in causes],
         },
         "memory": _memory(timeline, rank, clock),
     }
+
+
+def _words(timeline: Timeline, idle: Idle) -> str:
+    """Return the cause in words, or nothing where the page says the same by itself; most need no text of their own."""
+    template = SENTENCES.get(idle.cause)
+    if template is None or idle.before is None:
+        return idle.why
+    place = timeline.located.get(idle.before[:3])
+    needed = None if place is None else timeline.latest_inputs[place[0]].place(place[1])
+    if needed is None:
+        return idle.why
+    action = timeline.tracks[needed[0]].actions[needed[1]]
+    said = template.format(before=idle.before, needed=f"{action} of rank {needed[0]}")
+    return "" if said == idle.why else idle.why
 
 
 def _memory(timeline: Timeline, rank: int, clock: Clock) -> dict[str, Any]:

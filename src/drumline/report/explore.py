@@ -126,8 +126,8 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
 def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     """Return what explains the picture that `answer` gave for these settings.
 
-    >>> explain(Settings(schedule="1f1b"))["why"]["rows"][0]["idle"]["words"][0]
-    '0B0 waits for 1B0 of rank 1'
+    >>> explain(Settings(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
+    'the pipeline drains; 0B7 of rank 0 ends last'
     """
     return {"why": explanations(_simulated(settings, csv))}
 

@@ -64,9 +64,15 @@ def page_of(data: Mapping[str, Any]) -> str:
 
 
 def page_with(
-    data: Mapping[str, Any], *, panel: str = "", style: str = "", script: str = "", extra: object = None
+    data: Mapping[str, Any],
+    *,
+    panel: str = "",
+    below: str = "",
+    style: str = "",
+    script: str = "",
+    extra: object = None,
 ) -> str:
-    """Return the page with more on it: markup above the timelines, style, script, and data for that script.
+    """Return the page with more on it: markup above and below the timelines, style, script, and data for that script.
 
     A page with a script of its own may ask where it came from, and nobody else.
 
@@ -82,6 +88,7 @@ def page_with(
         "style": styles,
         "script": scripts,
         "panel": panel,
+        "below": below,
         "data": json_for_script(data),
         "extra": ""
         if extra is None

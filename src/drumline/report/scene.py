@@ -28,7 +28,7 @@ from drumline.core.idle import Cause
 from drumline.core.placement import Placement
 from drumline.core.timeline import Timeline, Track
 from drumline.report.clock import Clock, plain
-from drumline.report.explanations import explanations
+from drumline.report.explanations import SENTENCES, explanations
 from drumline.report.packed import packed
 from drumline.report.palette import SHADES
 
@@ -62,10 +62,13 @@ def document(
     rows: Iterable[Mapping[str, Any]] | None = None,
     advice: str | None = None,
     explained: bool = True,
+    names: Sequence[str] | None = None,
+    seconds: bool = False,
 ) -> dict[str, Any]:
     """Return all that a page of timelines shows; `rows` are points of a comparison, as `Row.summary` gives them.
 
-    What is not `explained` here can be asked of `explanations` later.
+    What is not `explained` here can be asked of `explanations` later. Timelines have the names of their programs unless
+    `names` gives others; where their times are `seconds`, the page writes them with their unit.
 
     >>> from drumline.core.simulate import simulate
     >>> from drumline.schedules import generate
@@ -74,16 +77,20 @@ def document(
     ('1f1b: 2 ranks, 2 microbatches', 1, [])
     """
     scenes = [scene(timeline, explained=explained) for timeline in timelines]
+    for one, name in zip(scenes, names or (), strict=names is not None):
+        one["name"] = name
     if title is None:
         title = _titled(scenes)
     return {
         "title": title,
         "advice": advice or "",
+        "seconds": seconds,
         "ops": [
             {"text": op.value, "name": words.name, "sentence": words.sentence, **SHADES[op]._asdict()}
             for op, words in OPS.items()
         ],
         "causes": [cause.value for cause in Cause],
+        "sentences": {cause.value: sentence for cause, sentence in SENTENCES.items()},
         "points": [_point(row) for row in rows or ()],
         "timelines": scenes,
     }
@@ -96,8 +103,8 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
     >>> from drumline.core.simulate import simulate
     >>> from drumline.report.packed import unpacked
     >>> drawn = scene(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
-    >>> unpacked(drawn["rows"][1]["start"]), drawn["why"]["rows"][1]["idle"]["words"][0]
-    ([1, 2], 'the pipeline fills; 1F0 waits for 0F0 of rank 0')
+    >>> unpacked(drawn["rows"][1]["start"]), drawn["why"]["rows"][1]["idle"]["words"][-1]
+    ([1, 2], 'the pipeline drains; 0B0 of rank 0 ends last')
     """
     program = timeline.program
     clock = Clock.of(timeline)

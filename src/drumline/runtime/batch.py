@@ -55,6 +55,20 @@ def num_rows(batch: Any, *, what: str = "the batch") -> int:
     return int(tensors[0].shape[0])
 
 
+def counted_in(batch: Any) -> tuple[int, int]:
+    """Return how many rows and how many tokens a batch has; 0 where there is none, or no tokens.
+
+    >>> import torch
+    >>> counted_in(torch.zeros(4, 8, dtype=torch.long)), counted_in(torch.zeros(4, 8)), counted_in(None)
+    ((4, 32), (4, 0), (0, 0))
+    """
+    if batch is None:
+        return 0, 0
+    first = pack(batch)[0][0]
+    is_text = first.dim() == 2 and not first.is_floating_point() and not first.is_complex()
+    return int(first.shape[0]), first.numel() if is_text else 0
+
+
 def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
     """Return what part of the whole each microbatch counts for.
 

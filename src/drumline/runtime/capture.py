@@ -20,10 +20,10 @@ from drumline.core.errors import ModelError
 from drumline.runtime.batch import cut
 from drumline.runtime.captured import CapturedRow
 from drumline.runtime.channel import Wait
+from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.record import Record
 from drumline.runtime.recorder import Recorder
 from drumline.runtime.stage import Segment
 from drumline.runtime.values import pack, unpack
@@ -68,24 +68,24 @@ class Capture:
         self._now = tuple(self.agree(self._changes))
         return self._is_captured and self._now == self._known
 
-    def run(self, step: Step, records: Sequence[Record], drive: Drive) -> None:
+    def run(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> None:
         """Run a step that `fits` was asked about."""
         again, self._known = self._now == self._known, None  # after a failure everything begins anew
         if not again:
             self._is_captured = False
             self._forget()
             self._buffers_changed()  # from here on
-            self._refuse(self._run_as_ever(step, records, drive))
+            self._refuse(self._run_as_ever(step, drafts, drive))
         elif self._is_captured and _left_out(step) != _left_out(self._static):
-            self._run_as_ever(step, records, drive)  # other microbatches weigh nothing; no message looks any different
+            self._run_as_ever(step, drafts, drive)  # other microbatches weigh nothing; no message looks any different
         else:
-            self._run_by_graphs(step, records, drive)
+            self._run_by_graphs(step, drafts, drive)
             self._is_captured = True
         self._known = self._now
 
-    def _run_as_ever(self, step: Step, records: Sequence[Record], drive: Drive) -> Sequence[str]:
+    def _run_as_ever(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> Sequence[str]:
         """Run a step action by action, and return the blocks that drew random numbers."""
-        runs = [row.executor.run(step, record) for row, record in zip(self.rows, records, strict=True)]
+        runs = [row.executor.run(step, draft) for row, draft in zip(self.rows, drafts, strict=True)]
         with (
             self.randomness.kept_aside(),
             torch.autograd.set_multithreading_enabled(False),
@@ -96,7 +96,7 @@ class Capture:
             drive(runs)
         return drawing
 
-    def _run_by_graphs(self, step: Step, records: Sequence[Record], drive: Drive) -> None:
+    def _run_by_graphs(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> None:
         if not self._is_captured:
             self._prepare(step)
         static = self._static
@@ -112,7 +112,7 @@ class Capture:
             row.attach()
         # Casts of weights are made by the graphs themselves, or they would go on with old ones.
         with self.randomness.silenced(), torch.autograd.set_multithreading_enabled(False), casts_kept():
-            drive([row.executor.run(static, record, row.jobs) for row, record in zip(self.rows, records, strict=True)])
+            drive([row.executor.run(static, draft, row.jobs) for row, draft in zip(self.rows, drafts, strict=True)])
         step.losses = dict(static.losses)
 
     def _forget(self) -> None:

@@ -122,6 +122,7 @@ class CapturedRow:
         stretch.replay = replay
 
     def _send(self, job: Job, step: Step) -> None:
+        start = self.executor.clock.now()
         if job.action not in self._sent:
             receive, made, form = self.executor.message(job)
             for one in made:
@@ -133,7 +134,7 @@ class CapturedRow:
                     )
             self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
         receive, tensors, form = self._sent[job.action]
-        self.executor.channel.send(receive, job.other, tuple([one.clone() for one in tensors]), form)
+        self.executor.hand_over(start, job.other, receive, tuple([one.clone() for one in tensors]), form)
 
 
 def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:

@@ -25,13 +25,15 @@ from drumline.core.errors import WaitTimeout
 class Delivery:
     """A message that arrived: its tensors, how they are put together, and when it was on its way.
 
-    `made_ns` is when the sender handed it over and `sent_ns` when it could be taken up, both by this rank's clock.
+    `made_ns` is when the sender handed it over and `sent_ns` when it had left the sender (the same, where that is not
+    known), both by the sender's clock; `arrived_ns` is when it could be taken up here, or later where nobody looked.
     """
 
     tensors: tuple[Tensor, ...]
     form: Any
     made_ns: int
     sent_ns: int
+    arrived_ns: int
     num_bytes: int
 
 
@@ -99,6 +101,13 @@ class Channel(ABC):
     @abstractmethod
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told under the topic, by rank, this rank's own included; each topic is heard once."""
+
+    def compare_clocks(self, deadline_ns: int) -> None:  # noqa: B027 - ranks of one process share a clock
+        """Send all ranks something and back, to learn how far apart the clocks are; all ranks call it."""
+
+    def comparisons(self) -> list[tuple[int, int, int]]:
+        """Return what says how far apart clocks are: source, when something left there, when it came here."""
+        return []
 
     @abstractmethod
     def abort(self, error: BaseException, during: str) -> None:

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drumline.core.errors import UsageError
+
+
+def check(max_norm: Any, norm_type: Any) -> None:
+    """Refuse what is no norm.
+
+    >>> check(-1.0, 2.0)
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of 0 or more
+    """
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of 0 or more")
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise UsageError(f"norm_type is {norm_type!r}", expected="a number above 0; inf for the largest")
 
 
 def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:
     """Return each parameter's gradient norm, None where it has no gradient."""
     listed = list(parameters)
-    present = [one.grad for one in listed if one.grad is not None]
+    present = [_numbers(one.grad) for one in listed if one.grad is not None]
     norms = iter(
         torch.stack([one.float() for one in torch._foreach_norm(present, norm_type)]).tolist() if present else []
     )
     return [next(norms) if one.grad is not None else None for one in listed]
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """Return a gradient, of a sparse one the numbers in it, each place once.
+
+    >>> _numbers(torch.tensor([0.0, 3.0]).to_sparse())
+    tensor([3.])
+    """
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def total_norm(norms: Sequence[float], norm_type: float) -> Tensor:
@@ -32,5 +57,9 @@ def scale(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) ->
     """Scale the gradients down to `max_norm`, with torch's own formula."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     gradients = [one.grad for one in parameters if one.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    dense = [one for one in gradients if one.layout is torch.strided]
+    if dense:
+        torch._foreach_mul_(dense, factor.to(dense[0].device))
+    for one in gradients:
+        if one.layout is not torch.strided:
+            one.mul_(factor.to(one.device))

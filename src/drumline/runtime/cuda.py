@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,54 +13,112 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.clock import Clock
-from drumline.runtime.record import Record
+from drumline.runtime.draft import Draft
 from drumline.runtime.recorder import Recorder
+
+# How old an anchor gets: by then the time since it is known to a tenth of a microsecond.
+_ANCHOR_NS = 1_000_000_000
+
+
+class _Anchor:
+    """An event, and when the host's clock showed that the device passed it.
+
+    Where the device was idle that is when the event was recorded, but for the microseconds of a launch. Where it was
+    not, the time since the anchor before tells. Anchors are renewed: an event's time is a 32-bit number.
+    """
+
+    def __init__(self, event: Any, moment_ns: int, before: _Anchor | None = None) -> None:
+        self.event = event
+        self.recorded_ns = moment_ns
+        self._moment_ns = moment_ns
+        self._before = before
+
+    def moment(self, event: Any) -> int:
+        """Return when the device passed an event."""
+        if self._before is not None:
+            self._moment_ns, self._before = self._before.moment(self.event), None
+        return self._moment_ns + int(self.event.elapsed_time(event) * 1e6)
+
+
+class _Marks:
+    """The events of one step."""
+
+    def __init__(self, events: list[Any], anchor: _Anchor) -> None:
+        self.events = events
+        self.anchor = anchor
+        self.num_used = 0
+        self.is_settled = False
+
+    @property
+    def last(self) -> Any:
+        """The event that the device passes last."""
+        return self.events[self.num_used - 1] if self.num_used else self.anchor.event
 
 
 class EventClock(Clock):
-    """Marks moments on the device's stream; they become times when the device has passed them."""
+    """Marks moments on the device's stream; they become times when the device has passed them.
+
+    begin ── is the device idle? ──► anchor: an event that it passes right now
+    mark ─── an event on the stream; nobody waits for it
+    settle ─ has it passed the last one? then every mark is the anchor's moment and the time since
+    """
 
     def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
-        self._zero: tuple[torch.cuda.Event, int] | None = None
+        self._free: list[list[Any]] = []  # events of steps that are settled
+        self._marks: _Marks | None = None  # of the step that runs
 
-    def begin(self) -> None:
-        """Start a step: events are used again, and the first fixes where the device's clock stands on the host's."""
-        self._used = 0
-        self._zero = None
+    def begin(self, draft: Draft) -> None:
+        """Start a step: with the device idle the first event fixes where its clock stands on the host's."""
         self._stream = torch.cuda.current_stream()
+        before = self._marks
+        anchor = self._anchor(None if before is None else before.anchor)
+        if before is not None and before.is_settled:
+            self._free.append(before.events)
+        self._marks = draft.marks = _Marks(self._free.pop() if self._free else [], anchor)
+        draft.on_device = 1
+
+    def _anchor(self, before: _Anchor | None) -> _Anchor:
+        if before is None:
+            self._stream.synchronize()  # once, before the first step
+        is_idle = self._stream.query()
+        if before is not None and not is_idle and self.now() - before.recorded_ns < _ANCHOR_NS:
+            return before
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _Anchor(event, self.now(), None if is_idle else before)
 
     def start(self, directly: bool) -> int:
         """Mark the start of an action, by the end of the one before where it follows directly."""
-        return self._used - 1 if directly and self._used else self.mark()
+        assert self._marks is not None
+        return self._marks.num_used - 1 if directly and self._marks.num_used else self.mark()
 
     def mark(self) -> int:
         """Mark the moment that the device's work so far is done; returns the mark's number."""
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        event = self._events[self._used]
-        event.record(self._stream)
-        if self._zero is None:
-            self._zero = (event, time.perf_counter_ns())
-        self._used += 1
-        return self._used - 1
+        marks = self._marks
+        assert marks is not None
+        if marks.num_used == len(marks.events):
+            marks.events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        marks.events[marks.num_used].record(self._stream)
+        marks.num_used += 1
+        return marks.num_used - 1
 
-    def settle(self, record: Record) -> Record:
-        """Turn marks into moments; waits for the device."""
-        if self._zero is None:
-            return record
-        torch.cuda.synchronize()
-        event, zero = self._zero
-
-        def moment(mark: int) -> int:
-            return zero + int(event.elapsed_time(self._events[mark]) * 1e6)
-
-        record.starts = array("q", map(moment, record.starts))
-        record.ends = array("q", map(moment, record.ends))
-        record.end_ns = max(record.end_ns, *record.ends) if record.ends else record.end_ns
-        self._zero = None
-        return record
+    def settle(self, draft: Draft, *, wait: bool) -> bool:
+        """Turn marks into moments if the device has passed them; waits for no more than the draft's own."""
+        marks = draft.marks
+        if marks is None:
+            return True
+        if not marks.last.query():
+            if not wait:
+                return False
+            marks.last.synchronize()
+        moments = [marks.anchor.moment(event) for event in marks.events[: marks.num_used]]
+        draft.starts = [moments[mark] for mark in draft.starts]
+        draft.ends = [moments[mark] for mark in draft.ends]
+        draft.end_ns = max(draft.end_ns, *draft.ends) if draft.ends else draft.end_ns
+        draft.marks, marks.is_settled = None, True
+        if self._marks is not marks:
+            self._free.append(marks.events)
+        return True
 
 
 @contextmanager
@@ -148,6 +204,15 @@ def recorder_for(device: torch.device) -> Recorder:
     if device.type != "cuda":
         raise ModelError(f"capture=True on {device.type}", expected="a CUDA device", fix="use capture=False")
     return CudaRecorder(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called; nothing where it is the host.
+
+    >>> device_name(torch.device("cpu"))
+    ''
+    """
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def clock_for(device: torch.device) -> Clock:

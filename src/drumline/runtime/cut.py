@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -13,6 +13,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.frozen import needed
 from drumline.plan.chain import BlockCosts
+from drumline.plan.held import Held
 from drumline.plan.partition import partition
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -77,7 +78,9 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
     >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
     [2, 4, 1]
     """
-    named = [cuts] if isinstance(cuts, str) else list(cuts)
+    if not isinstance(cuts, str | Iterable):
+        raise ModelError(f"cuts is {cuts!r}", expected="a list of names of blocks")
+    named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
     if len(named) != num_stages - 1:
         raise ModelError(
             f"cuts is {named}",
@@ -113,7 +116,7 @@ def _place(blocks: Sequence[Block], name: str) -> int:
     raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
 
 
-def _guessed(blocks: Sequence[Block]) -> list[float]:
+def guessed_costs(blocks: Sequence[Block]) -> list[float]:
     """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
 
     What is frozen has no W, and where nothing is trained up to it no I.
@@ -134,11 +137,13 @@ def cut(
     num_stages: int,
     balance: Sequence[int] | str | None = None,
     cuts: Sequence[str] | None = None,
+    *,
+    held: Sequence[Held] = (),
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 
     With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
-    a first guess at what they cost.
+    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
@@ -157,10 +162,14 @@ def cut(
     if isinstance(balance, str) and balance != "even":
         raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
     if balance is None:
-        balance = partition([BlockCosts(one) for one in _guessed(blocks)], num_stages).counts
+        balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
     if isinstance(balance, str):
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
+    if not isinstance(balance, Iterable):
+        raise ModelError(
+            f"balance is {balance!r}", expected='"auto", "even", or a list: how many blocks each stage gets'
+        )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
     if not fits or any(not isinstance(one, int) or one < 1 for one in balance):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from ctypes import memmove
 from datetime import timedelta
@@ -51,8 +51,6 @@ _SMALL_BYTES = 30 * 1024
 # So many receives of an edge are issued before their messages are asked for; more only when a wait depends on them.
 _MOST_AHEAD = 16
 
-_clock = time.perf_counter_ns
-
 
 class _Sent(NamedTuple):
     """A message under way: its memory must stay, and `work` must be kept, until it has arrived."""
@@ -65,13 +63,13 @@ class _Sent(NamedTuple):
 class _Coming:
     """A message whose header has arrived; `flat` exists once its receive is issued."""
 
-    __slots__ = ("error", "flat", "has_arrived", "layout", "made_ns", "number", "sent_ns", "work")
+    __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
 
     def __init__(self, number: int, layout: Layout, made_ns: int) -> None:
         self.number = number
         self.layout = layout
         self.made_ns = made_ns
-        self.sent_ns = 0
+        self.arrived_ns = 0
         self.flat: Tensor | None = None
         self.work: Work | None = None
         self.has_arrived = False
@@ -81,8 +79,7 @@ class _Coming:
 class _Edge:
     """This rank's side of the two directed edges that join it to a peer."""
 
-    def __init__(self, offset_ns: int) -> None:
-        self.offset_ns = offset_ns
+    def __init__(self) -> None:
         self.layouts = Layouts()
         self.num_sent = 0
         self.under_way: dict[int, _Sent] = {}
@@ -111,6 +108,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
         host: str | None = None,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
             raise RunError(
@@ -121,11 +119,11 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
         spin = 0.0 if self._by_host else limits.SPIN
-        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host))
+        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
-        self._edges = {peer: _Edge(link.offset_ns) for peer, link in self._mesh.links.items()}
+        self._edges = {peer: _Edge() for peer in self._mesh.links}
         self._has_failed = False
         self._waiter = Waiter()
         self._mesh.listen(self._waiter.fd, self._waiter.finished)
@@ -170,7 +168,7 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Start a transfer; a form that was used must not be changed."""
-        made_ns = _clock()
+        made_ns = self._now()
         edge, key = self._edges[target], self._key(receive)
         self._forget_ended(edge)
         layout = edge.layouts.find(tensors, form)
@@ -211,14 +209,15 @@ class DistributedChannel(MeshChannel[_Coming]):
                     return None
             elif coming.work is not None:
                 coming.work.wait()  # the current stream waits, the host does not
-                coming.sent_ns = _clock()
+                coming.arrived_ns = self._now()
         self._pick(source, key)
         if coming.work is not None:
             edge.num_issued -= 1
             self._issue(source, edge, _MOST_AHEAD)
         assert coming.flat is not None
         tensors = coming.layout.unpacked(coming.flat.to(self._device))
-        return Delivery(tensors, coming.layout.form, coming.made_ns, coming.sent_ns, coming.layout.num_bytes)
+        form, made_ns, num_bytes = coming.layout.form, coming.made_ns, coming.layout.num_bytes
+        return Delivery(tensors, form, made_ns, made_ns, coming.arrived_ns, num_bytes)
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there, payload included if the host has to wait for that."""
@@ -236,7 +235,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             coming = edge.not_issued.popleft()
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             if not coming.layout.room:
-                coming.has_arrived, coming.sent_ns = True, _clock()
+                coming.has_arrived, coming.arrived_ns = True, self._now()
                 continue
             try:
                 coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
@@ -249,7 +248,7 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
         if error is None:
-            coming.has_arrived, coming.sent_ns = True, _clock()
+            coming.has_arrived, coming.arrived_ns = True, self._now()
             self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
         else:
             coming.error = error
@@ -304,12 +303,12 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _on_message(self, source: int, packet: bytes, fds: list[int]) -> None:
         kind, layout, number, key, made_ns = _HEADER.unpack_from(packet)
         edge = self._edges[source]
-        coming = _Coming(number, edge.peer_layouts[layout], made_ns + edge.offset_ns)
+        coming = _Coming(number, edge.peer_layouts[layout], made_ns)
         self._arrive(source, key, coming)
         if kind == _SMALL_MESSAGE:
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
-            coming.has_arrived, coming.sent_ns = True, _clock()
+            coming.has_arrived, coming.arrived_ns = True, self._now()
         else:
             edge.not_issued.append(coming)
             self._issue(source, edge, _MOST_AHEAD)

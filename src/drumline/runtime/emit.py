@@ -11,11 +11,13 @@ return (v5, v0)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from drumline.runtime.graph import Call, Graph, Path
+from drumline.runtime.values import rebuilt
 
 _LITERALS = (type(None), bool, int, str)
 _CONTAINERS = {"tuple": "({})", "list": "[{}]"}
@@ -69,6 +71,8 @@ class Emitter:
                 f"{self._plain(name)}: {self.expression(part, values)}"
                 for name, part in zip(parts[1], parts[2:], strict=True)
             )
+            if kind == "fields" and not all(one.init for one in fields(parts[0])):
+                return f"{self._constant(rebuilt)}({self._constant(parts[0])}, {{{named}}})"
             stars = "**" if kind == "fields" else ""
             return f"{self._constant(parts[0])}({stars}{{{named}}})"
         if kind == "dict":

@@ -21,7 +21,7 @@ from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
-from drumline.runtime.record import Record
+from drumline.runtime.draft import Draft
 from drumline.runtime.stage import Stage
 from drumline.runtime.tied import Held, Place, Ties, places_in
 from drumline.runtime.values import pack, unpack
@@ -80,16 +80,16 @@ class Exchange:
         self._send(action, other, self._own(stage))
         self._offered.append((action, stage, other, now))
 
-    def finish(self, clock: Clock, record: Record) -> Generator[Wait, None, None]:
+    def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
         """Offer what is tied, then take up and sum everything; yields whenever a message has to be waited for."""
         self._refuse_changes()
         start = clock.now()
         for other, both in self._partners.items():
             self._send(_meeting(both), other, [self._by_name[one.name] for one in both])
         for action, stage, other, since in self._offered:
-            theirs = yield from self._taken(action, other, clock, record)
+            theirs = yield from self._taken(action, other, clock, draft)
             _sum_copies(self._own(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
-            record.exchanges.extend((action.stage, since, clock.now()))
+            draft.exchanges.extend((action.stage, since, clock.now()))
         if self._partners:
             sums = _Sums(self._by_name)
             for rank in sorted((self.rank, *self._partners)):
@@ -97,9 +97,9 @@ class Exchange:
                     sums.add(rank, self.tied, [_part(self._by_name[one.name]) for one in self.tied])
                 else:
                     both = self._partners[rank]
-                    sums.add(rank, both, (yield from self._taken(_meeting(both), rank, clock, record)))
+                    sums.add(rank, both, (yield from self._taken(_meeting(both), rank, clock, draft)))
             sums.put()
-            record.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
+            draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
 
     def _own(self, stage: Stage) -> list[nn.Parameter]:
         """Return what the copies of a stage exchange: its parameters without those that are tied."""
@@ -110,15 +110,17 @@ class Exchange:
         self.channel.post(action, other)
         self.channel.send(action, other, *pack([_told(_part(one)) for one in parameters]))
 
-    def _taken(self, action: Action, other: int, clock: Clock, record: Record) -> Generator[Wait, None, list[Any]]:
+    def _taken(self, action: Action, other: int, clock: Clock, draft: Draft) -> Generator[Wait, None, list[Any]]:
         """Wait for the gradients of another rank."""
+        asked = since = clock.now()
         delivery = self.channel.take(action, other)
         if delivery is None:
-            begin = clock.now()
             while delivery is None:
                 yield Wait(self.rank, action, action, other)
+                asked = clock.now()
                 delivery = self.channel.take(action, other)
-            record.waited_ns += clock.now() - begin
+            draft.waited(since, asked)
+        draft.took(action, other, delivery, asked, clock.now())
         return _heard(delivery)
 
     def _seen(self) -> list[tuple[int, int]]:

@@ -21,8 +21,8 @@ from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
+from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
 from drumline.runtime.exchange import Exchange
-from drumline.runtime.record import Record
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
@@ -87,6 +87,7 @@ class Executor:
         self.scale = scale
         self.exchange = Exchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
+        self.draft = Draft(rank)  # of the step that runs
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
         self.arrived: dict[Action, Delivery] = {}  # messages that wait for the job that needs them
@@ -149,55 +150,57 @@ class Executor:
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, record: Record, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
+    def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
 
-        `jobs`, where given, stand for the row's own.
+        `jobs`, where given, stand for the row's own. What the rank does is noted in the draft, piece by piece.
         """
-        channel, clock, stages = self.channel, self.clock, self.stages.values()
+        channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
+        self.draft = draft
         channel.begin(step.number)
-        clock.begin()
+        clock.begin(draft)
         for stage in stages:
             stage.begin()
         if self.scale is not None:
             self.scale.begin(*step.inputs, *step.targets)
-        record.begin_ns = clock.now()
-        timed = 0
         directly = False
+        draft.spent(BEGIN, draft.begin_ns, now())
         for job in self.jobs if jobs is None else jobs:
             self.current = job.action
             for receive, source in job.needs:
+                asked = now()
                 delivery = channel.take(receive, source)
                 if delivery is None:
-                    begin = clock.now()
-                    wait = Wait(self.rank, job.action, receive, source)
+                    since, wait = asked, Wait(self.rank, job.action, receive, source)
                     while delivery is None:
                         yield wait
+                        asked = now()
                         delivery = channel.take(receive, source)
-                    record.waited(timed, receive, source, begin, clock.now())
+                    draft.waited(since, asked)
                 self.arrived[receive] = delivery
-                record.took(receive, source, delivery.made_ns, delivery.sent_ns, clock.now(), delivery.num_bytes)
+                draft.took(receive, source, delivery, asked, now())
             if job.timed:
-                timed += 1
                 start = clock.start(directly and not job.needs)
                 if self.scale is None:
                     job.run(job, step)
                 else:
                     with self.scale.watching():
                         job.run(job, step)
-                record.starts.append(start)
-                record.ends.append(clock.mark())
+                draft.starts.append(start)
+                draft.ends.append(clock.mark())
+                ended = now()
                 directly = True
-                record.held.append(sum([len(stage.held) for stage in stages]))
+                draft.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
-                    record.stash.append(self.scale.weigh())
-                    record.peak_stash = self.scale.peak
+                    draft.stash.append(self.scale.weigh())
+                    draft.peak_stash = self.scale.peak
+                draft.spent(NOTE, ended, now())
             else:
                 job.run(job, step)
                 directly = False
-        yield from self.exchange.finish(clock, record)
-        record.end_ns = clock.now()
+        yield from self.exchange.finish(clock, draft)
+        draft.end_ns = now()
         self.current = None
 
     def _reset(self) -> None:
@@ -280,11 +283,17 @@ class Executor:
                 self.scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _post(self, job: Job, step: Step) -> None:
+        start = self.clock.now()
         self.channel.post(job.action, job.other)
+        self.draft.spent(POST, start, self.clock.now())
 
     def _send(self, job: Job, step: Step) -> None:
-        receive, tensors, form = self.message(job)
-        self.channel.send(receive, job.other, tensors, form)
+        self.hand_over(self.clock.now(), job.other, *self.message(job))
+
+    def hand_over(self, start: int, target: int, receive: Action, tensors: tuple[Tensor, ...], form: Any) -> None:
+        """Send a message, and note it; `start` is when this began."""
+        self.channel.send(receive, target, tensors, form)
+        self.draft.sent(receive, target, sum([one.nbytes for one in tensors]), start, self.clock.now())
 
     def message(self, job: Job) -> tuple[Action, tuple[Tensor, ...], Any]:
         """Let go of what a job sends: returns the action that receives it, its tensors and their form."""

@@ -94,7 +94,12 @@ class Graph:
         found = set()
         for at in reversed(range(len(self.calls))):
             call = self.calls[at]
-            if call.block or call.changes or _may_draw(call) or not wanted.isdisjoint(one for _, one in call.makes):
+            if (
+                call.block
+                or call.changes
+                or may_draw(call.function)
+                or not wanted.isdisjoint(one for _, one in call.makes)
+            ):
                 wanted.update(call.takes)
             else:
                 found.add(at)
@@ -110,7 +115,7 @@ class Graph:
         changed = {self.values[value].storage for call in self.calls for value in call.changes}
         found = {value for value in self.inputs if self.values[value].storage not in changed}
         for call in self.calls:
-            if call.block or call.changes or _may_draw(call):
+            if call.block or call.changes or may_draw(call.function):
                 continue
             fits = all(value in found or self.values[value].constant is not None for value in call.takes)
             if fits and not any(self.values[value].storage in changed for _, value in call.makes):
@@ -133,11 +138,18 @@ class Graph:
         return seen & set(self.inputs), {self.made_at[value] for value in seen} - {-1}
 
 
-_CHANCE = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "rrelu", "poisson")
+_CHANCE = (
+    "dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "rrelu", "poisson", "gumbel"
+)  # fmt: skip
 
 
-def _may_draw(call: Call) -> bool:
-    return any(part in getattr(call.function, "__name__", "") for part in _CHANCE)
+def may_draw(function: Callable[..., Any] | None) -> bool:
+    """Whether a function may draw random numbers, by its name.
+
+    >>> may_draw(torch.rand), may_draw(torch.add)
+    (True, False)
+    """
+    return any(part in getattr(function, "__name__", "") for part in _CHANCE)
 
 
 @dataclass(frozen=True, slots=True)

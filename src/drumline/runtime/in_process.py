@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,9 @@ class _Edge:
 class Hub:
     """What the channels of one process share."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.num_ranks = num_ranks
+        self.now = now
         self.edges: dict[tuple[int, int, bool], _Edge] = defaultdict(_Edge)
         # Per rank and by source; what comes again under the same key waits behind it.
         self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
@@ -55,7 +56,7 @@ class Hub:
                     f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
                     expected="one order per edge",
                 )
-            delivery.sent_ns = time.perf_counter_ns()
+            delivery.sent_ns = delivery.arrived_ns = self.now()
             self.arrived[target][source, sent].append(delivery)
 
 
@@ -78,10 +79,10 @@ class InProcessChannel(Channel):
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Offer a message; it moves once its receive is posted."""
         num_bytes = sum(one.numel() * one.element_size() for one in tensors)
-        now = time.perf_counter_ns()
+        now = self.hub.now()
         exchange = receive.op is Op.REDUCE_GRAD
         sends = self.hub.edges[self.rank, target, exchange].sends
-        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, num_bytes)))
+        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, now, num_bytes)))
         self.peak_open_sends = max(self.peak_open_sends, len(sends))
         self.hub.activity += 1
         self.hub.match(self.rank, target, exchange)

@@ -5,6 +5,10 @@ them would pass the parameters by. Therefore, while a forward is recorded, a cal
 it does anything, and the forward begins again with all layers as they are: I then finds their gradients as ordinary
 ones, and W adds them. Right, only early; and it is remembered, so that later forwards are run like this at once.
 
+The same holds for a hook on what a layer returned (`h.register_hook`): the gradient that W is given there has not been
+through it; and for a layer that uses a tensor beside its arguments, whose gradient would end there. Such a forward
+begins again, too, with all layers as they are.
+
 A stage sees what it received as beginnings of the graph. A gradient with respect to one of several such tensors would
 miss what reaches the others from it in the stages before, and is refused.
 """
@@ -25,6 +29,8 @@ from drumline.runtime.tape import Tape
 
 _variable: Any = torch.autograd.Variable
 _engine: Any = _variable._execution_engine
+_tensor: Any = Tensor
+_register_hook: Any = Tensor.register_hook
 _interpreter: Any = torch._C._functorch.peek_interpreter_stack
 
 
@@ -42,22 +48,40 @@ class _TakesGradients(BaseException):
 
 
 class Lookout:
-    """Stands in for autograd's engine while a forward runs: all calls from Python come by here."""
+    """Stands in for autograd's engine while a forward runs: all calls from Python come by here.
 
-    __slots__ = ("received", "recorded", "seen", "thread")
+    With a tape, what is recorded on it is looked after: hooks on what its layers returned come by here too.
+    """
 
-    def __init__(self, received: Sequence[Tensor], *, recorded: bool = False) -> None:
+    __slots__ = ("received", "seen", "tape", "thread")
+
+    def __init__(self, received: Sequence[Tensor], *, tape: Tape | None = None) -> None:
         self.received = received
-        self.recorded = recorded
+        self.tape = tape
         self.seen = False
         self.thread = threading.get_ident()
 
     def __enter__(self) -> Lookout:
         _variable._execution_engine = self
+        if self.tape is not None:
+            _tensor.register_hook = self._hooking()
         return self
 
     def __exit__(self, *_: object) -> None:
         _variable._execution_engine = _engine
+        if self.tape is not None:
+            _tensor.register_hook = _register_hook
+
+    def _hooking(self) -> Callable[..., Any]:
+        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            """Register a hook, unless a gradient that a record needs would pass it by."""
+            if self.tape is not None and threading.get_ident() == self.thread:
+                node = tensor.grad_fn
+                if any(place.node is node for record in self.tape.records for place in record.places):
+                    begin_again()
+            return _register_hook(tensor, hook)
+
+        return register_hook
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_engine, name)
@@ -68,10 +92,18 @@ class Lookout:
         """Run the engine, unless the forward is recorded or the gradient would be part of the right one."""
         if threading.get_ident() == self.thread:
             _refuse_part(inputs, self.received)
-            if self.recorded:
+            if self.tape is not None:
                 self.seen = True
                 raise _TakesGradients
         return _engine.run_backward(roots, gradients, keep, create, inputs, *args, **kwargs)
+
+
+def begin_again() -> None:
+    """End a recorded forward that a record would not do justice to, for it to begin again with layers as they are."""
+    lookout = _variable._execution_engine
+    if isinstance(lookout, Lookout) and lookout.tape is not None:
+        lookout.seen = True
+        raise _TakesGradients
 
 
 def _refuse_part(inputs: Sequence[Any], received: Sequence[Tensor]) -> None:
@@ -99,7 +131,7 @@ def recorded(
         before = segment.buffers.copies() if segment.takes_gradients is None else None
         versions = [one._version for one in leaves]
         value = None
-        lookout = Lookout(received, recorded=True)
+        lookout = Lookout(received, tape=tape)
         try:
             with lookout:
                 value = run(True)

@@ -34,14 +34,13 @@ Handler = Callable[[int, bytes, list[int]], None]
 
 
 class Link(ABC):
-    """One end of the connection to `peer`; `offset_ns` added to the peer's clock gives this rank's."""
+    """One end of the connection to `peer`."""
 
     carries_fds: ClassVar[bool]
 
-    def __init__(self, peer: int, connection: socket.socket, *, offset_ns: int = 0) -> None:
+    def __init__(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.peer = peer
-        self.offset_ns = offset_ns
         self.fd = connection.fileno()
         self._socket = connection
         self._broken = False
@@ -91,8 +90,8 @@ class UnixLink(Link):
 
     carries_fds = True
 
-    def __init__(self, peer: int, connection: socket.socket, *, offset_ns: int = 0) -> None:
-        super().__init__(peer, connection, offset_ns=offset_ns)
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        super().__init__(peer, connection)
         self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._pieces: list[bytes] = []
 
@@ -178,8 +177,8 @@ class TcpLink(Link):
 
     carries_fds = False
 
-    def __init__(self, peer: int, connection: socket.socket, *, offset_ns: int = 0) -> None:
-        super().__init__(peer, connection, offset_ns=offset_ns)
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        super().__init__(peer, connection)
         self._outbox: deque[memoryview] = deque()
         self._inbox = bytearray()
 

@@ -1,8 +1,9 @@
 """The control mesh: a link between every pair of ranks, and one pump that reads them all.
 
-    packet kinds    WORD     a value that a rank tells everybody, under a topic
+    packet kinds    WORD     a value that a rank tells everybody, under a topic, and when
                     ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
                     GOODBYE  an orderly end: what follows is no failure
+                    PING     when it left; the answer, a PONG, says the same of itself
                     others   belong to the channel built on the mesh, which registers a handler for each
 
 There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
@@ -17,6 +18,7 @@ import io
 import os
 import pickle
 import select
+import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -33,9 +35,13 @@ from drumline.runtime.rendezvous import connect
 WORD = 2
 ABORT = 3
 GOODBYE = 4
+PING = 5
+PONG = 6
 FIRST_OWN_KIND = 8  # a channel's kinds start here
 
 _IN, _OUT = select.POLLIN, select.POLLOUT
+_STAMPED = struct.Struct("<Bq")  # kind, when it left
+_NUM_PINGS = 16
 
 
 def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
@@ -63,7 +69,9 @@ class Mesh:
         timeout: float = limits.TIMEOUT,
         spin: float = limits.SPIN,
         host: str | None = None,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
+        self.now = now
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
@@ -73,7 +81,12 @@ class Mesh:
         self._handlers[WORD] = self._on_word
         self._handlers[ABORT] = self._on_abort
         self._handlers[GOODBYE] = self._on_goodbye
+        self._handlers[PING] = self._on_ping
+        self._handlers[PONG] = self._on_pong
         self._words: dict[str, dict[int, Any]] = {}
+        self._num_pongs = 0
+        self._num_comparisons = 0
+        self._quickest: dict[int, tuple[int, int]] = {}  # by source: when a packet left, and when it was read here
         self._failure: tuple[int, str] | None = None
         self._lost: list[int] = []
         self._departed: set[int] = set()
@@ -156,7 +169,7 @@ class Mesh:
         # Its own copy too: what comes out of `hear` belongs to nobody else, on any rank.
         self._words.setdefault(topic, {})[self.rank] = pickle.loads(word)[1]
         for peer in self.links:
-            self.send(peer, bytes((WORD,)) + word)
+            self.send(peer, _STAMPED.pack(WORD, self.now()) + word)
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return everybody's word under the topic, by rank."""
@@ -171,6 +184,37 @@ class Mesh:
             )
         del self._words[topic]
         return [words[rank] for rank in range(self.num_ranks)]
+
+    def compare_clocks(self, deadline_ns: int) -> None:
+        """Exchange pings with all ranks; all of them call it."""
+        for peer in range(self.rank):
+            for _ in range(_NUM_PINGS):
+                self._ping(peer, deadline_ns)
+        self._num_comparisons += 1
+        topic = f"clocks/{self._num_comparisons}"
+        self.tell(topic, None)
+        self.hear(topic, deadline_ns)  # until then the others' pings are answered
+
+    def _ping(self, peer: int, deadline_ns: int) -> None:
+        due = self._num_pongs + 1
+        self.send(peer, _STAMPED.pack(PING, self.now()))
+        what = f"rank {self.rank} waits for rank {peer} to answer a ping"
+        self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
+
+    def comparisons(self) -> list[tuple[int, int, int]]:
+        """Return of each rank the quickest packet since this was last asked: source, when it left, when it came.
+
+        The first moment is by the source's clock and the second by this rank's.
+        """
+        found = [(source, *moments) for source, moments in sorted(self._quickest.items())]
+        self._quickest.clear()
+        return found
+
+    def _compare(self, source: int, left_ns: int) -> None:
+        now = self.now()
+        best = self._quickest.get(source)
+        if best is None or now - left_ns < best[1] - best[0]:
+            self._quickest[source] = left_ns, now
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
@@ -255,7 +299,8 @@ class Mesh:
             self._failure = (rank, otherwise())
 
     def _on_word(self, source: int, packet: bytes, fds: list[int]) -> None:
-        topic, value = pickle.loads(memoryview(packet)[1:])
+        self._compare(source, _STAMPED.unpack_from(packet)[1])
+        topic, value = pickle.loads(memoryview(packet)[_STAMPED.size :])
         self._words.setdefault(topic, {})[source] = value
 
     def _on_abort(self, source: int, packet: bytes, fds: list[int]) -> None:
@@ -264,6 +309,14 @@ class Mesh:
 
     def _on_goodbye(self, source: int, packet: bytes, fds: list[int]) -> None:
         self._departed.add(source)
+
+    def _on_ping(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._compare(source, _STAMPED.unpack(packet)[1])
+        self.send(source, _STAMPED.pack(PONG, self.now()))
+
+    def _on_pong(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._compare(source, _STAMPED.unpack(packet)[1])
+        self._num_pongs += 1
 
     def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
         raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")

@@ -50,6 +50,7 @@ class MeshChannel(Channel, Generic[Arrived]):
         self.rank = mesh.rank
         self.num_ranks = mesh.num_ranks
         self._mesh = mesh
+        self._now = mesh.now
         self._step = 0
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
@@ -141,6 +142,14 @@ class MeshChannel(Channel, Generic[Arrived]):
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return what every rank told, by rank."""
         return self._mesh.hear(topic, deadline_ns)
+
+    def compare_clocks(self, deadline_ns: int) -> None:
+        """Exchange pings with all ranks."""
+        self._mesh.compare_clocks(deadline_ns)
+
+    def comparisons(self) -> list[tuple[int, int, int]]:
+        """Return the quickest ping or word of each rank since this was last asked."""
+        return self._mesh.comparisons()
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell every rank of a failure and its origin."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
-from drumline.runtime.foreign import refuse_foreign
-from drumline.runtime.inner import transformed
+from drumline.runtime.foreign import begun, leaves_of
+from drumline.runtime.inner import begin_again, transformed
 from drumline.runtime.precision import LOW
 from drumline.runtime.tape import Gradients, Record, Tape
 from drumline.runtime.values import pack, unpack
@@ -54,6 +54,11 @@ class Owner(ABC):
         """Return fewer records in place of several microbatches', where that makes one larger product."""
         return records
 
+    @property
+    @abstractmethod
+    def begins(self) -> Sequence[Tensor | None]:
+        """What the graph around the owner begins with in place of its parameters."""
+
     def refresh(self) -> None:  # noqa: B027 - most have nothing to do
         """Follow the parameters if their memory was exchanged since the last step."""
 
@@ -76,6 +81,11 @@ class _WithFormula(Owner):
         self.weight, self.to_weight = _stand_in(self.weight, self.seen[0])
         self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
 
+    @property
+    def begins(self) -> Sequence[Tensor | None]:
+        """The stand-ins."""
+        return self.weight, self.bias
+
     def _as_it_is(self) -> bool:
         """Whether the module must run as it is: without gradients, with others' parameters, or transformed."""
         own = self.module._parameters
@@ -97,7 +107,7 @@ def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tenso
         return None, None
     if now is None or now.data_ptr() != parameter.data_ptr() or now.shape != parameter.shape:
         # One that is frozen wants a gradient all the same, for its layer's output to have a place in the graph.
-        now = parameter.detach().requires_grad_()
+        now = begun(parameter.detach()).requires_grad_()
     return now, parameter if parameter.requires_grad else None
 
 
@@ -221,7 +231,9 @@ class GeneralOwner(Owner):
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
         self.looked_at = False  # whether all parameters in its graph are its own
-        self.spark = torch.zeros((), requires_grad=True)  # an input that wants a gradient, or there would be no graph
+        self.spark = begun(
+            torch.zeros((), requires_grad=True)
+        )  # an input that wants a gradient, or there would be no graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on a graph apart."""
@@ -235,14 +247,21 @@ class GeneralOwner(Owner):
 
         own: list[Any] = []  # what the graph apart ends in
         made = _OwnGraph.apply(own, run, self.spark, *tensors)  # type: ignore[no-untyped-call]
-        ends, output_form = own
+        leaves, ends, output_form = own
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
         if not self.looked_at:
+            known = {id(one) for one in (*self.parameters, *leaves)}
+            if any(id(one) not in known for one in leaves_of([_place(ends[index]) for index in reached])):
+                begin_again()  # it uses a tensor that is not among its arguments, whose gradient would be lost here
             self.looked_at = True
-            refuse_foreign([_place(ends[index]) for index in reached], self.parameters, [type(self.module).__name__])
         places = tuple(_place(made[index]) for index in reached)
         self.reel.records.append(Record(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)
+
+    @property
+    def begins(self) -> Sequence[Tensor | None]:
+        """What makes it have a graph."""
+        return (self.spark,)
 
     def gradients(self, record: Record) -> Gradients:
         """Return what autograd finds in the graph that was kept."""
@@ -263,7 +282,7 @@ class _OwnGraph(torch.autograd.Function):
         with torch.enable_grad():
             ends, form = pack(run(leaves))
         ctx.leaves, ctx.ends = leaves, ends
-        own += [ends, form]
+        own += [leaves, ends, form]
         made = tuple(end.detach() for end in ends)
         ctx.mark_non_differentiable(*(one for one, end in zip(made, ends, strict=True) if not end.requires_grad))
         ctx.set_materialize_grads(False)
@@ -352,6 +371,11 @@ class Splitter:
         """Follow the parameters if their memory was exchanged since the last step."""
         for owner in self.owners:
             owner.refresh()
+
+    @property
+    def begins(self) -> list[Tensor]:
+        """What the graph of a recorded forward begins with in place of parameters."""
+        return [one for owner in self.owners for one in owner.begins if one is not None]
 
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""

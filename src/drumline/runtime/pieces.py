@@ -26,7 +26,7 @@ from drumline.runtime.emit import Emitter
 from drumline.runtime.graph import Crossing, Graph, crossings
 from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Skeleton
-from drumline.runtime.tracing import Known, Shapes, trace
+from drumline.runtime.tracing import Known, Shapes, refuse_objects, trace
 from drumline.runtime.values import pack
 
 
@@ -101,14 +101,14 @@ class Piece(nn.Module):
         self._shell(path)._modules.setdefault(last, module)
         self._callees[name] = module
 
-    def lend(self, name: str, tensor: Tensor) -> None:
-        """Take in a parameter or buffer that is used outside of its module."""
+    def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
+        """Take in a parameter or buffer that is used outside of its module; `stored`, one that states contain."""
         *path, last = name.split(".")
         home = self._shell(path)
         if isinstance(tensor, nn.Parameter):
             home._parameters.setdefault(last, tensor)
         elif last not in home._buffers:
-            home.register_buffer(last, tensor)
+            home.register_buffer(last, tensor, persistent=stored)
         self._homes[name] = home
 
     def _shell(self, path: Sequence[str]) -> nn.Module:
@@ -148,7 +148,11 @@ class Plan:
 
     def codes(self, kind: Kind) -> list[Code]:
         """Return what every piece does for inputs of a kind."""
-        found = self._codes.get(kind)
+        try:
+            found = self._codes.get(kind)
+        except TypeError:
+            refuse_objects(kind.form, "the model")
+            raise
         if found is None:
             graph = self.graph(kind)
             found = self._codes[kind] = self._written(graph, self._starts(graph))
@@ -256,15 +260,20 @@ def pieces_of(
     bounds = [*starts, len(graph.calls)]
     states = []
     named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    fleeting = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
     for piece, (start, end) in zip(pieces, pairwise(bounds), strict=True):
         for at in range(start, end):
             if graph.calls[at].block:
                 piece.adopt(graph.calls[at].block, there[graph.calls[at].block])
         states.append(states_of(graph, range(start, end)))
         for name in sorted(states[-1]):
-            piece.lend(name, named[name])
+            piece.lend(name, named[name], stored=name not in fleeting)
     plan.lent(states)
-    _rest(pieces, plan.inside, model, named)
+    _rest(pieces, plan.inside, model, named, fleeting)
     plan.codes(kind)
     return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
 
@@ -290,7 +299,13 @@ def _begun(plan: Plan, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[li
     return pieces, starts
 
 
-def _rest(pieces: Sequence[Piece], inside: frozenset[str], model: nn.Module, named: Mapping[str, Tensor]) -> None:
+def _rest(
+    pieces: Sequence[Piece],
+    inside: frozenset[str],
+    model: nn.Module,
+    named: Mapping[str, Tensor],
+    fleeting: Collection[str],
+) -> None:
     """Give what the forward never used to the last piece, so that nothing of the model is lost."""
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -299,5 +314,5 @@ def _rest(pieces: Sequence[Piece], inside: frozenset[str], model: nn.Module, nam
     held = {id(one) for piece in pieces for one in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():
         if id(tensor) not in held:
-            pieces[-1].lend(name, tensor)
+            pieces[-1].lend(name, tensor, stored=name not in fleeting)
             held.add(id(tensor))

@@ -8,10 +8,13 @@ as the generators stand after a run where they stood before.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +54,45 @@ def draws(block: nn.Module) -> bool:
     (True, False)
     """
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in block.modules())
+
+
+class HostChance:
+    """Where the random numbers of Python and numpy stand: blocks draw those as well, and nobody seeds them.
+
+    A block that is recomputed has to draw again what it drew.
+
+    >>> before = HostChance(); drawn = random.random(); moved = before.has_moved()
+    >>> with before.again():
+    ...     same = random.random() == drawn
+    >>> moved, same
+    (True, True)
+    """
+
+    __slots__ = ("_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def has_moved(self) -> bool:
+        """Whether anything was drawn since."""
+        now = HostChance()
+        same = now._numpy[2:] == self._numpy[2:] and np.array_equal(now._numpy[1], self._numpy[1])
+        return not same or now._python != self._python
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from here on inside, and go on afterwards where others stood."""
+        now = HostChance()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 class Randomness:

@@ -5,7 +5,7 @@
                  then accepts every j > i
 
 Ranks share a host if the machine's boot and the network namespace are the same: between them it is a Unix socket on an
-abstract address, which leaves nothing in a file system. Otherwise it is TCP, and the two clocks are compared by pings.
+abstract address, which leaves nothing in a file system. Otherwise it is TCP.
 Every wait is bounded and says for whom it waits.
 """
 
@@ -31,8 +31,6 @@ from drumline.runtime.channel import too_late
 from drumline.runtime.link import Link, TcpLink, UnixLink
 
 _HELLO = struct.Struct("<16sI")
-_TIME = struct.Struct("<q")
-_NUM_PINGS = 16
 
 
 def host_id() -> str:
@@ -160,7 +158,7 @@ class _Rendezvous:
                 connection.sendall(_HELLO.pack(card.token, self.rank))
                 if _receive(connection, len(mine)) != mine:
                     raise ConnectionError("another program answers there")
-                return self._link(other, connection, called=True)
+                return _link(other, connection)
             except OSError as error:
                 connection.close()
                 problems.append(f"{way!r}: {error or type(error).__name__}")
@@ -188,43 +186,23 @@ class _Rendezvous:
                 if not secrets.compare_digest(token, cards[self.rank].token) or other not in expected:
                     raise ConnectionError("a stranger")
                 connection.sendall(cards[other].token)
-                links.append(self._link(other, connection, called=False))
+                links.append(_link(other, connection))
                 expected.discard(other)
             except OSError:
                 connection.close()
         return links
 
-    def _link(self, other: int, connection: socket.socket, *, called: bool) -> Link:
-        if connection.family == socket.AF_UNIX:
-            return UnixLink(other, connection)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that vanishes sends no end of the connection: ask after it when it is silent.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        return TcpLink(other, connection, offset_ns=(_ask_time if called else _tell_time)(connection))
 
-
-def _ask_time(connection: socket.socket) -> int:
-    """Return what to add to the peer's clock: of several pings the quickest is the least disturbed."""
-    best, offset = None, 0
-    for _ in range(_NUM_PINGS):
-        asked = time.perf_counter_ns()
-        connection.sendall(_TIME.pack(0))
-        theirs = _TIME.unpack(_receive(connection, _TIME.size))[0]
-        answered = time.perf_counter_ns()
-        if best is None or answered - asked < best:
-            best, offset = answered - asked, (asked + answered) // 2 - theirs
-    connection.sendall(_TIME.pack(-offset))
-    return offset
-
-
-def _tell_time(connection: socket.socket) -> int:
-    for _ in range(_NUM_PINGS):
-        _receive(connection, _TIME.size)
-        connection.sendall(_TIME.pack(time.perf_counter_ns()))
-    return int(_TIME.unpack(_receive(connection, _TIME.size))[0])
+def _link(other: int, connection: socket.socket) -> Link:
+    if connection.family == socket.AF_UNIX:
+        return UnixLink(other, connection)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that vanishes sends no end of the connection: ask after it when it is silent.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return TcpLink(other, connection)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,6 @@ _HEADER = struct.Struct(f"<BBH{KEY_BYTES}sqq")  # kind, slot, layout, key, made,
 _KEY = slice(4, 4 + KEY_BYTES)
 _NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor comes along
 
-_clock = time.perf_counter_ns
-
 
 class _Parked(NamedTuple):
     layout: Layout
@@ -47,7 +45,7 @@ class _Parked(NamedTuple):
 class _Edge:
     """This rank's side of the two directed edges that join it to a peer."""
 
-    def __init__(self, num_slots: int, offset_ns: int) -> None:
+    def __init__(self, num_slots: int) -> None:
         # What it sends.
         self.layouts = Layouts()
         self.slots = Slots(num_slots)
@@ -58,7 +56,6 @@ class _Edge:
         self.peer_slots: dict[int, Slot] = {}
         self.num_held = 0
         self.credits = bytearray()
-        self.offset_ns = offset_ns
 
 
 # A message that arrived: its header and layout while it is in its slot, or what was copied out of that.
@@ -80,10 +77,11 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         timeout: float = limits.TIMEOUT,
         num_slots: int = 4,
         spin: float = limits.SPIN,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        mesh = Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin)
+        mesh = Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
         super().__init__(mesh)
         elsewhere = sorted(peer for peer, link in mesh.links.items() if not link.carries_fds)
         if elsewhere:
@@ -95,7 +93,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         self._device = torch.device(device)
         self._num_slots = num_slots
         self._num_parked = 0
-        self._edges = {peer: _Edge(num_slots, link.offset_ns) for peer, link in mesh.links.items()}
+        self._edges = {peer: _Edge(num_slots) for peer in mesh.links}
         mesh.on(_MESSAGE, self._on_message)
         mesh.on(_CREDITS, self._on_credits)
         mesh.on(_SLOT, self._on_slot)
@@ -103,7 +101,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Copy a message into shared memory, or park it; a form that was used must not be changed."""
-        made_ns = _clock()
+        made_ns = self._now()
         edge = self._edges[target]
         layout = edge.layouts.find(tensors, form)
         key = self._key(receive)
@@ -130,7 +128,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             layout.is_told = True
             self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
         slot.fill(layout, tensors)
-        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, _clock())
+        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self._now())
         if edge.credits:
             packet += edge.credits
             edge.credits.clear()
@@ -156,8 +154,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         # Credits travel with the next message that goes there, unless the sender might run out of slots before.
         if len(edge.credits) * 2 >= self._num_slots:
             self._send_credits(source, edge)
-        offset_ns = edge.offset_ns
-        return Delivery(tensors, layout.form, made_ns + offset_ns, sent_ns + offset_ns, layout.num_bytes)
+        return Delivery(tensors, layout.form, made_ns, sent_ns, self._now(), layout.num_bytes)
 
     def _send_credits(self, source: int, edge: _Edge) -> None:
         self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)

@@ -15,9 +15,10 @@ alone keeps no tape, and lets go of a microbatch with I; blocks below the lowest
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +30,39 @@ from drumline.runtime import engine
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.compiled import Compiler, Named
 from drumline.runtime.cut import Block
-from drumline.runtime.foreign import refuse_foreign
+from drumline.runtime.foreign import begun, refuse_foreign
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.owners import Splitter
 from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness, draws, may_draw
+from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
 Loss = Callable[[Any, Any], Tensor | None]
 
 
+class Partly(NamedTuple):
+    """What a stage hands on where it has no gradient for some of the numbers in it: which of the tensors these are."""
+
+    plain: tuple[int, ...]
+    value: Any
+
+
 class Pass:
     """One microbatch's way through one segment: what its backward needs."""
 
-    __slots__ = ("again", "buffers", "form", "leaves", "roots", "tape", "wanted")
+    __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "tape", "wanted")
 
     def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
         self.leaves = leaves
         self.form = form
         self.roots: list[GradientEdge] = []
         self.wanted: list[int] = []  # which of the outputs a gradient can come back for
+        self.plain: tuple[int, ...] = ()  # which of those that could have one do not
         self.tape: Tape | None = None
         self.again = False  # whether the segment has to be run again first
         self.buffers: dict[int, Tensor] = {}
+        self.chance: HostChance | None = None  # where its random numbers of Python's began, if it drew any
 
 
 class Segment:
@@ -84,6 +94,7 @@ class Segment:
         if compiled is not None and any(draws(module) for _, module in self.blocks):
             self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
+        self.keeps_input = False  # whether they were seen not to
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:
@@ -129,6 +140,11 @@ class Segment:
                 expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
                 fix="let the block work on a copy: x = x.clone()",
             )
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether any of the blocks may draw random numbers."""
+        return bool(self._suspects)
 
     @property
     def changes_buffers(self) -> bool:
@@ -200,6 +216,7 @@ class Stage:
             return self._forward(microbatch, value, target, keep)
 
     def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
+        plain, value = value if isinstance(value, Partly) else ((), value)
         if not keep:
             with torch.no_grad():
                 for segment in self.segments:
@@ -213,28 +230,42 @@ class Stage:
         wants_gradient = self.trained_below
         for number, segment in enumerate(self.segments):
             tensors, form = pack(value)
-            leaves = [_leaf(one, wants_gradient) for one in tensors]
+            leaves = [_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)]
             this = Pass(leaves, form)
             last = number == len(self.segments) - 1
             # Where nothing is trained so far there is no graph to save by running again.
             this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
             if this.again:
                 this.buffers = segment.buffers.save()
-                versions = versions_of(leaves)
-                with torch.no_grad():
-                    value = segment.run(unpack(leaves, form), microbatch, self.randomness)
+                value = self._first_run(segment, this, microbatch)
                 segment.buffers.learn()
-                segment.unchanged(leaves, versions)
                 wants_gradient = True
             else:
                 loss = partial(self._loss, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
                 wants_gradient = bool(this.wanted)
+            plain = this.plain
             passes.append(this)
         if self.kind is Backward.NONE:
             self._refuse_hidden(wants_gradient)
         else:
             self.held[microbatch] = passes
+        return Partly(plain, value) if plain and self.kind is not Backward.NONE and self.loss is None else value
+
+    def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
+        """Run a segment that will be run again: on a copy of its input if it changes that, or is not known not to."""
+        given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
+        versions = versions_of(given)
+        chance = HostChance() if segment.may_draw else None
+        with torch.no_grad():
+            value = segment.run(unpack(given, this.form), microbatch, self.randomness)
+        this.chance = chance if chance is not None and chance.has_moved() else None
+        if segment.keeps_input:
+            segment.unchanged(given, versions)
+        elif versions_of(given) == versions:
+            segment.keeps_input = not segment.on_copies
+        else:
+            segment.on_copies = True
         return value
 
     def _refuse_hidden(self, trains: bool) -> None:
@@ -317,9 +348,13 @@ class Stage:
         outputs, form = pack(value)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        if len(this.wanted) < len(outputs):
+            apart = set(this.wanted)
+            this.plain = tuple(at for at, one in enumerate(outputs) if _has_gradient(one) and at not in apart)
         if not segment.looked_at:
             segment.looked_at = True
-            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks])
+            begins = [*this.leaves, *segment.splitter.begins]
+            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks], begins)
         return unpack([one.detach() for one in outputs], form)
 
     def _loss(self, target: Any, output: Any) -> Tensor:
@@ -344,9 +379,10 @@ class Stage:
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if this.again:
-            with segment.buffers.as_they_were(this.buffers), self.precision.autocast:
+            drawn = nullcontext() if this.chance is None else this.chance.again()
+            with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
                 self._through(segment, this, microbatch)
-            this.buffers = {}
+            this.buffers, this.chance = {}, None
             this.again = False
 
 
@@ -355,10 +391,15 @@ def versions_of(value: Any) -> list[int]:
     return [one._version for one in pack(value)[0]]
 
 
+def _has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
     leaf = tensor.detach()
-    if wants_gradient and (leaf.is_floating_point() or leaf.is_complex()):
-        leaf.requires_grad_()
+    if wants_gradient and _has_gradient(leaf):
+        begun(leaf).requires_grad_()
     return leaf
 
 

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Path, Value
+from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Path, Value, may_draw
 from drumline.runtime.skeleton import Skeleton
 from drumline.runtime.values import pack, plain_in, unpack
 
@@ -72,6 +72,8 @@ class _Tracer(TorchFunctionMode):
         self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
         self.taken: set[int] = set()  # tensors that came in through the running block's arguments
         self.reads: set[str] = set()
+        self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
+        self.broken = ""  # the block that failed
         self.thread = threading.get_ident()
         self.base = _autocast(skeleton.device.type)
         for tensor in inputs:
@@ -160,13 +162,37 @@ class _Tracer(TorchFunctionMode):
             self.taken.add(id(one))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.register_hook:
+            raise ModelError(
+                f"the model's forward puts a hook on a tensor between its blocks{_line_here()}",
+                expected="hooks on parameters or modules, or inside of a block",
+                fix="move it into a block",
+            )
         given = _tensors((args, kwargs))
+        if self.drawn and _name(func) in _READS and any(id(one) in self.drawn for one in given):
+            raise ModelError(
+                f"the model's forward decides by a random number between its blocks{_line_here()}",
+                expected="decisions that are the same in every step, between blocks",
+                fix="draw it inside of a block, or switch it off (layerdrop=0)",
+            )
         versions = [one._version for one in given]
         made = func(*args, **kwargs)
         changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
         if changed or any(id(one) not in self.numbers for one in _tensors(made)):
             self._note(func, args, kwargs, made, changed)
+        self._follow_chance(func, args, made)
         return made
+
+    def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
+        """Remember random tensors that Python could decide by, and what is made of them."""
+        given = [one for one in _tensors(args) if id(one) in self.drawn]
+        if _name(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
+            bound = args[1] if args[0] is given[0] else args[0]
+            if isinstance(bound, int | float) and not 0 < bound < 1:
+                return  # it comes out alike, whatever is drawn
+        if given or may_draw(func):
+            evenly = func is torch.rand
+            self.drawn.update((id(one), evenly) for one in _tensors(made) if not isinstance(one, FakeTensor))
 
     def _note(
         self,
@@ -180,7 +206,7 @@ class _Tracer(TorchFunctionMode):
     ) -> None:
         what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
         tensors, form = pack((args, kwargs))
-        _refuse_objects(form, what)
+        refuse_objects(form, what)
         takes = tuple(self._number(one, what) for one in tensors)
         for one in changed:
             self._alone(self._number(one, what), what)
@@ -221,6 +247,9 @@ class _Tracer(TorchFunctionMode):
         self.within.append(name)
         try:
             made = self._run(module, name, call, args, kwargs)
+        except Exception:
+            self.broken = name
+            raise
         finally:
             self.within.pop()
         with torch._C.DisableTorchFunction():
@@ -274,21 +303,36 @@ class _Tracer(TorchFunctionMode):
                 stack.enter_context(_calls_go_to(self))
                 stack.enter_context(self)
                 yield
+            self._refuse_exchanged(buffers)
         finally:
             for module, mode in modes:
                 module.training = mode
             for module, before in buffers:
                 module._buffers.update(before)
 
+    def _refuse_exchanged(self, buffers: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        """Refuse a forward that puts another tensor in a buffer's place between blocks: only the copy would see it."""
+        for module, before in buffers:
+            name = self.skeleton.names[id(module)]
+            for key, buffer in module._buffers.items():
+                if name in self.inside and buffer is not before.get(key):
+                    whole = f"{name}.{key}" if name else key
+                    raise ModelError(
+                        f"the model's forward puts another tensor in the place of the buffer {whole!r}",
+                        expected="buffers that are changed in place, between blocks",
+                        fix=f"write self.{key}.copy_(...), or do it inside of a block",
+                    )
+
     def finish(self, made: Any) -> None:
         """Note what the model returned."""
         tensors, self.graph.output_form = pack(made)
-        _refuse_objects(self.graph.output_form, "the model's output")
+        refuse_objects(self.graph.output_form, "the model's output")
         self.graph.outputs = tuple(self._number(one, "the model's output") for one in tensors)
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that came up while following."""
-        where = f" in {self.within[-1]!r}" if self.within else " between its blocks"
+        block = self.within[-1] if self.within else self.broken
+        where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             return ModelError(
@@ -300,13 +344,24 @@ class _Tracer(TorchFunctionMode):
         return ModelError(f"the model's forward failed{where} {told}")
 
 
-_TORCH = Path_(torch.__file__).parent
+_OTHERS = (Path_(torch.__file__).parent, Path_(__file__).parent)
+_READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
+_COMPARES = ("lt", "le", "gt", "ge")
 
 
 def _line_of(error: Exception) -> str:
     """Return the line of the model's own code that an error came up in."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if _TORCH not in Path_(one.filename).parents]
-    frame = next((one for one in reversed(frames) if Path_(one.filename) != Path_(__file__)), None)
+    return _own_line(traceback.extract_tb(error.__traceback__))
+
+
+def _line_here() -> str:
+    """Return the line of the model's own code that runs now."""
+    return _own_line(traceback.extract_stack())
+
+
+def _own_line(frames: traceback.StackSummary) -> str:
+    own = [one for one in frames if not any(others in Path_(one.filename).parents for others in _OTHERS)]
+    frame = own[-1] if own else None
     return "" if frame is None else f", in `{frame.line}` ({Path_(frame.filename).name}:{frame.lineno})"
 
 
@@ -359,6 +414,11 @@ def _kind(module: nn.Module) -> str:
     return f"{type(module)} {module} {shapes}"
 
 
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    return name
+
+
 def _autocast(device: str) -> Autocast:
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
@@ -385,7 +445,7 @@ def _found(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from _found(getattr(value, one.name, None), (*path, ("field", one.name)))
 
 
-def _refuse_objects(form: Any, what: str) -> None:
+def refuse_objects(form: Any, what: str) -> None:
     """Refuse plain objects that can change: they would be shared by all microbatches and stay on this rank."""
     for one in plain_in(form):
         if not isinstance(one, _PLAIN) and not callable(one):

@@ -85,12 +85,21 @@ def _value(tensors: Sequence[Tensor], form: Any) -> Any:
         return parts[0](*(_value(tensors, part) for part in parts[1:]))
     if kind in ("fields", "mapping"):
         made = {name: _value(tensors, part) for name, part in zip(parts[1], parts[2:], strict=True)}
-        return parts[0](**made) if kind == "fields" else parts[0](made)
+        return rebuilt(parts[0], made) if kind == "fields" else parts[0](made)
     if kind == "slice":
         return slice(*(_value(tensors, part) for part in parts))
     if kind == "dict":
         return dict(zip(parts[0], (_value(tensors, part) for part in parts[1:]), strict=True))
     return _CONTAINERS[kind]([_value(tensors, part) for part in parts])
+
+
+def rebuilt(kind: type, values: dict[str, Any]) -> Any:
+    """Return a dataclass with these values, those included that its constructor does not take."""
+    late = [one.name for one in fields(kind) if not one.init]
+    made = kind(**{name: value for name, value in values.items() if name not in late})
+    for name in late:
+        object.__setattr__(made, name, values[name])  # frozen or not
+    return made
 
 
 def plain_in(form: Any) -> Iterator[Any]:

@@ -33,7 +33,7 @@ class Chart {
     this.node = element("section", { className: "chart", id: `timeline-${index}` },
       element("div", { className: "heading" },
         element("h2", { textContent: model.name }), element("span", { className: "facts", textContent: facts }), this.note,
-        element("span", { className: "figures" }, figure("makespan", number(raw.makespan)),
+        element("span", { className: "figures" }, figure("makespan", timeText(raw.makespan)),
           figure("bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
       element("div", { className: "body" }, this.left, this.plot, this.right));
     this.overlay = svgNode("svg", { class: "overlay" }, this.plot);
@@ -192,7 +192,7 @@ class Chart {
       const x = this.edge(time) + 0.5;
       d += `M${x} 0V${this.height}`;
       const anchor = x < 14 ? "start" : x > this.width - 14 ? "end" : "middle";
-      pen.text("cause", Math.max(0, Math.min(this.width, x)), this.rowsBottom + 17, number(time), colours.muted, { anchor });
+      pen.text("cause", Math.max(0, Math.min(this.width, x)), this.rowsBottom + 17, timeText(time), colours.muted, { anchor });
     }
     if (d) pen.path("grid", d, { stroke: colours.rule });
   }

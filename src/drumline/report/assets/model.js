@@ -1,6 +1,15 @@
 /* What the page's data says: rows as typed arrays that can be searched, and words for every part of them. */
 
 const number = (value) => String(Number(value.toPrecision(6)));
+/* Times are in the unit of the costs, which nobody knows, unless the page says that they are seconds. */
+const clock = { seconds: false };
+
+function timeText(value) {
+  if (!clock.seconds || value === 0) return number(value);
+  const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, one]) => Math.abs(value) >= one) ?? ["ns", 1e-9];
+  return `${Number((value / size).toPrecision(4))} ${unit}`;
+}
+
 const percent = (share) => (share < 0.00005 ? "0" : Number((100 * share).toPrecision(3))) + "%";
 
 function bytes(value) {
@@ -114,8 +123,8 @@ class Row {
 }
 
 class Model {
-  constructor(raw, ops, causes) {
-    Object.assign(this, { raw, ops, causes, name: raw.name, makespan: raw.makespan });
+  constructor(raw, ops, causes, sentences) {
+    Object.assign(this, { raw, ops, causes, sentences, name: raw.name, makespan: raw.makespan });
     this.rows = raw.rows.map((row, rank) => new Row(row, rank, raw.ticks_per_second));
     Object.assign(this, { explained: false, path: [], queues: [] });
     this.bytesKnown = raw.peak_bytes !== null;
@@ -185,9 +194,9 @@ class Model {
       code: this.code(row, index),
       facts: [
         ["rank", String(rank)],
-        ["start", number(row.start[index])],
-        ["duration", number(row.end[index] - row.start[index])],
-        ["end", number(row.end[index])],
+        ["start", timeText(row.start[index])],
+        ["duration", timeText(row.end[index] - row.start[index])],
+        ["end", timeText(row.end[index])],
         ...(row.critical[index] ? [["critical path", "yes"]] : []),
       ],
       why: this.waited(row, index),
@@ -198,28 +207,38 @@ class Model {
     if (!this.explained) return "What it waited for is being worked out.";
     const slack = 1e-9 * this.makespan, start = row.start[index], freed = index ? row.end[index - 1] : 0, reasons = [];
     for (let i = after(row.idleEnd, freed + slack); i < row.idleEnd.length && row.idleStart[i] < start - slack; i++) {
-      reasons.push([number(row.idleEnd[i] - row.idleStart[i]), row.why.idle.words[i]]);
+      reasons.push([timeText(row.idleEnd[i] - row.idleStart[i]), this.idleWords(row, i)]);
     }
     if (reasons.length === 1) return `Waited ${reasons[0].join(": ")}.`;
     if (reasons.length) {
-      return `Waited ${number(start - freed)}: ${reasons.map(([length, words]) => `${words} (${length})`).join("; then ")}.`;
+      return `Waited ${timeText(start - freed)}: ${reasons.map(([length, words]) => `${words} (${length})`).join("; then ")}.`;
     }
     const needed = row.input(index);
     if (!needed) return "Needs nothing of another rank.";
     const from = this.rows[needed.rank], spare = start - from.end[needed.index];
     const input = `${this.code(from, needed.index)} of rank ${needed.rank}`;
     return spare > slack
-      ? `Did not wait: its input, ${input}, had been ready for ${number(spare)}.`
+      ? `Did not wait: its input, ${input}, had been ready for ${timeText(spare)}.`
       : `Did not wait: its input, ${input}, was ready just then.`;
   }
 
+  /* Why the row was idle: in words of its own, or as its cause is always said. */
+  idleWords(row, index) {
+    const own = row.why.idle.words[index];
+    if (own) return own;
+    const before = Math.min(row.length - 1, after(row.start, row.idleEnd[index] - 1e-9 * this.makespan)), needed = row.input(before);
+    return this.sentences[this.causes[row.causes[index]]]
+      .replaceAll("{before}", this.code(row, before))
+      .replaceAll("{needed}", `${this.code(this.rows[needed.rank], needed.index)} of rank ${needed.rank}`);
+  }
+
   explainIdle(rank, index) {
-    const row = this.rows[rank], words = row.why.idle.words[index];
+    const row = this.rows[rank], words = this.idleWords(row, index);
     return {
       kind: "bubble",
-      title: `Rank ${rank} idle for ${number(row.idleEnd[index] - row.idleStart[index])}`,
+      title: `Rank ${rank} idle for ${timeText(row.idleEnd[index] - row.idleStart[index])}`,
       code: this.causes[row.causes[index]],
-      facts: [["from", number(row.idleStart[index])], ["to", number(row.idleEnd[index])]],
+      facts: [["from", timeText(row.idleStart[index])], ["to", timeText(row.idleEnd[index])]],
       why: `${words[0].toUpperCase()}${words.slice(1)}.`,
     };
   }
@@ -230,7 +249,7 @@ class Model {
     const peak = this.bytesKnown ? row.raw.peak_bytes : row.raw.peak_activations;
     return {
       kind: "memory", title: `Rank ${rank} holds ${this.amount(held)}`, code: "memory",
-      facts: [["at", number(time)], ["peak", this.amount(peak)]], why: "",
+      facts: [["at", timeText(time)], ["peak", this.amount(peak)]], why: "",
     };
   }
 
@@ -239,7 +258,7 @@ class Model {
     const depth = value[Math.max(0, after(times, time) - 1)];
     return {
       kind: "queue", title: `${depth} ${depth === 1 ? "message waits" : "messages wait"}`, code: `${source} → ${target}`,
-      facts: [["at", number(time)]], why: `Sent by rank ${source} and not yet taken up by rank ${target}.`,
+      facts: [["at", timeText(time)]], why: `Sent by rank ${source} and not yet taken up by rank ${target}.`,
     };
   }
 }

@@ -18,8 +18,9 @@ class Page {
   /* Show a document as `scene.document` makes it; may be called again with another. */
   load(data) {
     this.data = data;
-    this.models = data.timelines.map((one) => new Model(one, data.ops, data.causes));
-    const single = this.models.length === 1;
+    clock.seconds = Boolean(data.seconds);
+    this.models = data.timelines.map((one) => new Model(one, data.ops, data.causes, data.sentences));
+    const single = this.models.length === 1 || Boolean(data.strips);
     if (!this.charts.length) Object.assign(this.state, { memory: single, queues: single });
     const lengths = this.models.map((model) => model.makespan * 1.005).sort((a, b) => a - b);
     const usual = 2 * lengths[lengths.length >> 1];
@@ -128,7 +129,7 @@ class Page {
     thumb.style.left = `${(100 * view.from) / view.extent}%`;
     thumb.style.width = `${(100 * view.width) / view.extent}%`;
     const digits = Math.max(0, Math.min(9, 2 - Math.floor(Math.log10(view.width))));
-    const shown = (time) => String(Number(Math.min(time, view.extent / 1.005).toFixed(digits)));
+    const shown = (time) => timeText(Number(Math.min(time, view.extent / 1.005).toFixed(digits)));
     byId("range").textContent = `${shown(view.from)} – ${shown(view.to)}`;
   }
 

@@ -1,0 +1,207 @@
+"""`drumline analyze TRACE...`: the bubble report of somebody else's profiler traces."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.cli import flags
+from drumline.cli.output import colour_wanted, counts, print_json, progress, save, terminal_width, wrapped
+from drumline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from drumline.core.timeline import Timeline
+    from drumline.report.analysis import Analysis
+
+# More violations, ranks or steps than anybody reads; --json has them all.
+_MOST_SHOWN = 10
+_MOST_DRAWN = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="torch.profiler's .json or .json.gz, a rank's each; or a folder",
+    )
+    parser.add_argument("--step", type=flags.whole_number, metavar="N", help="the step to report (default: the median)")
+    flags.add_json(parser)
+    parser.add_argument(
+        "--format",
+        choices=list(_WRITERS),
+        default="text",
+        help="text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report one step; exit 1 if the traces contradict the rules of a pipeline."""
+    from drumline.report.analysis import analyze
+    from drumline.report.analysis_advice import advise_on
+
+    analysis = analyze(args.traces, step=args.step, progress=progress)
+    progress("")
+    advice = advise_on(analysis)
+    written = _WRITERS[args.format](args, analysis, advice)
+    if args.out is not None:
+        save(args.out, written)
+    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
+        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
+    if args.json:
+        shown: dict[str, Any] = {"out": str(args.out)} if args.out is not None else {}
+        print_json({**analysis.summary(), "advice": advice, **shown})
+    elif args.out is not None:
+        print(f"wrote {args.out}")
+    elif isinstance(written, bytes):
+        sys.stdout.buffer.write(written)
+    else:
+        print(written)
+    return 1 if analysis.violations else 0
+
+
+def _csv(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+    return analysis.timeline.ran.format()
+
+
+def _svg(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+    from drumline.report.svg import svg
+
+    return svg(analysis.timeline, title=_title(analysis))
+
+
+def _html(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+    from drumline.report.html import page
+
+    name = analysis.timeline.program.name
+    shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
+    if analysis.ideal is not None:
+        shown.append(_called(analysis.ideal, f"{name}, at best"))
+    return page(shown, title=_title(analysis), advice=advice)
+
+
+def _called(timeline: Timeline, name: str) -> Timeline:
+    return replace(timeline, program=replace(timeline.program, name=name))
+
+
+def _perfetto(args: argparse.Namespace, analysis: Analysis, advice: str) -> bytes:
+    from drumline.report.trace import trace
+
+    return trace(analysis.timeline)
+
+
+def _title(analysis: Analysis) -> str:
+    return f"{analysis.timeline.program.name}, step {analysis.timeline.step}, as recorded"
+
+
+def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+    from drumline.report.grid import grid
+    from drumline.report.kineto import described
+    from drumline.report.table import table
+
+    timeline = analysis.timeline
+    to_terminal = args.out is None and not args.json
+    width = terminal_width() if to_terminal else 200
+    head = [
+        f"{timeline.program.name}: {counts(timeline.program)}; step {timeline.step} of {_steps(analysis)}, "
+        f"actions found by {analysis.traces.found_by}"
+    ]
+    if timeline.num_ranks <= _MOST_DRAWN:
+        head.append(grid(timeline, width=width, colour=to_terminal and colour_wanted()))
+    lines = [
+        f"step {_ms(timeline.step_seconds)} ms, pipeline {_ms(timeline.makespan)} ms of it, "
+        f"bubble {timeline.bubble:.2%} of the pipeline",
+        *_beside(analysis),
+        f"clocks: {described(analysis.traces)}",
+    ]
+    if analysis.traces.num_others:
+        lines.append(f"the traces of {analysis.traces.num_others} more pipelines beside it were left out")
+    parts = [
+        *(wrapped(line, width) if "\n" not in line else line for line in head),
+        *(wrapped(line, width) for line in lines),
+        "\nmilliseconds of each rank:",
+        table(*_ranks(analysis), width=width, left=2),
+        "\nmilliseconds of each step:",
+        table(*_all_steps(analysis), width=width),
+        *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
+        "\n" + wrapped(advice, width),
+    ]
+    return "\n".join(parts)
+
+
+def _steps(analysis: Analysis) -> str:
+    numbers = list(analysis.traces.steps)
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _beside(analysis: Analysis) -> list[str]:
+    """Return what the simulator says of the same action times, and which stage is the slowest."""
+    lines = []
+    if analysis.ideal is not None:
+        lines.append(
+            f"at best {_ms(analysis.ideal.makespan)} ms, bubble {analysis.ideal.bubble:.2%}: "
+            "the same order and action times, simulated without transfer and overhead"
+        )
+    slow, mean = analysis.slowest, sum(one.total for one in analysis.stages) / len(analysis.stages)
+    if len(analysis.stages) > 1 and mean > 0:
+        home = analysis.timeline.program.placement.homes[slow.stage]
+        lines.append(
+            f"slowest stage: {slow.stage}, on rank {home}; a microbatch takes {_ms(slow.total)} ms, "
+            f"{slow.total / mean:.2f} of the mean"
+        )
+    return lines
+
+
+def _ranks(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
+    from drumline.report.summary import idle_by_cause
+
+    timeline, by_cause = analysis.timeline, idle_by_cause(analysis.timeline)
+    kernels = timeline.kernel_seconds
+    header = ["rank", "stages", "busy", *(["kernels"] if kernels else []), "idle", *by_cause]
+    rows = [
+        [
+            str(rank),
+            " ".join(map(str, timeline.program.placement.stages_of(rank))),
+            _ms(timeline.busy[rank]),
+            *([_ms(kernels[rank])] if kernels else []),
+            _ms(timeline.idle[rank]),
+            *(_ms(by_cause[cause][rank]) for cause in by_cause),
+        ]
+        for rank in range(timeline.num_ranks)
+    ]
+    return header, rows
+
+
+def _all_steps(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
+    steps = list(analysis.traces.steps.items())
+    rows = [
+        [str(number), _ms(one.step_seconds), _ms(one.makespan), f"{one.bubble:.2%}"]
+        for number, one in steps[-_MOST_SHOWN:]
+    ]
+    return ["step", "step time", "pipeline", "bubble"], rows
+
+
+def _against(analysis: Analysis) -> list[str]:
+    found = analysis.violations
+    more = [f"... and {len(found) - _MOST_SHOWN} more (--json lists all)"] if len(found) > _MOST_SHOWN else []
+    return ["The traces contradict the rules of a pipeline:", *map(str, found[:_MOST_SHOWN]), *more]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+_WRITERS: dict[str, Callable[[argparse.Namespace, Analysis, str], str | bytes]] = {
+    "text": _text,
+    "html": _html,
+    "svg": _svg,
+    "perfetto": _perfetto,
+    "csv": _csv,
+}

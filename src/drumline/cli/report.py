@@ -1,0 +1,136 @@
+"""`drumline report RUN...`: recorded runs as one offline page, as text, plots or a trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.cli import flags
+from drumline.cli.output import colour_wanted, print_json, save, terminal_width
+from drumline.core.errors import UsageError
+from drumline.core.run import read_run
+
+if TYPE_CHECKING:
+    from drumline.core.timeline import Timeline
+    from drumline.report.run_report import RunReport
+
+PAGE = "report.html"
+_ENDINGS = {
+    ".html": "html",
+    ".htm": "html",
+    ".txt": "text",
+    ".svg": "svg",
+    ".png": "png",
+    ".gz": "perfetto",
+    ".pftrace": "perfetto",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that record= named")
+    parser.add_argument("--step", type=flags.whole_number, metavar="N", help="this step, not the typical one")
+    parser.add_argument(
+        "--format",
+        choices=list(_WRITERS),
+        help="html: a page; text; svg, png: plots, by matplotlib; perfetto: a trace (default: as --out ends, or html)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"write there (default: {PAGE} in the first RUN)")
+    flags.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report runs: write a file, and say in short what it says."""
+    from drumline.report.run_report import reports_of
+
+    form = _format(args)
+    reports = reports_of([read_run(path) for path in args.runs], step=args.step)
+    out = args.out
+    if out is None and args.format is None and not args.json:
+        out = args.runs[0] / PAGE
+    written = _WRITERS[form](reports) if out is not None or not args.json else ""
+    if out is not None:
+        save(out, written)
+    if args.json:
+        print_json({"runs": [one.to_json() for one in reports], **({} if out is None else {"out": str(out)})})
+    elif out is not None:
+        print(_terminal_text(reports))
+        print(f"\nwrote {out}")
+    elif form == "text":
+        print(_terminal_text(reports))
+    else:
+        _to_stdout(written, form)
+    return 0
+
+
+def _format(args: argparse.Namespace) -> str:
+    if args.format is not None:
+        return str(args.format)
+    if args.out is None:
+        return "html"
+    found = _ENDINGS.get(args.out.suffix.lower())
+    if found is None:
+        raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_ENDINGS)}, or --format")
+    return found
+
+
+def _terminal_text(reports: Sequence[RunReport]) -> str:
+    from drumline.report.run_text import reports_text
+
+    return reports_text(reports, width=terminal_width(), colour=colour_wanted())
+
+
+def _to_stdout(written: str | bytes, form: str) -> None:
+    if isinstance(written, str):
+        print(written)
+    elif sys.stdout.isatty():
+        raise UsageError(f"a {form} file is not text", fix="give --out FILE")
+    else:
+        sys.stdout.buffer.write(written)
+
+
+def _text(reports: Sequence[RunReport]) -> str:
+    from drumline.report.run_text import reports_text
+
+    return reports_text(reports)
+
+
+def _html(reports: Sequence[RunReport]) -> str:
+    from drumline.report.run_page import run_page
+
+    return run_page(reports)
+
+
+def _svg(reports: Sequence[RunReport]) -> str:
+    from drumline.report.plots import plots
+
+    return plots(reports, file_type="svg").decode()
+
+
+def _png(reports: Sequence[RunReport]) -> bytes:
+    from drumline.report.plots import plots
+
+    return plots(reports, file_type="png")
+
+
+def _perfetto(reports: Sequence[RunReport]) -> bytes:
+    from drumline.report.trace import traces
+
+    timelines: dict[str, Timeline] = {}
+    for one in reports:
+        prefix = f"{one.name}, " if len(reports) > 1 else ""
+        timelines[f"{prefix}measured"] = one.seen.measured
+        timelines[f"{prefix}simulated"] = one.seen.simulated
+    return traces(timelines)
+
+
+_WRITERS: dict[str, Callable[[Sequence[RunReport]], str | bytes]] = {
+    "html": _html,
+    "text": _text,
+    "svg": _svg,
+    "png": _png,
+    "perfetto": _perfetto,
+}

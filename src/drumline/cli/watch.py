@@ -1,0 +1,153 @@
+"""`drumline watch RUN`: a run live in the terminal, and on to TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, terminal_width
+from drumline.core.errors import RecordError, UsageError
+from drumline.core.run import CONFIG, Run, read_run
+
+if TYPE_CHECKING:
+    from drumline.report.follow import Writer
+    from drumline.report.live import Live
+
+_EVERY = 0.5
+_FEWEST_SECONDS = 0.2  # between two frames
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="a folder that record= named")
+    parser.add_argument("--once", action="store_true", help="show the last step and end")
+    parser.add_argument(
+        "--wait", type=flags.number, default=60.0, metavar="S", help="seconds to wait for a run to begin (default 60)"
+    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the metrics there as well")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log the metrics to this project as well")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per step; with --once one object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow a run until it has ended."""
+    from drumline.report.follow import QUIET, lines, scalars
+    from drumline.report.live import ASCII, FINE, Live
+
+    if args.wait < 0:
+        raise UsageError(f"--wait is {args.wait:g}", expected="0 seconds or more")
+    found = _begun(args.run, 0.0 if args.once else args.wait)
+    live = Live(args.run.name or str(args.run), found.program, marks=FINE if _takes(FINE.parts) else ASCII)
+    writers = _writers(args, found)
+    screen = _Screen(live, as_json=args.json, once=args.once)
+    try:
+        for line in lines(found, quiet=0.0 if args.once else QUIET, every=_EVERY):
+            if line is None:
+                screen.show()
+                continue
+            live.add(line)
+            for writer in writers:
+                writer.write(line["step"], scalars(line))
+            screen.step()
+    finally:
+        for writer in writers:
+            writer.close()
+    screen.end()
+    if not live.line:
+        raise RecordError(f"{args.run} has no step yet", fix="wait for the first one")
+    if not (args.once or args.json):
+        print("the run has ended" if found.has_ended else "nothing came any more: the run seems to have been killed")
+    return 0
+
+
+class _Screen:
+    """Where steps are shown: drawn again in place on a terminal, a line per step elsewhere."""
+
+    def __init__(self, live: Live, *, as_json: bool, once: bool) -> None:
+        self._live = live
+        self._as_json = as_json
+        self._once = once
+        self._redraws = sys.stdout.isatty() and not as_json and not once
+        self._height = 0
+        self._shown = -1.0
+        self._stale = False
+
+    def step(self) -> None:
+        """Take note of a new step."""
+        self._stale = True
+        if self._once:
+            return
+        if self._as_json:
+            print(json.dumps(self._live.to_json(), allow_nan=False), flush=True)
+        elif not self._redraws:
+            print(self._live.row(), flush=True)
+        elif time.monotonic() - self._shown >= _FEWEST_SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        """Draw what is new."""
+        if self._redraws and self._stale:
+            frame = self._live.frame(terminal_width())
+            up = f"\x1b[{self._height}F" if self._height else ""
+            print(up + "\n".join(f"{line}\x1b[K" for line in frame.split("\n")) + "\x1b[J", flush=True)
+            self._height = frame.count("\n") + 1
+            self._shown = time.monotonic()
+            self._stale = False
+
+    def end(self) -> None:
+        """Draw what is left."""
+        self.show()
+        if self._once and self._live.line:
+            if self._as_json:
+                print_json(self._live.to_json())
+            else:
+                print(self._live.frame(terminal_width()))
+
+
+def _begun(path: Path, wait: float) -> Run:
+    """Return the run once it has begun; wait for it no longer than asked."""
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            if (path / CONFIG).exists() or wait == 0:
+                return read_run(path)
+            problem = f"there is no {CONFIG} in {path}" if path.is_dir() else f"there is no folder {path}"
+        except RecordError as error:
+            if time.monotonic() >= deadline:
+                raise
+            problem = error.error
+        left = deadline - time.monotonic()
+        if left <= 0:
+            progress("")
+            raise RecordError(
+                f"{problem}, after waiting for {wait:g} s",
+                expected="the folder that record= named",
+                fix="begin the run, or wait longer with --wait",
+            )
+        progress(f"waiting for the run: {problem} ({left:.0f} s left)")
+        time.sleep(min(_EVERY, left))
+
+
+def _writers(args: argparse.Namespace, found: Run) -> list[Writer]:
+    from drumline.report.writers import TensorBoard, WandB
+
+    made: list[Writer] = []
+    if args.tensorboard is not None:
+        made.append(TensorBoard(args.tensorboard))
+    if args.wandb is not None:
+        made.append(WandB(args.wandb, name=args.run.name, config={**found.config, "plan": found.plan}))
+    return made
+
+
+def _takes(text: str) -> bool:
+    """Whether stdout can show these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

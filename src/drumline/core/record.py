@@ -1,0 +1,153 @@
+"""What one rank measured in one step: moments by its own clock, as whole nanoseconds, in flat tables.
+
+    starts     100  350       the tables of one column: one number per timed action
+    ends       300  600
+    waits      0  300  350    several columns are laid out row by row: here message 0, from 300 to 350
+
+A record is what ranks tell each other and what the files of a run hold, so it is small and travels well. What it means
+for all ranks together says `Measured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from drumline.core.action import Action, Op
+
+# A message is named by its receive: its stage, its op as an index into RECEIVES, its microbatch (-1: none).
+RECEIVES = (Op.RECV_F, Op.RECV_B, Op.REDUCE_GRAD)
+_MESSAGE = ("stage", "op", "microbatch")
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "starts": ("start",),
+    "ends": ("end",),
+    "held": ("pairs",),
+    "stash": ("bytes",),
+    "waits": ("message", "from", "to"),
+    "messages": ("action", *_MESSAGE, "source", "made", "sent", "arrived", "from", "to", "bytes"),
+    "sends": (*_MESSAGE, "target", "from", "to", "bytes"),
+    "exchanges": ("stage", "from", "to"),
+    "overheads": ("kind", "from", "to"),
+    "between": ("kind", "from", "to"),
+    "heard": ("source", "left", "arrived"),
+}
+
+# What the kinds in these two tables mean: what the executor does itself in a step, and what happens between steps.
+OVERHEADS = ("begin", "post", "note", "leave", "end")
+BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate")
+
+# Columns that are moments of the rank's own clock; files count them from the step's begin.
+_MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One rank's step.
+
+    It lasts from the call of `step` until this rank had only to tell the others; `since_ns` is when the step before it
+    ended, and `between` what happened from then on. `held` and `stash` are pairs and bytes held once each timed action
+    has ended; bytes only where they were weighed. A message was needed by the timed action of its number, `made` and
+    `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then. Clocks
+    with the same number show the same; where there are several, `heard` has the quickest packet of every other rank
+    since the last step: when it left, by that rank's clock, and when it came.
+    """
+
+    rank: int
+    step: int = 0
+    since_ns: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
+    clock: int = 0
+    on_device: int = 0  # whether starts and ends are a device's, and the host may have been ahead of it
+    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
+    starts: Sequence[int] = field(default_factory=list)
+    ends: Sequence[int] = field(default_factory=list)
+    held: Sequence[int] = field(default_factory=list)
+    stash: Sequence[int] = field(default_factory=list)
+    waits: Sequence[int] = field(default_factory=list)
+    messages: Sequence[int] = field(default_factory=list)
+    sends: Sequence[int] = field(default_factory=list)
+    exchanges: Sequence[int] = field(default_factory=list)
+    overheads: Sequence[int] = field(default_factory=list)
+    between: Sequence[int] = field(default_factory=list)
+    heard: Sequence[int] = field(default_factory=list)
+
+    def rows(self, table: str) -> Iterator[Sequence[int]]:
+        """Yield the rows of a table.
+
+        >>> list(Record(0, exchanges=[2, 100, 300, 3, 200, 400]).rows("exchanges"))
+        [[2, 100, 300], [3, 200, 400]]
+        """
+        flat, width = getattr(self, table), len(COLUMNS[table])
+        return (flat[at : at + width] for at in range(0, len(flat), width))
+
+    def column(self, table: str, name: str) -> Sequence[int]:
+        """Return one column of a table.
+
+        >>> Record(0, exchanges=[2, 100, 300, 3, 200, 400]).column("exchanges", "to")
+        [300, 400]
+        """
+        columns = COLUMNS[table]
+        found: Sequence[int] = getattr(self, table)[columns.index(name) :: len(columns)]
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object for JSON: own moments count from the begin, empty tables are left out.
+
+        >>> Record(0, begin_ns=1000, end_ns=1500, starts=[1100], ends=[1300]).to_json()
+        {'rank': 0, 'step': 0, 'since_ns': -1000, 'begin_ns': 1000, 'end_ns': 500, ... 'starts': [100], 'ends': [300]}
+        """
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        plain["since_ns"] -= self.begin_ns
+        plain["end_ns"] -= self.begin_ns
+        tables = ((name, getattr(self, name)) for name in COLUMNS)
+        return plain | {name: _shifted(name, flat, -self.begin_ns) for name, flat in tables if flat}
+
+    @staticmethod
+    def from_json(table: Mapping[str, Any]) -> Record:
+        """Return the record that `to_json` made an object of.
+
+        >>> record = Record(1, begin_ns=1000, end_ns=1500, exchanges=[2, 1100, 1300])
+        >>> Record.from_json(record.to_json()) == record
+        True
+        """
+        begin = int(table["begin_ns"])
+        values: dict[str, Any] = {name: int(table[name]) for name in _PLAIN}
+        values["since_ns"] += begin
+        values["end_ns"] += begin
+        values |= {name: _shifted(name, table.get(name, ()), begin) for name in COLUMNS}
+        return Record(**values)
+
+
+_PLAIN = tuple(one.name for one in fields(Record) if one.name not in COLUMNS)
+
+
+def _shifted(table: str, flat: Sequence[int], by: int) -> list[int]:
+    """Return a table with its own moments moved."""
+    moved, columns = list(flat), COLUMNS[table]
+    for at, name in enumerate(columns):
+        if name in _MOMENTS:
+            moved[at :: len(columns)] = [moment + by for moment in moved[at :: len(columns)]]
+    return moved
+
+
+@cache
+def coded(receive: Action) -> tuple[int, int, int]:
+    """Return a message's three columns.
+
+    >>> coded(Action.parse("2RECV_B5"))
+    (2, 1, 5)
+    """
+    return receive.stage, RECEIVES.index(receive.op), -1 if receive.microbatch is None else receive.microbatch
+
+
+def decoded(stage: int, op: int, microbatch: int) -> Action:
+    """Return the receive that three columns name.
+
+    >>> decoded(2, 1, 5)
+    2RECV_B5
+    """
+    return Action(stage, RECEIVES[op], None if microbatch < 0 else microbatch)

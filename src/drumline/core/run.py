@@ -1,0 +1,232 @@
+"""A run that was recorded, read from its folder, also while it still grows.
+
+    config.json  plan.json  program.csv  environment.json      written once, by rank 0
+    rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
+    metrics.jsonl                                              a line per step, by rank 0
+    ended.json                                                 when rank 0 has closed the run
+
+A line counts once it ends: what a killed rank left unfinished is not there. A step counts once every rank has its line.
+Every line and object names its run, so that files of two runs are told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from drumline.core.align import Dial, align
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError, RecordError, counted
+from drumline.core.measured import Measured
+from drumline.core.program import Program
+from drumline.core.record import Record
+
+FORMAT = 1
+_STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
+CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
+    "config.json",
+    "plan.json",
+    "program.csv",
+    "environment.json",
+    "metrics.jsonl",
+    "ended.json",
+)
+_OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d+),')
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file.
+
+    >>> rank_file(3)
+    'rank3.jsonl'
+    """
+    return f"rank{rank}.jsonl"
+
+
+def read_run(path: str | Path) -> Run:
+    """Return the run that a folder holds.
+
+    >>> read_run("no-such-folder")
+    Traceback (most recent call last):
+    drumline.core.errors.RecordError: no-such-folder is no folder; expected the folder that record= named
+    """
+    return Run(path)
+
+
+class Run:
+    """A recorded run. `steps` are the numbers of those that all ranks have written; it grows as the run does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise RecordError(f"{path} is no folder", expected="the folder that record= named")
+        if not (self.path / CONFIG).exists():
+            raise RecordError(
+                f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"
+            )
+        self.config = self._object(CONFIG)
+        self.id = str(self.config["run"])
+        if self.config.get("format") != FORMAT:
+            raise RecordError(
+                f"{path} is a run in the format {self.config.get('format')}",
+                expected=f"{FORMAT}, which this version of drumline reads",
+            )
+        self.plan = self._object(PLAN)
+        self.environment = self._object(ENVIRONMENT)
+        self.program = self._program()
+        self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
+        self._metrics = _Lines(self.path / METRICS, self.id)
+        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not lines.path.exists()]
+        if missing:
+            raise RecordError(
+                f"{path} has no record of rank {', '.join(missing)}",
+                expected=f"files of all {counted(self.program.num_ranks, 'rank')}",
+                fix="copy those that other hosts wrote into this folder",
+            )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.program.name!r}, num_steps={self.num_steps})"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the steps that all ranks have written by now."""
+        first, *others = [lines.known() for lines in self._ranks]
+        return tuple(step for step in first if all(step in one for one in others))
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps all ranks have written by now."""
+        return len(self.steps)
+
+    def record(self, rank: int, step: int) -> Record:
+        """Return what one rank measured in a step."""
+        table = self._ranks[rank].read(step)
+        try:
+            return Record.from_json(table)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(
+                f"the line of step {step} in {self._ranks[rank].path} is no record: {type(error).__name__}: {error}",
+                expected="the line as the run wrote it",
+            ) from None
+
+    def timeline(self, step: int | None = None) -> Measured:
+        """Return what a step did on all ranks, the last one unless its number is given."""
+        steps = self.steps
+        if not steps:
+            raise RecordError(f"{self.path} has no step that all ranks have written yet", fix="wait for the first one")
+        if step is None:
+            step = steps[-1]
+        elif step not in steps:
+            raise RecordError(f"there is no step {step} in {self.path}", expected=f"one of {_ranges(steps)}")
+        records = self._records(step)
+        if not all(record.starts for record in records):
+            raise RecordError(f"step {step} was captured: its actions were not timed", fix="choose one that was not")
+        dials: tuple[Dial, ...] = ()
+        if len({record.clock for record in records}) > 1:
+            at = steps.index(step)
+            around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
+            dials = align([self._records(one) for one in around], around.index(step))
+        return Measured(self.program, records, self._costs, dials)
+
+    def _records(self, step: int) -> tuple[Record, ...]:
+        return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
+
+    @cached_property
+    def _costs(self) -> Costs:
+        """What a pair holds, as it was weighed in the first step that was."""
+        records = self._records(self.steps[0])
+        if not all(record.stash for record in records):
+            return Costs()
+        weighed = Measured(self.program, records).measured_costs()
+        return Costs(activation_bytes=weighed.activation_bytes, held_until_weight_bytes=weighed.held_until_weight_bytes)
+
+    def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the metrics of every step, as far as they are written, but for the first `since` of them."""
+        return [self._metrics.read(step) for step in islice(self._metrics.known(), since, None)]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether rank 0 has closed the run; one that was killed never says so."""
+        return (self.path / ENDED).exists()
+
+    def _object(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            found = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise RecordError(f"{path} is missing", expected="all files of the run in one folder") from None
+        except ValueError as error:
+            raise RecordError(f"{path} is not JSON: {error}", expected="the file as the run wrote it") from None
+        if not isinstance(found, dict) or not isinstance(found.get("run"), str):
+            raise RecordError(f"{path} names no run", expected="the file as the run wrote it")
+        if name != CONFIG:
+            _check_run(path, found["run"], self.id)
+        return found
+
+    def _program(self) -> Program:
+        try:
+            program = Program.load(self.path / PROGRAM)
+        except DrumlineError as error:
+            raise RecordError(error.error, expected="the program as the run wrote it") from None
+        return Program(program.rows, str(self.plan["schedule"]))
+
+
+class _Lines:
+    """A file of lines that may grow: where the line of each step is."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+        self._end = 0  # of the last complete line
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def known(self) -> Mapping[int, tuple[int, int]]:
+        """Return where the lines are by now, by step."""
+        if not self.path.exists() or self.path.stat().st_size == self._end:
+            return self._places
+        with self.path.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._places[self._step(line)] = (self._end, len(line))
+                self._end += len(line)
+        return self._places
+
+    def _step(self, line: bytes) -> int:
+        opening = _OPENING.match(line)
+        if opening is None:
+            raise RecordError(
+                f"line {len(self._places) + 1} of {self.path} is not one that a run wrote", fix="remove the line"
+            )
+        _check_run(self.path, opening[1].decode(), self.run)
+        return int(opening[2])
+
+    def read(self, step: int) -> dict[str, Any]:
+        """Return the line of a step."""
+        start, size = self._places[step]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            try:
+                found: dict[str, Any] = json.loads(file.read(size))
+            except ValueError as error:
+                raise RecordError(f"the line of step {step} in {self.path} is not JSON: {error}") from None
+        return found
+
+
+def _check_run(path: Path, found: str, run: str) -> None:
+    if found != run:
+        raise RecordError(
+            f"{path} belongs to the run {found}",
+            expected=f"{run}, as {CONFIG} says",
+            fix="give every run a folder of its own",
+        )
+
+
+def _ranges(steps: tuple[int, ...]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])

@@ -1,0 +1,138 @@
+"""Sends and receives of a rank, put together from what a trace says of them in several places.
+
+c10d::recv_            ├──────────┤                     the host posts it
+record_param_comms        ├────┤                        how many elements of which type
+gloo:recv                     ├───────────────────┤     ends when the host has waited for it: done
+nccl:coalesced                    ├──┤                  the kernel is launched here, for every call since the last
+ncclDevKernel_SendRecv               ·     ├──────┤     the device moves it: begun and done
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# Backends whose calls end on the host: their annotation lasts until the host has waited.
+_ON_HOST = frozenset({"gloo", "mpi", "ucc"})
+_SIZES = {
+    "double": 8,
+    "float64": 8,
+    "float": 4,
+    "float32": 4,
+    "half": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "long": 8,
+    "long int": 8,
+    "int64": 8,
+    "int": 4,
+    "int32": 4,
+    "short": 2,
+    "short int": 2,
+    "char": 1,
+    "signed char": 1,
+    "byte": 1,
+    "unsigned char": 1,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complexfloat": 8,
+    "complexdouble": 16,
+}
+
+
+class Posted(NamedTuple):
+    """One place that speaks of a send or a receive; `source` says which: c10d, metadata, or a backend."""
+
+    sends: bool
+    start: int
+    end: int
+    num_bytes: float | None
+    source: str
+
+
+class Call(NamedTuple):
+    """A send or a receive: posted by the host from `start` to `end`, moving from `begun`, and `done` where it is known.
+
+    `on_device` tells whether the latter two are the device's.
+    """
+
+    sends: bool
+    start: int
+    end: int
+    begun: int
+    done: int | None
+    num_bytes: float | None
+    on_device: bool = False
+
+
+def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) -> tuple[Call, ...]:
+    """Return the calls in order; `moved` are the kernels that move messages, as (launch, start, end).
+
+    >>> op, annotation = Posted(False, 0, 10, None, "c10d"), Posted(False, 4, 90, 64.0, "gloo")
+    >>> calls_of([op, annotation], [])
+    (Call(sends=False, start=0, end=10, begun=0, done=90, num_bytes=64.0, on_device=False),)
+    >>> calls_of([op], [(12, 40, 95)])
+    (Call(sends=False, start=0, end=10, begun=40, done=95, num_bytes=None, on_device=True),)
+    """
+    ordered = sorted(posted, key=lambda one: (one.start, -one.end))
+    ops = [one for one in ordered if one.source == "c10d"] or [one for one in ordered if one.source != "metadata"]
+    starts = [one.start for one in ordered]
+    return tuple(_on_device([_call(op, ordered, starts) for op in ops], moved))
+
+
+def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> Call:
+    first = bisect_left(starts, op.start)
+    said = []
+    for one in ordered[first:]:
+        if one.start > op.end:
+            break
+        if one.sends == op.sends and one.source != "c10d":
+            said.append(one)
+    waited = [one.end for one in (op, *said) if one.source in _ON_HOST]
+    sizes = [one.num_bytes for one in (*said, op) if one.num_bytes is not None]
+    return Call(op.sends, op.start, op.end, op.start, max(waited, default=None), sizes[0] if sizes else None)
+
+
+def _on_device(calls: list[Call], moved: Sequence[tuple[int, int, int]]) -> list[Call]:
+    """Return the calls with the times of their kernels: one moves all that was posted since the kernel before it."""
+    upcoming, batch = 0, range(0)
+    for launch, start, end in sorted(moved):
+        first = upcoming
+        while upcoming < len(calls) and calls[upcoming].start <= launch:
+            upcoming += 1
+        batch = range(first, upcoming) or batch  # a second kernel for what the last one began to move
+        for at in batch:
+            done = calls[at].done if calls[at].on_device else None
+            begun = calls[at].begun if calls[at].on_device else start
+            calls[at] = calls[at]._replace(begun=min(begun, start), done=max(done or end, end), on_device=True)
+    return calls
+
+
+def elements_bytes(event: dict[str, Any]) -> float | None:
+    """Return the size that a record_param_comms event tells, or None.
+
+    >>> elements_bytes({"args": {"In msg nelems": 1024, "dtype": "BFloat16"}})
+    2048.0
+    """
+    args = event.get("args") or {}
+    count, size = args.get("In msg nelems"), _SIZES.get(str(args.get("dtype")).lower())
+    return float(count * size) if isinstance(count, int) and size is not None else None
+
+
+def shape_bytes(event: dict[str, Any]) -> float | None:
+    """Return the size that an event's recorded shapes tell, or None where none were recorded.
+
+    >>> shape_bytes({"args": {"Input Dims": [[32, 128]], "Input type": ["c10::BFloat16"]}})
+    8192.0
+    """
+    args = event.get("args") or {}
+    shapes, types = args.get("Input Dims"), args.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(types, list) or not shapes or not types:
+        return None
+    size = _SIZES.get(str(types[0]).lower().removeprefix("c10::"))
+    if size is None or not shapes[0] or not all(isinstance(length, int) for length in shapes[0]):
+        return None
+    return float(math.prod(shapes[0]) * size)

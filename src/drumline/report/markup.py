@@ -1,0 +1,129 @@
+"""Small pictures as markup, without script and without inline style: stacked bars and curves that follow the theme.
+
+Widths are shares of whatever room there is, and colours are classes, so that one page suits every window and both
+themes. What a part stands for is said when it is pointed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+_POINTS = 400  # of a curve; more steps than that share one
+_WIDTH, _HEIGHT = 1000, 100
+
+
+class Part(NamedTuple):
+    """A part of a bar: its class, its size, and what it says."""
+
+    kind: str
+    size: float
+    title: str
+
+
+def safe(text: object) -> str:
+    """Return text as markup.
+
+    >>> safe("a < b")
+    'a &lt; b'
+    """
+    return escape(str(text).encode("utf-8", "replace").decode())
+
+
+def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
+    """Return a stacked bar; `said` is what it means for those who do not see it.
+
+    >>> bar([Part("busy", 1, "busy 1 s")], 2, said="rank 0").count("<rect")
+    1
+    """
+    rects, at = [], 0.0
+    for part in parts:
+        share = 100 * part.size / whole if whole > 0 else 0.0
+        if share > 0:
+            place = f'x="{at:.3f}%" width="{share:.3f}%"'
+            rects.append(
+                f'<rect {place} height="100%" class="part {part.kind}"><title>{safe(part.title)}</title></rect>'
+            )
+        at += share
+    return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
+
+
+def legend(kinds: Iterable[tuple[str, str]]) -> str:
+    """Return what the classes of bars or curves stand for, as (class, name).
+
+    >>> legend([("busy", "busy")]).count("swatch")
+    1
+    """
+    entries = (
+        f'<span><svg class="swatch"><rect class="part {kind}"/></svg>{safe(name)}</span>' for kind, name in kinds
+    )
+    return f'<p class="keys">{"".join(entries)}</p>'
+
+
+class Curve(NamedTuple):
+    """A line: its class, its name, and (step, value) in order of steps."""
+
+    kind: str
+    name: str
+    points: Sequence[tuple[int, float]]
+
+
+def curves(name: str, lines: Sequence[Curve], written: Sequence[str], *, low: float, high: float) -> str:
+    """Return curves over steps in one frame; `written` are the words for `high` and for `low`.
+
+    >>> text = curves("loss", [Curve("one", "run", [(0, 2.0), (1, 1.0)])], ["2", "1"], low=1, high=2)
+    >>> text.count("<path"), "step 1: 1" in text
+    (1, True)
+    """
+    steps = [step for line in lines for step, _ in line.points]
+    first, last = min(steps, default=0), max(steps, default=0)
+    paths = [
+        f'<path class="line {line.kind}" d="{_path(line.points, first, last, low, high)}"/>'
+        for line in lines
+        if line.points
+    ]
+    drawn = "".join(paths) + _titles(lines, first, last)
+    frame = (
+        f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{safe(name)} from step {first} to step {last}">{drawn}</svg>'
+    )
+    return (
+        f'<figure><figcaption>{safe(name)}</figcaption><div class="frame"><span class="high">{safe(written[0])}</span>'
+        f'<span class="low">{safe(written[1])}</span>{frame}</div>'
+        f'<div class="ends"><span>step {first}</span><span>{last}</span></div></figure>'
+    )
+
+
+def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
+    """Return a line through the points; where there are many, through the lowest and the highest of each stretch."""
+    every = -(-2 * len(points) // _POINTS)
+    if every > 2:
+        groups = (points[at : at + every] for at in range(0, len(points), every))
+        points = [one for group in groups for one in sorted({min(group, key=_value), max(group, key=_value)})]
+    wide, tall = max(last - first, 1), (high - low) or 1.0
+    places = (
+        f"{_WIDTH * (step - first) / wide:.1f} {_HEIGHT - _HEIGHT * (value - low) / tall:.1f}" for step, value in points
+    )
+    return "M" + "L".join(places)
+
+
+def _value(point: tuple[int, float]) -> float:
+    return point[1]
+
+
+def _titles(lines: Sequence[Curve], first: int, last: int) -> str:
+    """Return unseen stripes that say the values of a step when they are pointed at."""
+    said: dict[int, list[str]] = {}
+    for line in lines:
+        every = -(-len(line.points) // _POINTS)
+        for step, value in line.points[::every] if every else ():
+            said.setdefault(step, []).append(f"{line.name + ' ' if len(lines) > 1 else ''}step {step}: {value:.4g}")
+    wide = max(last - first, 1)
+    width = _WIDTH / max(len(said), 1)
+    return "".join(
+        f'<rect class="aim" x="{_WIDTH * (step - first) / wide - width / 2:.1f}" width="{width:.1f}"'
+        f' height="{_HEIGHT}">'
+        f"<title>{safe(chr(10).join(texts))}</title></rect>"
+        for step, texts in sorted(said.items())
+    )

@@ -1,0 +1,62 @@
+"""A record in the making: what a rank notes while it goes through a step."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from drumline.core.action import Action
+from drumline.core.record import COLUMNS, OVERHEADS, Record, coded
+from drumline.runtime.channel import Delivery
+
+BEGIN, POST, NOTE, LEAVE, END = range(len(OVERHEADS))
+_MESSAGE_WIDTH = len(COLUMNS["messages"])
+_FIELDS = [one.name for one in fields(Record)]
+
+
+class Draft:
+    """One rank's notes on one step; `starts` and `ends` may be marks of a device's clock until they are settled."""
+
+    def __init__(self, rank: int, step: int = 0) -> None:
+        self.rank = rank
+        self.step = step
+        self.since_ns = 0
+        self.begin_ns = 0
+        self.end_ns = 0
+        self.marks: Any = None  # of a device's clock, for starts and ends that are not settled
+        self.clock = 0
+        self.on_device = 0
+        self.peak_stash = 0
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.held: list[int] = []
+        self.stash: list[int] = []
+        self.waits: list[int] = []
+        self.messages: list[int] = []
+        self.sends: list[int] = []
+        self.exchanges: list[int] = []
+        self.overheads: list[int] = []
+        self.between: list[int] = []
+        self.heard: list[int] = []
+
+    def waited(self, start: int, end: int) -> None:
+        """Note a wait for the message that is taken next."""
+        self.waits.extend((len(self.messages) // _MESSAGE_WIDTH, start, end))
+
+    def took(self, receive: Action, source: int, delivery: Delivery, start: int, end: int) -> None:
+        """Note a message that was copied out."""
+        made, sent, arrived = delivery.made_ns, delivery.sent_ns, min(delivery.arrived_ns, start)
+        what = (len(self.starts), *coded(receive), source)
+        self.messages.extend((*what, made, sent, arrived, start, end, delivery.num_bytes))
+
+    def sent(self, receive: Action, target: int, num_bytes: int, start: int, end: int) -> None:
+        """Note a message that was handed over."""
+        self.sends.extend((*coded(receive), target, start, end, num_bytes))
+
+    def spent(self, kind: int, start: int, end: int) -> None:
+        """Note overhead."""
+        self.overheads.extend((kind, start, end))
+
+    def record(self) -> Record:
+        """Return the record."""
+        return Record(**{name: getattr(self, name) for name in _FIELDS})

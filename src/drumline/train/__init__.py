@@ -1,0 +1,1 @@
+"""Whole training jobs: what is trained, on what, and what came of it."""

@@ -1,0 +1,192 @@
+"""The two-stage build, run by several schedules on two local ranks, each checked against one process.
+
+A trial is trained, recorded as a run, and read back from its folder: what is shown is what anybody can read there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from drumline.core.costs import Costs
+from drumline.core.errors import RecordError
+from drumline.core.measured import Measured
+from drumline.core.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGRAM, Run, rank_file, read_run
+from drumline.core.simulate import simulate
+from drumline.pipeline.launch import launch
+from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
+
+TRIALS = (
+    Trial("gpipe", 4),
+    Trial("1f1b", 4),
+    Trial("zb-h1", 4),
+    Trial("gpipe", 8),
+    Trial("gpipe", 8, "full"),
+    Trial("1f1b", 8),
+    Trial("1f1b", 8, "full"),
+)
+Progress = Callable[[int, int, str], None]  # steps done, of how many, and what is running
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one trial; figures are medians over the steps behind the first epoch."""
+
+    build: Build
+    trial: Trial
+    run: Run
+    losses: tuple[float, ...]
+    difference: float  # the largest of any weight or epoch's loss from one process
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of all steps behind the first epoch, which warms up; if there is but one, of its later half."""
+        metrics = self.run.metrics()
+        return metrics[len(metrics) // max(self.build.num_epochs, 2) :]
+
+    def metric(self, name: str) -> float:
+        """Return the median of a metric."""
+        return float(median(one[name] for one in self.metrics))
+
+    @property
+    def utilisation(self) -> float:
+        """The part of ranks x makespan in which something was computed."""
+        return 1 - self.metric("pp/bubble")
+
+    @cached_property
+    def bound(self) -> float:
+        """The most that the schedule allows, with equal stages and free messages: M / (M + P - 1) if it is flushed."""
+        return 1 - simulate(self.run.program, Costs()).bubble
+
+    @cached_property
+    def timeline(self) -> Measured:
+        """A step of median length."""
+        middle = sorted(self.metrics, key=lambda one: float(one["pp/makespan_seconds"]))[len(self.metrics) // 2]
+        return self.run.timeline(middle["step"])
+
+    @cached_property
+    def simulated_utilisation(self) -> float:
+        """The same with the ops as long as they were measured: what is lost beyond it are messages and overhead."""
+        return 1 - simulate(self.run.program, self.timeline.measured_costs()).bubble
+
+    @cached_property
+    def peak_stash(self) -> tuple[int, ...]:
+        """The most bytes of activations that each rank held at once, as the first step of a run is weighed."""
+        peak = self.run.timeline(self.run.steps[0]).peak_stash
+        assert peak is not None, "the first step of a run is weighed"
+        return peak
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {
+            "schedule": self.trial.schedule,
+            "microbatches": self.trial.num_microbatches,
+            "checkpoint": self.trial.checkpoint,
+            "losses": self.losses,
+            "step_seconds": self.metric("pp/makespan_seconds"),
+            "utilisation": self.utilisation,
+            "bound": self.bound,
+            "simulated_utilisation": self.simulated_utilisation,
+            "peak_queue": max(self.metric(name) for name in self.metrics[0] if name.endswith("/peak_queue")),
+            "peak_stash_bytes": self.peak_stash,
+            "difference": self.difference,
+            "run": str(self.run.path),
+        }
+
+
+def run_demo(
+    folder: Path,
+    build: Build | None = None,
+    *,
+    trials: Sequence[Trial] = TRIALS,
+    progress: Progress = lambda done, of, what: None,
+) -> list[Outcome]:
+    """Train the build by every trial on two local ranks, each a run in `folder`, and compare with one process."""
+    build = build or Build()
+    folders = [folder / trial.name for trial in trials]
+    for one in folders:
+        _clear(one)
+    counts = sorted({trial.num_microbatches for trial in trials})
+    unsplit, total = {}, build.num_steps * (len(counts) + len(trials))
+    with _one_thread():
+        for at, count in enumerate(counts):
+            progress(at * build.num_steps, total, f"one process, {count} microbatches")
+            unsplit[count] = train_unsplit(build, count)
+    done = build.num_steps * len(counts)
+    with _watched(folders, lambda steps, what: progress(done + steps, total, what)):
+        ranks = launch(_train_all, build, trials, [str(one) for one in folders], num_ranks=NUM_RANKS)
+    progress(total, total, "done")
+    outcomes = []
+    for at, (trial, path) in enumerate(zip(trials, folders, strict=True)):
+        parts = [one[at] for one in ranks]
+        difference = _difference(parts, unsplit[trial.num_microbatches])
+        outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, difference))
+    return outcomes
+
+
+def _train_all(build: Build, trials: Sequence[Trial], folders: Sequence[str]) -> list[Trained]:
+    """Train every trial, on this rank."""
+    return [train(build, trial, record=folder) for trial, folder in zip(trials, folders, strict=True)]
+
+
+def _difference(parts: Sequence[Trained], unsplit: Trained) -> float:
+    """Return the largest difference of all ranks' weights and losses from one process's; infinite if any is missing."""
+    weights = {name: one for part in parts for name, one in part.weights.items()}
+    if weights.keys() != unsplit.weights.keys():
+        return float("inf")
+    apart = [float((one - unsplit.weights[name]).abs().max()) for name, one in weights.items()]
+    losses = [abs(a - b) for part in parts for a, b in zip(part.losses, unsplit.losses, strict=True)]
+    return max(*apart, *losses)
+
+
+def _clear(folder: Path) -> None:
+    """Remove the run of an earlier demo, and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, *(rank_file(rank) for rank in range(NUM_RANKS))):
+        (folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute as a rank does: how a product is dealt to threads may change its last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _watched(folders: Sequence[Path], tell: Callable[[int, str], None]) -> Iterator[None]:
+    """Tell from another thread how many steps the runs have by now."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+            steps, what = 0, folders[0].name
+            for folder in folders:
+                try:
+                    steps += read_run(folder).num_steps
+                except RecordError:  # not begun yet
+                    break
+                what = folder.name
+            tell(steps, what)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,150 @@
+"""The two-stage build: a ten-layer MLP on two ranks, small enough to watch, trained by any schedule or by none.
+
+    x ~ N(0, I) ──► layers 1-5 ──► layers 6-10 ──► compared with  y = A x + b + noise
+                      rank 0          rank 1
+
+1024 points in batches of 64, each batch in M microbatches; Adam. What a schedule trains is held against the same loop
+without a pipeline: after all epochs every weight must have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.pipeline.pipeline import Pipeline
+
+NUM_RANKS = 2
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What is trained. The width decides how much a layer computes beside what calling it costs."""
+
+    width: int = 512
+    num_points: int = 1024
+    batch_rows: int = 64
+    num_epochs: int = 5
+    layers_per_stage: tuple[int, int] = (5, 5)
+    learning_rate: float = 1e-3
+    noise: float = 0.1
+    seed: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps all epochs have."""
+        return self.num_epochs * (self.num_points // self.batch_rows)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Return the points and what a linear map with noise makes of them.
+
+        >>> [tuple(one.shape) for one in Build(width=8).data()]
+        [(1024, 8), (1024, 8)]
+        """
+        random = torch.Generator().manual_seed(self.seed)
+        x = torch.randn(self.num_points, self.width, generator=random)
+        weight = torch.randn(self.width, self.width, generator=random) / self.width**0.5
+        bias = torch.randn(self.width, generator=random)
+        return x, x @ weight.T + bias + self.noise * torch.randn(x.shape, generator=random)
+
+    def model(self) -> nn.Sequential:
+        """Return the MLP, the same for the same seed: linear layers with a ReLU behind all but the last.
+
+        >>> len(Build(width=8).model())
+        10
+        """
+        num_layers = sum(self.layers_per_stage)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            linear = [nn.Linear(self.width, self.width) for _ in range(num_layers)]
+        return nn.Sequential(*(nn.Sequential(one, nn.ReLU()) for one in linear[:-1]), linear[-1])
+
+    def batches(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the epoch and the rows of every step, shuffled anew in each epoch."""
+        x, y = self.data()
+        random = torch.Generator().manual_seed(self.seed + 1)
+        for epoch in range(self.num_epochs):
+            order = torch.randperm(self.num_points, generator=random)
+            for rows in torch.chunk(order, self.num_points // self.batch_rows):
+                yield epoch, x[rows], y[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way to train it."""
+
+    schedule: str
+    num_microbatches: int
+    checkpoint: str = "none"
+
+    @property
+    def name(self) -> str:
+        """A name for it, also of its folder.
+
+        >>> Trial("gpipe", 8, "full").name
+        'gpipe-8-checkpointed'
+        """
+        return f"{self.schedule}-{self.num_microbatches}" + ("-checkpointed" if self.checkpoint == "full" else "")
+
+    def pipeline(self, build: Build, **more: Any) -> Pipeline:
+        """Return the pipeline of a build."""
+        return Pipeline(
+            build.model(),
+            loss_fn=functional.mse_loss,
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            balance=build.layers_per_stage,
+            checkpoint=self.checkpoint,
+            **more,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of training: the mean loss of every epoch, and the weights of this process."""
+
+    losses: tuple[float, ...]
+    weights: Weights
+
+
+def train(build: Build, trial: Trial, *, record: str | Path | bool = True) -> Trained:
+    """Train by a schedule, on this rank; `record` may name the folder of the run."""
+    losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
+    with trial.pipeline(build, record=record) as pipe:
+        optimizer = pipe.optimizer(torch.optim.Adam, lr=build.learning_rate)
+        for epoch, x, y in build.batches():
+            result = pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert result.loss is not None, "a step has a loss"
+            losses[epoch].append(result.loss)
+        weights = {name: one.detach().clone() for name, one in pipe.state_dict().items()}
+    return Trained(_means(losses), weights)
+
+
+def train_unsplit(build: Build, num_microbatches: int) -> Trained:
+    """Train by a plain loop: one process, gradients added up microbatch by microbatch."""
+    model = build.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=build.learning_rate)
+    losses: list[list[Tensor]] = [[] for _ in range(build.num_epochs)]
+    for epoch, x, y in build.batches():
+        parts = []
+        for rows, wanted in zip(x.chunk(num_microbatches), y.chunk(num_microbatches), strict=True):
+            loss = functional.mse_loss(model(rows), wanted) * (len(rows) / len(x))
+            torch.autograd.backward(loss)
+            parts.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[epoch].append(sum(parts[1:], parts[0]))
+    return Trained(_means(losses), dict(model.state_dict()))
+
+
+def _means(losses: list[list[Tensor]]) -> tuple[float, ...]:
+    return tuple(float(torch.stack(one).double().mean()) for one in losses)

@@ -1,0 +1,192 @@
+"""Measured timelines from records made by hand, whose every nanosecond is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from drumline.core.account import account
+from drumline.core.attribute import attribute
+from drumline.core.idle import Cause
+from drumline.core.measured import Measured
+from drumline.core.metrics import step_metrics
+from drumline.core.parts import parts_of, summed_parts
+from drumline.core.record import BETWEEN, OVERHEADS, Record
+from records import PROGRAM, two_ranks
+
+
+def same(rank: int, moment: int) -> int:
+    return moment
+
+
+def measured() -> Measured:
+    return Measured(PROGRAM, two_ranks())
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def told(record: Record) -> list[tuple[str, int]]:
+    return [(str(piece.doing), piece.end - piece.start) for piece in account(record, same)]
+
+
+def test_a_step_is_laid_out_without_gaps() -> None:
+    first, second = two_ranks()
+    assert told(first) == [
+        ("overhead", 8),
+        ("nothing", 2),
+        ("compute", 100),
+        ("nothing", 1),
+        ("send", 10),
+        ("nothing", 4),
+        ("wait", 197),
+        ("flight", 20),
+        ("take", 5),
+        ("nothing", 3),
+        ("compute", 100),
+        ("overhead", 4),
+        ("nothing", 6),
+    ]
+    pieces = account(second, same)
+    assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
+    assert (pieces[0].start, pieces[-1].end) == (second.begin_ns, second.end_ns)
+
+
+def test_the_parts_of_a_step_sum_to_it_exactly_and_unexplained_is_what_is_left() -> None:
+    for record, parts in zip(two_ranks(), measured().parts, strict=True):
+        assert nanoseconds(parts.total) == record.end_ns - record.begin_ns
+        assert parts.unexplained >= 0
+    first = measured().parts[0]
+    found = (first.busy, first.transfer, first.wait, first.overhead, first.unexplained)
+    assert [nanoseconds(one) for one in found] == [200, 35, 197, 12, 16]
+
+
+def test_columns_add_up_to_what_is_laid_out_in_time() -> None:
+    for record in two_ranks():
+        assert summed_parts(record, same) == parts_of(account(record, same))
+
+
+def test_a_wait_for_what_was_made_before_is_all_transfer() -> None:
+    first, second = two_ranks()
+    early = replace(first, messages=[*first.messages[:5], first.begin_ns, *first.messages[6:]])
+    parts = Measured(PROGRAM, (early, second)).parts[0]
+    assert (nanoseconds(parts.wait), nanoseconds(parts.transfer)) == (0, 35 + 197)
+
+
+def test_leaving_is_waiting_for_others() -> None:
+    record = Record(0, begin_ns=0, end_ns=100, starts=[0], ends=[60], overheads=[OVERHEADS.index("leave"), 60, 90])
+    assert summed_parts(record, same) == parts_of(account(record, same))
+    assert nanoseconds(summed_parts(record, same).wait) == 30
+
+
+def test_what_is_exchanged_while_the_rank_computes_counts_as_computing() -> None:
+    record = Record(0, begin_ns=0, end_ns=100, starts=[0, 50], ends=[40, 80], exchanges=[0, 30, 90])
+    assert told(record) == [("compute", 40), ("exchange", 10), ("compute", 30), ("exchange", 10), ("nothing", 10)]
+    assert nanoseconds(summed_parts(record, same).transfer) == 20
+
+
+def test_a_device_that_stands_still_before_a_message_waits_for_it() -> None:
+    record = Record(
+        1,
+        begin_ns=0,
+        end_ns=100,
+        on_device=1,
+        starts=[40, 80],
+        ends=[60, 100],
+        messages=[0, 1, 0, 0, 0, 25, 25, 5, 5, 6, 64],  # the host took it at 5, the device could only at 40
+        overheads=[OVERHEADS.index("note"), 50, 65],  # the host is ahead of the device
+    )
+    assert told(record) == [
+        ("stream wait", 5),
+        ("take", 1),
+        ("stream wait", 19),
+        ("stream flight", 15),
+        ("compute", 20),
+        ("overhead", 5),
+        ("nothing", 15),
+        ("compute", 20),
+    ]
+    assert nanoseconds(summed_parts(record, same).unexplained) == 15
+
+
+def test_every_idle_interval_of_a_measured_step_has_the_cause_that_was_noted() -> None:
+    timeline = measured()
+    rank = [idle for idle in timeline.causes if idle.rank == 0]
+    found = [(idle.cause, nanoseconds(idle.seconds), idle.why) for idle in rank if idle.cause is not Cause.UNEXPLAINED]
+    assert found == [
+        (Cause.TRANSFER, 10, "the rank itself is busy with 0SEND_F0"),
+        (Cause.WAIT, 197, "0B0 waits for 1B0 of rank 1"),
+        (Cause.TRANSFER, 20, "1B0 of rank 1 is made and on its way to 0B0"),
+        (Cause.TRANSFER, 5, "the rank itself is busy with 0RECV_B0"),
+    ]
+    second = [idle for idle in timeline.causes if idle.rank == 1]
+    assert (second[0].cause, second[0].why) == (Cause.FILL, "the pipeline fills; 1F0 waits for 0F0 of rank 0")
+    assert (second[-1].cause, second[-1].why) == (Cause.DRAIN, "the pipeline drains; 0B0 of rank 0 ends last")
+
+
+def test_causes_cover_the_idle_time_of_every_rank_without_gaps() -> None:
+    timeline = measured()
+    for rank, track in enumerate(timeline.tracks):
+        edges = [(one.start, one.end) for one in timeline.causes if one.rank == rank]
+        edges = sorted(edges + list(zip(track.starts, track.ends, strict=True)))
+        assert [start for start, _ in edges[1:]] == pytest.approx([end for _, end in edges[:-1]], abs=1e-15)
+        assert edges[0][0] == timeline.start
+        assert edges[-1][1] == timeline.end
+        idle = sum(one.seconds for one in timeline.causes if one.rank == rank)
+        assert idle == pytest.approx(timeline.idle[rank], abs=1e-15)
+
+
+def test_a_rank_that_begins_late_is_outside_once_its_input_is_made() -> None:
+    first, second = two_ranks()
+    at = first.begin_ns
+    late = replace(second, begin_ns=at + 116, waits=[], overheads=[])
+    timeline = Measured(PROGRAM, (first, late))
+    found = [(one.cause, nanoseconds(one.seconds)) for one in timeline.causes if one.rank == 1][:2]
+    assert found == [(Cause.FILL, 100), (Cause.OUTSIDE, 6)]
+
+
+def test_attribute_reads_the_measured_causes_of_a_measured_timeline() -> None:
+    timeline = measured()
+    assert attribute(timeline) == timeline.causes
+    assert {idle.cause for idle in timeline.causes} >= {Cause.UNEXPLAINED, Cause.TRANSFER}
+
+
+def test_what_happens_between_steps_is_there_by_kind() -> None:
+    first, second = two_ranks()
+    at = first.begin_ns
+    kinds = [BETWEEN.index("update"), at - 500, at - 300, BETWEEN.index("data"), at - 200, at - 80]
+    timeline = Measured(PROGRAM, (replace(first, since_ns=at - 600, between=kinds), second))
+    assert [(one.rank, one.kind, nanoseconds(one.end - one.start)) for one in timeline.between] == [
+        (0, "update", 200),
+        (0, "data", 120),
+    ]
+    metrics = step_metrics(PROGRAM, timeline.records)
+    assert metrics["pp/rank0/outside_seconds"] == pytest.approx((600 - 320) * 1e-9)
+    assert metrics["time_metrics/data_loading(s)"] == pytest.approx(120e-9)
+    assert metrics["time_metrics/data_loading(%)"] == pytest.approx(100 * 120 / 1060)
+
+
+def test_metrics_are_what_the_timeline_says() -> None:
+    timeline = measured()
+    metrics = step_metrics(PROGRAM, timeline.records)
+    assert metrics["pp/makespan_seconds"] == pytest.approx(timeline.makespan)
+    assert metrics["pp/bubble"] == pytest.approx(timeline.bubble)
+    assert metrics["pp/span_bubble"] == pytest.approx(timeline.span_bubble)
+    assert metrics["pp/stage1/busy_seconds"] == pytest.approx(timeline.busy[1])
+    assert metrics["pp/rank1/wait_seconds"] == timeline.parts[1].wait
+    for (source, target), curve in timeline.queue_depths.items():
+        assert metrics[f"pp/edge{source}-{target}/peak_queue"] == max(depth for _, depth in curve)
+
+
+def test_messages_and_waits_name_what_they_are_about() -> None:
+    timeline = measured()
+    assert [(str(one.action), one.source, one.target, one.num_bytes) for one in timeline.transfers] == [
+        ("1SEND_B0", 1, 0, 64.0),
+        ("0SEND_F0", 0, 1, 64.0),
+    ]
+    assert [(one.rank, str(one.action), str(one.receive), one.source) for one in timeline.waits] == [
+        (0, "0B0", "0RECV_B0", 1),
+        (1, "1F0", "1RECV_F0", 0),
+    ]

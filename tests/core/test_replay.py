@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drumline.core.action import Op
+from drumline.core.costs import Costs, Edge
+from drumline.core.measured import Measured
+from drumline.core.program import Program
+from drumline.core.replay import latencies, replay, typical_costs
+from drumline.core.simulate import simulate
+from programs import NAMES, build
+from simulated_runs import records_of
+
+
+def measured(program: Program, costs: Costs, seed: int = 0) -> Measured:
+    work = sum(part.op is not Op.REDUCE_GRAD for part in program.work())
+    factors = 1 + np.random.default_rng(seed).random(work)
+    return Measured(program, tuple(records_of(simulate(program, costs, factors=factors))))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "forward-only"])
+def test_a_step_without_overhead_is_replayed_as_it_was(name: str) -> None:
+    step = measured(build(name, 4, 8), Costs(edges={(0, 1): Edge(0.25)}))
+    again = replay(step)
+    assert again.makespan == pytest.approx(step.makespan)
+    for ours, theirs in zip(again.tracks, step.tracks, strict=True):
+        assert list(ours.ends) == pytest.approx(list(theirs.ends), abs=1e-6)
+
+
+def test_overhead_is_what_a_replay_leaves_out() -> None:
+    step = measured(build("1f1b", 2, 4), Costs())
+    late = tuple(replace(one, starts=_later(one.starts), ends=_later(one.ends)) for one in step.records)
+    delayed = Measured(step.program, late)
+    assert delayed.makespan > step.makespan * 1.01
+    assert replay(delayed).makespan == pytest.approx(step.makespan)
+
+
+def _later(moments: Sequence[int]) -> list[int]:
+    """Return moments, each a tenth of a second further behind the one before it."""
+    return [moment + 100_000_000 * number for number, moment in enumerate(moments)]
+
+
+def test_costs_over_several_steps_are_those_of_the_middle() -> None:
+    program, costs = build("zb-h1", 2, 4), Costs(forward=[1, 2], comm=0.5)
+    steps = [Measured(program, tuple(records_of(simulate(program, costs), step))) for step in range(3)]
+    found = typical_costs(steps)
+    assert found.per_stage("forward", 2) == pytest.approx((1, 2))
+    assert found.per_stage("backward_weight", 2) == pytest.approx((1, 1))
+    assert {edge: one.latency for edge, one in latencies(steps).items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})

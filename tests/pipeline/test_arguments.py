@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drumline.core.errors import DrumlineError
+from drumline.pipeline.pipeline import Pipeline
+
+pytestmark = pytest.mark.torch
+
+
+def made(**more: Any) -> Pipeline:
+    settings = {"loss_fn": functional.mse_loss, "num_microbatches": 2, "num_ranks": 2, **more}
+    return Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **settings)
+
+
+WRONG = [
+    ("num_ranks", "2", "whole number of 1 or more"),
+    ("num_ranks", 2.0, "whole number of 1 or more"),
+    ("num_ranks", 0, "whole number of 1 or more"),
+    ("num_microbatches", True, "whole number of 1 or more"),
+    ("num_microbatches", 0, "whole number of 1 or more"),
+    ("stages_per_rank", -1, "whole number of 1 or more"),
+    ("ahead", 1.5, "whole number of 1 or more"),
+    ("seed", "a", "whole number"),
+    ("seed", None, "whole number"),
+    ("timeout", -1, "seconds above 0"),
+    ("timeout", "1", "seconds above 0"),
+    ("timeout", float("nan"), "seconds above 0"),
+    ("master_weights", "yes", "True or False"),
+    ("capture", 1, "True or False"),
+    ("schedule", None, "a name, a Program, or a CSV file"),
+    ("transport", None, ""),
+    ("device", "gpu", "a device of PyTorch's"),
+    ("device", 1.5, "a device of PyTorch's"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), WRONG)
+def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(DrumlineError) as caught:
+        made(**{name: value})
+    assert caught.value.error.startswith(f"{name} is {value!r}")
+    assert expected in caught.value.expected
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DrumlineError, match="device is 'cuda', and PyTorch finds none here; expected cpu"):
+        made(device="cuda")
+
+
+def test_a_compiled_model_is_refused_with_the_mend() -> None:
+    model = torch.compile(nn.Linear(2, 2), backend="eager")
+    with pytest.raises(DrumlineError, match=r"compiled by torch.compile.*pass what was compiled, and compile=True"):
+        Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(-1.0, 2.0), ("1", 2.0), (1.0, "l2"), (1.0, 0)])
+def test_a_norm_that_is_none_is_refused(max_norm: Any, norm_type: Any) -> None:
+    pipe = made()
+    pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    with pytest.raises(DrumlineError, match=r"(max_norm|norm_type) is "):
+        pipe.clip_grad_norm_(max_norm, norm_type)

@@ -1,0 +1,92 @@
+"""NCCL between two ranks that share one GPU: it takes them for two hosts, each by its NCCL_HOSTID."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from drumline.pipeline.pipeline import Pipeline
+from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="there is no CUDA device with NCCL here"
+    ),
+]
+
+
+def train_all() -> None:
+    """Train by every schedule on this rank, and hold it against one process."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", device_id=device)
+    for name in SYNCHRONOUS:
+        for program in programs(name, 2, (4,)):
+            model = mlp(dropout=0.2).to(device)
+            reference = Reference(model, program, functional.mse_loss, device=device)
+            settings: dict[str, Any] = {
+                "loss_fn": functional.mse_loss,
+                "schedule": program,
+                "transport": "nccl",
+                "timeout": 60.0,
+            }
+            with Pipeline(model, **settings) as pipe:
+                assert pipe.transport == "nccl"
+                for step, rows in enumerate((8, 6)):  # shapes may change from step to step
+                    batch, target = (one.to(device) for one in data(rows, seed=step))
+                    result = pipe.step(batch, target=target)
+                    expected = reference.step(batch, target)
+                    assert result.loss is not None
+                    torch.testing.assert_close(result.loss.to(device), expected, rtol=1e-6, atol=1e-7)
+                    reference.compare(pipe, exact=name not in TWO_WAYS, tolerance=1e-5)
+                    pipe.clip_grad_norm_(0.5)
+                    pipe.zero_grad()
+                    reference.model.zero_grad()
+            print(f"rank {dist.get_rank()}: {name} is the same", flush=True)
+    dist.destroy_process_group()
+
+
+def test_gradients_over_nccl_are_those_of_one_process() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=400)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for one, text in zip(ranks, said, strict=True):
+        assert one.returncode == 0, text[-4000:]
+        assert text.count("is the same") >= len(SYNCHRONOUS), text[-2000:]
+
+
+if __name__ == "__main__":
+    train_all()

@@ -1,0 +1,361 @@
+"""Runs that a pipeline writes: ranks that take turns in one process, and one launch of real ones."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drumline as dl
+from drumline.core.account import account
+from drumline.core.errors import RunError, UsageError
+from drumline.core.parts import parts_of, summed_parts
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.clock import Clock
+
+pytestmark = pytest.mark.torch
+
+
+def pipeline(**settings: Any) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    settings = {"num_microbatches": 4, "schedule": "1f1b", "num_ranks": 2, **settings}
+    return Pipeline(model, loss_fn=nn.functional.mse_loss, **settings)
+
+
+def train(pipe: Pipeline, num_steps: int = 3) -> list[float]:
+    torch.manual_seed(1)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+    for _ in range(num_steps):
+        batch = torch.randn(8, 4)
+        result = pipe.step(batch, target=batch.flip(1))
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.loss is not None
+        losses.append(result.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_a_folder_holds_every_step(tmp_path: Path, schedule: str) -> None:
+    with pipeline(schedule=schedule, record=tmp_path / "run") as pipe:
+        losses = train(pipe)
+        timeline = pipe.timeline()
+        program = pipe.program
+    run = dl.read_run(tmp_path / "run")
+    assert run.steps == (0, 1, 2)
+    assert run.program == program
+    assert run.timeline().records == timeline.records
+    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == losses
+    assert all(one["grad_norm"] > 0 for one in run.metrics())
+    assert run.metrics()[-1]["pp/bubble"] == pytest.approx(timeline.bubble)
+
+
+def test_plan_and_surroundings_are_written_without_paths(tmp_path: Path) -> None:
+    with pipeline(record=str(tmp_path), checkpoint=["1"], balance=[1, 3]) as pipe:
+        run = dl.read_run(tmp_path)
+        assert run.num_steps == 0
+        train(pipe, 1)
+    assert run.plan["blocks"] == [["0"], ["1", "2", "3"]]
+    assert run.plan["checkpoint"] == [[], ["1"]]
+    assert run.plan["placement"] == [[0], [1]]
+    assert run.config["settings"]["balance"] == [1, 3]
+    assert run.environment["ranks"][1]["torch"] == torch.__version__
+    for name in ("config.json", "plan.json", "environment.json"):
+        text = (tmp_path / name).read_text()
+        assert str(tmp_path) not in text
+        assert str(Path.home()) not in text
+
+
+def test_what_a_measured_cut_predicts_is_part_of_the_plan(tmp_path: Path) -> None:
+    batch = torch.randn(8, 4)
+    with pipeline(record=tmp_path, example=batch, example_target=batch) as pipe:
+        assert pipe.balance is not None
+        plan = dl.read_run(tmp_path).plan
+        assert dl.Costs.from_json(json.dumps(plan["predicted"]["costs"])) == pipe.balance.costs
+        assert plan["predicted"]["makespan"] == pipe.balance.timeline.makespan
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=r"holds a run already: .* is there; .*name another folder"):
+        pipeline(record=tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UsageError, match="is no folder"):
+        pipeline(record=tmp_path / "run")
+
+
+def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:
+    pipe = pipeline(record=False)
+    assert train(pipe) == train(pipeline())
+    with pytest.raises(RunError, match="nothing was recorded: record=False; make the pipeline with record=True"):
+        pipe.timeline()
+
+
+def test_steps_that_only_evaluate_are_no_steps_of_the_run(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+        pipe.eval_step(torch.randn(8, 4))
+        train(pipe, 1)
+    assert dl.read_run(tmp_path).steps == (0, 2)
+
+
+def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path, check_finite=False) as pipe:
+        result = pipe.step(torch.full((8, 4), torch.nan), target=torch.zeros(8, 4))
+        assert result.loss is not None
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss_metrics/global_avg_loss"] is None
+    assert not re.search("NaN|Infinity", text)
+
+
+def test_tokens_are_counted_where_the_batch_is_text(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    words = torch.randint(10, (4, 6))
+    with Pipeline(model, loss_fn=loss, num_microbatches=2, num_ranks=2, record=tmp_path) as pipe:
+        pipe.step(words, target=words).loss  # noqa: B018 - it is heard
+    (metrics,) = dl.read_run(tmp_path).metrics()
+    assert metrics["throughput(tps)"] * 2 == pytest.approx(metrics["throughput(rows/s)"] * 6)
+
+
+def test_the_parts_of_every_rank_sum_to_its_step(tmp_path: Path) -> None:
+    for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe", "chimera"):
+        pipe = pipeline(schedule=schedule, merge_weight_gradients=schedule == "zb-v")
+        train(pipe, 2)
+        timeline = pipe.timeline()
+        for record, parts in zip(timeline.records, timeline.parts, strict=True):
+            assert round(parts.total * 1e9) == record.end_ns - record.begin_ns
+            assert min(parts.busy, parts.transfer, parts.wait, parts.overhead) > 0
+            assert parts.unexplained >= 0
+            assert summed_parts(record, same) == parts_of(account(record, same))
+        for rank, idle in enumerate(timeline.idle):
+            assert sum(one.seconds for one in timeline.causes if one.rank == rank) == pytest.approx(idle)
+
+
+def same(rank: int, moment: int) -> int:
+    return moment
+
+
+def test_what_happens_between_steps_is_measured_by_kind(tmp_path: Path) -> None:
+    batches = [torch.randn(8, 4) for _ in range(3)]
+    with pipeline(record=tmp_path) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for batch in pipe.data(batches):
+            pipe.step(batch, target=batch)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            pipe.eval_step(batch)
+    timeline = dl.read_run(tmp_path).timeline()
+    for rank in range(2):
+        passed = [one for one in timeline.between if one.rank == rank]
+        kinds = [one.kind for one in passed]
+        # Clipping and the optimizer look at how the step went first; evaluating tells of itself.
+        expected = "tell write clip hear clip hear update evaluate tell evaluate data"
+        assert kinds == expected.split()
+        assert all(one.start <= one.end for one in passed)
+        assert [one.start for one in passed[1:]] >= [one.end for one in passed[:-1]]
+    metrics = dl.read_run(tmp_path).metrics()[-1]
+    names = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "outside")
+    before = sum(metrics[f"pp/rank0/{name}_seconds"] for name in names)
+    record = timeline.records[0]
+    assert round(before * 1e9) == record.begin_ns - record.since_ns
+    assert metrics["time_metrics/end_to_end(s)"] * 1e9 == pytest.approx(record.end_ns - record.since_ns)
+
+
+def test_a_loader_that_fails_is_timed_all_the_same() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.randn(8, 4)
+        raise OSError("no more disk")
+
+    pipe = pipeline()
+    coming = pipe.data(batches())
+    next(coming)
+    with pytest.raises(OSError, match="no more disk"):
+        next(coming)
+    train(pipe, 1)
+    assert "data" in [one.kind for one in pipe.timeline().between]
+
+
+def test_the_first_step_of_a_run_is_weighed_and_others_only_if_asked(tmp_path: Path) -> None:
+    for weigh in (False, True):
+        with pipeline(record=tmp_path / str(weigh), weigh=weigh) as pipe:
+            train(pipe, 2)
+        run = dl.read_run(tmp_path / str(weigh))
+        first, second = run.timeline(0), run.timeline(1)
+        assert first.peak_stash is not None
+        assert min(first.peak_stash) > 0
+        assert (second.stash is not None) is weigh
+        # What a pair holds is known from then on.
+        assert [one.peak_stash_bytes for one in second.memory] == list(first.peak_stash)
+
+
+def test_depths_of_queues_are_recorded_at_every_change() -> None:
+    pipe = pipeline(schedule="gpipe")
+    train(pipe, 1)
+    timeline = pipe.timeline()
+    for (source, target), curve in timeline.queue_depths.items():
+        changes = 2 * len([one for one in timeline.transfers if (one.source, one.target) == (source, target)])
+        assert len(curve) == changes
+        assert curve[-1][1] == 0
+
+
+def test_a_failing_step_leaves_all_lines_before_it(tmp_path: Path) -> None:
+    pipe = pipeline(record=tmp_path)
+    train(pipe, 2)
+    with pytest.raises(dl.DrumlineError):
+        pipe.step(torch.randn(2, 4), target=torch.randn(2, 4))  # two rows for four microbatches
+    assert dl.read_run(tmp_path).steps == (0, 1)
+
+
+def test_a_run_that_nobody_closes_is_whole_when_the_pipeline_is_gone(tmp_path: Path) -> None:
+    train(pipeline(record=tmp_path), 2)
+    gc.collect()
+    run = dl.read_run(tmp_path)
+    assert run.steps == (0, 1)
+    assert len(run.metrics()) == 2
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def record_and_die(folder: str) -> None:
+    pipe = pipeline(record=folder)
+    train(pipe, 3)
+    pipe._recording.flush()  # as if a second had passed
+    train(pipe, 2)
+    if pipe.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(pipe, 1)
+
+
+def record_twice(folder: str) -> tuple[list[float], str, str]:
+    with pipeline(record=f"{folder}/run") as pipe:
+        losses = train(pipe)
+    try:
+        pipeline(record=f"{folder}/run")
+    except UsageError as error:
+        refused = str(error)
+    try:
+        pipeline(record=f"{folder}/rank{pipe.rank}")
+    except ValueError as error:
+        differs = str(error)
+    return losses, refused, differs
+
+
+def test_every_rank_writes_its_own_file(tmp_path: Path) -> None:
+    told = dl.launch(record_twice, str(tmp_path), num_ranks=2)
+    run = dl.read_run(tmp_path / "run")
+    assert run.steps == (0, 1, 2)
+    assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == told[0][0] == told[1][0]
+    assert len(run.timeline().transfers) == 8
+    assert told[0][1] == told[1][1]
+    assert "holds a run already" in told[0][1]
+    assert "ranks 0 and 1 have another record" in told[0][2]
+    assert not (tmp_path / "rank0").exists()
+
+
+def test_the_run_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(dl.DrumlineError, match="rank 1"):
+        dl.launch(record_and_die, str(tmp_path), num_ranks=2)
+    run = dl.read_run(tmp_path)
+    assert run.steps[:3] == (0, 1, 2)
+    assert run.timeline(2).makespan > 0
+    assert len(run.metrics()) >= 2
+
+
+# ---- clocks that differ ----------------------------------------------------------------------------------------------
+
+OFFSETS_NS = (0, 7_000_000_000_000, -300_000_000)
+DRIFTS = (0.0, 150e-6, -90e-6)
+
+
+class SkewedClock(Clock):
+    """A clock of its own, as another host has it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @property
+    def number(self) -> int:
+        return self.rank + 1
+
+    def now(self) -> int:
+        return shown(self.rank, time.perf_counter_ns())
+
+
+def shown(rank: int, moment: int) -> int:
+    """Return what the rank's clock shows at a moment of the true one."""
+    return moment + OFFSETS_NS[rank] + int(moment * DRIFTS[rank])
+
+
+def true(rank: int, moment: int) -> float:
+    return (moment - OFFSETS_NS[rank]) / (1 + DRIFTS[rank])
+
+
+def record_with_skewed_clocks(folder: str, transport: str) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    from drumline.pipeline import pipeline as module
+
+    setattr(module, "clock_for", lambda device: SkewedClock(dist.get_rank()))  # noqa: B010 - of another module
+    with pipeline(record=folder, num_ranks=3, num_microbatches=6, transport=transport) as pipe:
+        train(pipe, 6)
+        return tuple(dial.own_ns - dial.common_ns for dial in pipe.timeline().dials)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
+def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path: Path, transport: str) -> None:
+    told = dl.launch(record_with_skewed_clocks, str(tmp_path), transport, num_ranks=3)
+    assert told[0] == told[1] == told[2], "all ranks read the clocks alike"
+    run = dl.read_run(tmp_path)
+    for step in run.steps:
+        timeline = run.timeline(step)
+        assert timeline.clock_errors[0] == 0
+        assert 0 < timeline.clock_error < 1
+        assert "clocks within" in repr(timeline)
+        for record, error in zip(timeline.records, timeline.clock_errors, strict=True):
+            for moment in (record.begin_ns, record.end_ns):
+                off = timeline.common(record.rank, moment) - true(record.rank, moment)
+                assert abs(off) <= error * 1e9 + 1000
+        for record in timeline.records:
+            for _, _, _, _, source, made, _, arrived, start, *_ in record.rows("messages"):
+                assert timeline.common(source, made) <= timeline.common(record.rank, min(arrived, start)) + 1
+            for source, left, came in record.rows("heard"):
+                assert true(source, left) <= true(record.rank, came) + 1, "or the test's own clocks are wrong"
+        assert all(one.made <= one.start <= one.end <= one.consumed for one in timeline.transfers)
+        for parts, record in zip(timeline.parts, timeline.records, strict=True):
+            assert round(parts.total * 1e9) == record.end_ns - record.begin_ns
+            assert parts.unexplained >= 0
+    assert all(one["pp/clock_error_seconds"] > 0 for one in run.metrics())
+
+
+def test_ranks_of_one_host_share_a_clock(tmp_path: Path) -> None:
+    pipe = pipeline()
+    train(pipe, 1)
+    timeline = pipe.timeline()
+    assert timeline.clock_error == 0
+    assert "clocks" not in repr(timeline)
+    assert not any(record.heard for record in timeline.records)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from drumline.core.errors import UsageError
+from drumline.report.chart import Series, chart
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(*series: Series, **more: object) -> ElementTree.Element:
+    return ElementTree.fromstring(
+        chart(list(series), title="<t & t>", x_label="x", y_label="y", **more)  # type: ignore[arg-type]
+    )
+
+
+def test_points_lie_where_their_numbers_are() -> None:
+    root = drawn(Series("a", [(0, 0), (5, 5), (10, 10)], marks=True))
+    places = [(float(one.attrib["cx"]), float(one.attrib["cy"])) for one in root.iter(f"{SVG}circle")][:3]
+    (left, bottom), (middle, half), (right, top) = places
+    assert left < middle < right
+    assert bottom > half > top
+    assert middle == pytest.approx((left + right) / 2)
+    assert half == pytest.approx((top + bottom) / 2)
+
+
+def test_an_axis_that_doubles_gives_every_doubling_the_same_room() -> None:
+    root = drawn(Series("a", [(1, 0), (2, 1), (4, 2), (8, 3)], marks=True), log_x=True)
+    places = [float(one.attrib["cx"]) for one in root.iter(f"{SVG}circle")][:4]
+    steps = [b - a for a, b in pairwise(places)]
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.02)
+    texts = [one.text for one in root.iter(f"{SVG}text")]
+    assert [one for one in ("1", "2", "4", "8") if one in texts] == ["1", "2", "4", "8"]
+
+
+def test_every_series_is_named_and_has_its_own_colour() -> None:
+    root = drawn(
+        Series("curve", [(1, 1), (2, 4)]), Series("points", [(1, 2)], marks=True), Series("way", [(1, 3), (2, 2)])
+    )
+    texts = [one.text for one in root.iter(f"{SVG}text")]
+    assert {"curve", "points", "way"} <= set(texts)
+    assert len({one.attrib["stroke"] for one in root.iter(f"{SVG}polyline")}) == 2
+    notes = [one.text or "" for one in root.iter(f"{SVG}title")]
+    assert "curve: 2, 4" in notes
+
+
+def test_nothing_of_it_asks_for_anything() -> None:
+    text = chart([Series("a", [(1, 1)])], title="t", x_label="x", y_label="y")
+    assert not re.search(r"href|url\(|<style|<script", text)
+
+
+@pytest.mark.parametrize("points", [[], [(1.0, math.nan)], [(math.inf, 1.0)]])
+def test_what_cannot_be_drawn_is_refused(points: list[tuple[float, float]]) -> None:
+    with pytest.raises(UsageError, match="expected numbers to draw"):
+        drawn(Series("a", points))
+    with pytest.raises(UsageError, match="x is 0 on an axis that doubles; expected x above 0"):
+        drawn(Series("a", [(0, 1)]), log_x=True)

@@ -1,0 +1,199 @@
+"""Files that are no traces, or not those of one run, and the reading of those that are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.core.costs import Costs
+from drumline.core.errors import TraceError
+from drumline.core.simulate import simulate
+from drumline.report import kineto_events
+from drumline.report.kineto_events import events
+from drumline.report.kineto_load import load
+from drumline.report.kineto_recording import read
+from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
+from programs import build
+
+TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [mark("PP:0F0", 0, 1), mark("PP:0B0", 1, 2)], "traceName": "x"})
+
+
+def put(path: Path, data: str | bytes) -> Path:
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def iterations(path: Path) -> Path:
+    deep = folder(folder(path) / "iteration_10")
+    put(deep / "rank0.json", TRACE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda at: at / "nowhere.json", "No such file"),
+        (lambda at: folder(at / "empty"), "no trace in this folder"),
+        (lambda at: iterations(at / "all"), "iteration_10"),
+        (lambda at: put(at / "rank0.json", ""), "it begins with neither"),
+        (lambda at: put(at / "rank0.json", "hello"), "not JSON: it begins with neither { nor [, at 'hello'"),
+        (lambda at: put(at / "rank0.json", "\x00\x01\x02"), "not JSON"),
+        (lambda at: put(at / "rank0.json", '{"a" 1}'), "not JSON: a name is missing"),
+        (lambda at: put(at / "rank0.json", '{"a": 1 "b": 2}'), "not JSON: a comma is missing"),
+        (lambda at: put(at / "rank0.json", '{"a": nonsense}'), "not JSON: Expecting value"),
+        (lambda at: put(at / "rank0.json", '{"a": 1, "b": [2]}'), "no traceEvents in it, only a, b"),
+        (lambda at: put(at / "rank0.json", "{}"), "no traceEvents in it, only nothing"),
+        (lambda at: put(at / "rank0.json", '{"traceEvents": ' + "[" * 100_000), "nested too deeply"),
+        (lambda at: put(at / "rank0.json.gz", gzip.compress(TRACE.encode())[:40]), "damaged or cut off"),
+        (lambda at: put(at / "rank0.json.gz", b"\x1f\x8b rubbish that is no gzip"), "damaged or cut off"),
+        (lambda at: put(at / "rank0.json", '{"traceEvents": []}'), "no pipeline in it"),
+        (lambda at: save(at / "rank0.json", [mark("train", 0, 1)]), "its labels are train"),
+        (lambda at: put(at / "trace.json", TRACE), "neither the trace nor its name says of which rank it is"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_path_and_what_was_expected(
+    make: Callable[[Path], Path], says: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    with pytest.raises(TraceError) as caught:
+        load([path])
+    assert says in str(caught.value)
+    assert str(path) in caught.value.error
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize("length", range(1, len(TRACE), 7))
+def test_a_trace_that_ends_early_is_said_to_be_cut_off(length: int, tmp_path: Path) -> None:
+    path = put(tmp_path / "rank0.json", TRACE[:length])
+    with pytest.raises(TraceError, match="the trace is cut off"):
+        load([path])
+
+
+def test_events_come_before_the_end_of_the_file_is_seen(tmp_path: Path) -> None:
+    """What is cut off behind two megabytes yields what is before: a trace is not held as a whole."""
+    many = [mark(f"PP:0F{number}", number, number + 1) for number in range(20_000)]
+    text = json.dumps({"traceEvents": many})
+    assert len(text) > 2 << 20
+    stream = events(put(tmp_path / "rank0.json", text[:-100]), {})
+    assert next(stream)["name"] == "PP:0F0"
+    with pytest.raises(TraceError, match="cut off"):
+        list(stream)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(st.dictionaries(st.text(), VALUES, max_size=3), max_size=5),
+    st.dictionaries(st.text().filter(lambda key: key != "traceEvents"), VALUES, max_size=3),
+    st.sampled_from([None, 2]),
+    st.integers(1, 9),
+)
+def test_reading_piece_by_piece_is_reading_as_a_whole(
+    listed: list[Event], header: Event, indent: int | None, piece: int
+) -> None:
+    text = json.dumps({**header, "traceEvents": listed}, indent=indent)
+    found: Event = {}
+    with TemporaryDirectory() as home, mock.patch.object(kineto_events, "_PIECE", piece):
+        assert list(events(put(Path(home, "rank0.json"), text), found)) == listed
+    assert found == header
+
+
+def test_a_bare_list_of_events_is_a_trace_as_well(tmp_path: Path) -> None:
+    path = put(tmp_path / "rank0.json", json.dumps([mark("PP:0F0", 0, 1), 7, mark("PP:0B0", 1, 3)]))
+    assert load([path]).step().program.format() == "0F0,0B0"
+
+
+def test_odd_events_are_passed_over(tmp_path: Path) -> None:
+    odd: list[Event] = [
+        {},
+        {"ph": "X"},
+        {"ph": "X", "cat": "user_annotation", "name": "PP:0F9", "ts": "now", "dur": 1},
+        {"ph": "X", "cat": "user_annotation", "name": "PP:0F8", "ts": 1, "dur": None},
+        {"ph": "B", "cat": "user_annotation", "name": "PP:0F7", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1, "dur": 1, "args": None},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1, "dur": 1, "args": {"correlation": 3}},
+        {"ph": "s", "cat": "fwdbwd", "id": "seven", "ts": 1},
+        {"ph": "X", "cat": ["user_annotation"], "name": "PP:0F6", "ts": 1, "dur": 1},
+        mark("PP:0F0", 0, 1),
+    ]
+    recording = read(save(tmp_path / "rank0.json", odd))
+    assert [one.name for one in recording.actions] == ["PP:0F0"]
+    assert not recording.has_device
+
+
+def two_ranks(tmp_path: Path) -> tuple[Path, Path]:
+    written(simulate(build("1f1b", 2, 3), Costs(comm=0.1)), tmp_path)
+    return tmp_path / "rank0.json.gz", tmp_path / "rank1.json.gz"
+
+
+def again(path: Path, **header: object) -> Path:
+    """Write a trace anew with another header, and with times that are off."""
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    moved = header.pop("moved", 0.0)
+    assert isinstance(moved, float)
+    for one in content["traceEvents"]:
+        one["ts"] += moved
+    return put(path, gzip.compress(json.dumps({**content, **header}).encode()))
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"distributedInfo": info(0, 2)}, "are both of rank 0"),
+        ({"distributedInfo": info(1, 4)}, "world_size is 2"),
+        ({"distributedInfo": {**info(1, 2), "backend": "nccl"}}, "backend is gloo"),
+        ({"moved": 3.6e9}, "was recorded 3600 s apart"),
+        ({"moved": 1e6}, "ends 0.984 s before it begins on rank 1"),
+    ],
+)
+def test_traces_of_different_runs_are_refused(header: dict[str, object], says: str, tmp_path: Path) -> None:
+    first, second = two_ranks(tmp_path)
+    assert list(load([first, second]).steps) == [0]
+    again(second, **header)
+    with pytest.raises(TraceError) as caught:
+        load([first, second])
+    assert says in str(caught.value)
+    assert "one trace of each rank, all of one run" in caught.value.expected
+
+
+def test_ranks_without_a_step_in_common_are_refused(tmp_path: Path) -> None:
+    first, second = two_ranks(tmp_path)
+    content = json.loads(gzip.decompress(second.read_bytes()))
+    for one in content["traceEvents"]:
+        one["name"] = one["name"].replace("ProfilerStep#0", "ProfilerStep#4")
+    put(second, gzip.compress(json.dumps(content).encode()))
+    with pytest.raises(TraceError, match=r"no step is complete on every rank \(rank 0: 0; rank 1: 4\)"):
+        load([first, second])
+
+
+def test_the_rank_may_be_in_the_name_of_the_file_alone(tmp_path: Path) -> None:
+    first, second = two_ranks(tmp_path)
+    expected = load([first, second]).step().program
+    for path in (first, second):
+        again(path, distributedInfo=None)
+    assert load([second, first]).step().program == expected
+
+
+def test_times_are_those_of_the_clock_that_the_header_names(tmp_path: Path) -> None:
+    path = save(tmp_path / "rank0.json", [mark("PP:0F0", BEGIN, BEGIN + 1.5), event("cpu_op", "c10d::send", 2, 3)])
+    recording = read(path)
+    assert recording.actions[0].start == BASE + int(BEGIN) * 1000
+    assert recording.actions[0].end - recording.actions[0].start == 1500

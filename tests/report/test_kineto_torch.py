@@ -1,0 +1,229 @@
+"""PyTorch's own schedules on two CPU ranks under PyTorch's own profiler: nothing of ours is in the loop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.action import Op
+from drumline.core.errors import TraceError
+from drumline.core.idle import Cause
+from drumline.core.program import Program
+from drumline.core.validate import validate
+from drumline.report.analysis import Analysis, analyze
+from drumline.report.analysis_advice import advise_on
+from drumline.report.kineto import Traced
+from drumline.report.kineto_load import load
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "record_traces.py"
+NUM_MICROBATCHES = 4
+ROUNDING = 2e-9  # the profiler writes thousandths of a microsecond
+SPELLED = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ONE_STAGE = ("GPipe", "1F1B", "1F1B-stack", "1F1B-slow1")
+OURS = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "1F1B-stack": "1f1b",
+    "1F1B-slow1": "1f1b",
+    "Interleaved1F1B": "interleaved-1f1b",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All schedules, recorded by one start of two ranks."""
+    pytest.importorskip("torch")
+    home = tmp_path_factory.mktemp("traces")
+    names = [*SPELLED, "GPipe", "1F1B", "1F1B,stack", "1F1B,slow=1"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(home), *names], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return home
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_the_program_is_what_torch_says_it_ran(name: str, folder: Path) -> None:
+    timeline = load([folder / name]).step()
+    said = Program.load(folder / name / "order.csv")
+    assert timeline.ran == said
+    assert timeline.program == Program.of([[one for one in row if one.is_compute] for row in said.rows])
+
+
+@pytest.mark.parametrize("name", ONE_STAGE)
+def test_the_program_of_one_stage_a_rank_is_what_torch_runs(name: str, folder: Path) -> None:
+    from torch_peer import order
+
+    timeline = load([folder / name]).step()
+    assert timeline.program == order(OURS[name], 2, NUM_MICROBATCHES)
+    assert timeline.program.placement.name == "linear"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_step_is_there_proven_and_named(name: str, folder: Path) -> None:
+    traces = load([folder / name])
+    assert list(traces.steps) == [1, 2, 3]
+    assert traces.incomplete == ()
+    for timeline in traces.steps.values():
+        assert timeline.program.name == OURS[name]
+        assert validate(timeline.ran) == []
+        assert timeline.program == traces.steps[1].program
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_busy_and_idle_by_cause_are_the_makespan_on_every_rank(name: str, folder: Path) -> None:
+    for timeline in load([folder / name]).steps.values():
+        assert timeline.makespan <= timeline.step_seconds
+        for rank in range(2):
+            mine = [one for one in timeline.causes if one.rank == rank]
+            assert sum(one.seconds for one in mine) + timeline.busy[rank] == pytest.approx(timeline.makespan, abs=1e-9)
+            edges = sorted((one.start, one.end) for one in mine)
+            assert all(before[1] <= after[0] for before, after in pairwise(edges))
+
+
+class Raw:
+    """One rank's file as it is, with times in seconds of a timeline made from it."""
+
+    def __init__(self, folder: Path, name: str, rank: int, timeline: Traced) -> None:
+        with gzip.open(folder / name / f"rank{rank}.json.gz", "rt") as file:
+            self.events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+        [step] = [one for one in self.events if one["name"] == f"ProfilerStep#{timeline.step}"]
+        begins = timeline.seconds(timeline.ranks[rank].start)
+        for event in self.events:
+            event["start"] = begins + (event["ts"] - step["ts"]) * 1e-6
+            event["end"] = event["start"] + event["dur"] * 1e-6
+        self.step = step
+
+    def named(self, text: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["name"].startswith(text) and within(one, self.step)]
+
+
+def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    return bool(outer["start"] <= inner["start"] and inner["end"] <= outer["end"])
+
+
+@pytest.mark.parametrize("name", [one for one in SPELLED if one != "DualPipeV"])  # a pair waits in the middle, too
+def test_an_action_is_its_label_without_the_wait_for_its_input(name: str, folder: Path) -> None:
+    timeline = load([folder / name]).step(2)
+    for rank in range(2):
+        raw = Raw(folder, name, rank, timeline)
+        labels = {one["name"]: one for one in raw.named("PP:")}
+        waits = [one["end"] for one in raw.named("gloo:recv")]
+        track = timeline.tracks[rank]
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            label = labels[f"PP:{action}"]
+            waited = max([label["start"], *(one for one in waits if label["start"] <= one <= label["end"])])
+            assert (start, end) == pytest.approx((waited, label["end"]), abs=ROUNDING)
+            computing = [one for one in raw.named("aten::") if within(one, label)]
+            assert all(start - ROUNDING <= one["start"] and one["end"] <= end + ROUNDING for one in computing)
+
+
+def test_a_forward_of_gpipe_neither_holds_its_receive_nor_its_send(folder: Path) -> None:
+    timeline = load([folder / "GPipe"]).step(2)
+    for rank in range(2):
+        raw = Raw(folder, "GPipe", rank, timeline)
+        calls = [*raw.named("c10d::send"), *raw.named("c10d::recv_")]
+        assert calls
+        track = timeline.tracks[rank]
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            [label] = raw.named(f"{'Forward' if action.op is Op.FORWARD else 'Backward'} {action.microbatch}")
+            computing = [one for one in raw.named("aten::") if within(one, label)]
+            linear = [one for one in computing if one["name"] in ("aten::addmm", "aten::mm")]
+            assert linear
+            assert all(start - ROUNDING <= one["start"] and one["end"] <= end + ROUNDING for one in linear)
+            assert not [one for one in calls if start + ROUNDING < one["start"] < end - ROUNDING]
+
+
+@pytest.mark.parametrize("name", ["1F1B", "1F1B-stack"])
+def test_1f1b_is_read_without_any_label(name: str, folder: Path) -> None:
+    traces = load([folder / name])
+    assert traces.found_by == ("Python frames" if name == "1F1B-stack" else "autograd's links")
+    timeline = traces.step(2)
+    for rank in range(2):
+        raw = Raw(folder, name, rank, timeline)
+        assert not raw.named("PP:")
+        assert not raw.named("Forward")
+        track = timeline.tracks[rank]
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            inside = [one["name"] for one in raw.events if start <= one["start"] and one["end"] <= end]
+            backward = any(one.startswith("autograd::engine::evaluate_function") for one in inside)
+            assert backward == (action.op is Op.BACKWARD)
+            assert "c10d::send" not in inside
+            assert "c10d::recv_" not in inside
+        # All work that autograd did in this step was done in the backwards.
+        steps = raw.named("autograd::engine::evaluate_function")
+        found = list(zip(track.starts, track.ends, strict=True))
+        assert all(any(low - ROUNDING <= one["start"] <= high for low, high in found) for one in steps)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_message_has_two_ends_and_its_bytes(name: str, folder: Path) -> None:
+    timeline = load([folder / name]).step()
+    placement, stages = timeline.program.placement, timeline.program.num_stages
+    edges = [stage for stage in range(stages - 1) if placement.homes[stage] != placement.homes[stage + 1]]
+    assert len(timeline.transfers) == 2 * len(edges) * NUM_MICROBATCHES
+    for one in timeline.transfers:
+        assert one.num_bytes == 32 * 128 * 4
+        assert one.made <= one.start <= one.end <= one.consumed
+
+
+def test_waiting_ends_and_transfer_begins_when_the_input_is_made(folder: Path) -> None:
+    waited = []
+    for timeline in load([folder / "1F1B-slow1"]).steps.values():
+        made = {one.action: one.end for one in timeline.spans()}
+        for one in timeline.causes:
+            if one.cause is Cause.WAIT:
+                assert one.waits_for is not None
+                assert one.on_rank == one.waits_for.stage  # one stage on every rank
+                assert one.end <= made[one.waits_for]
+                waited.append(one)
+            elif one.cause is Cause.TRANSFER and one.waits_for in made:
+                assert one.start >= made[one.waits_for]
+    # Stage 1 computes four times as much: rank 0 cannot but wait for it.
+    assert any(one.rank == 0 and one.waits_for and one.waits_for.op is Op.BACKWARD for one in waited)
+
+
+def test_a_stage_that_computes_more_is_named_as_the_slowest(folder: Path) -> None:
+    slow = analyze([folder / "1F1B-slow1"])
+    assert slow.slowest.stage == 1
+    assert slow.slowest.total > 1.5 * slow.stages[0].total
+    assert slow.ideal is not None
+    assert slow.ideal.makespan <= slow.timeline.makespan
+    assert advise_on(slow)
+
+
+def test_a_step_that_is_asked_for_is_the_one_reported(folder: Path) -> None:
+    found: dict[int, Analysis] = {step: analyze([folder / "GPipe"], step=step) for step in (1, 2, 3)}
+    assert len({one.timeline.makespan for one in found.values()}) == 3
+    middle = sorted(one.timeline.makespan for one in found.values())[1]
+    assert analyze([folder / "GPipe"]).timeline.makespan == middle
+
+
+def test_ranks_of_different_runs_are_refused(folder: Path) -> None:
+    def mixed(one: str, other: str) -> list[Path]:
+        return [folder / one / "rank0.json.gz", folder / other / "rank1.json.gz"]
+
+    with pytest.raises(TraceError, match="known by different signs"):
+        load(mixed("GPipe", "1F1B"))
+    with pytest.raises(TraceError, match="meets no"):
+        load(mixed("ZBVZeroBubble", "Interleaved1F1B"))
+    with pytest.raises(TraceError, match="before it begins on rank"):
+        load(mixed("1F1B", "1F1B-slow1"))
+    with pytest.raises(TraceError, match="both of rank 0"):
+        load([folder / "GPipe" / "rank0.json.gz", folder / "1F1B" / "rank0.json.gz"])
+    for name in ("GPipe", "1F1B", "Interleaved1F1B"):
+        for rank in range(2):
+            with pytest.raises(TraceError, match=r"no trace of a rank|meets no"):
+                load([folder / name / f"rank{rank}.json.gz"])

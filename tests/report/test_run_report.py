@@ -1,0 +1,154 @@
+"""What a report says of a run, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drumline.core.costs import Costs
+from drumline.core.errors import RecordError
+from drumline.core.run import read_run
+from drumline.core.simulate import simulate
+from drumline.report.run_report import RunReport, report_of, reports_of
+from drumline.report.run_text import reports_text
+from drumline.schedules import generate
+from simulated_runs import even_blocks, per_stage, write_simulated_run
+
+PROGRAM = generate("1f1b", num_ranks=2, num_microbatches=4)
+COSTS = per_stage(1e-3, 2e-3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_simulated_run(tmp_path / "first", PROGRAM, COSTS, blocks=even_blocks(2, 4), num_steps=5, jitter=0.1)
+
+
+@pytest.fixture
+def report(folder: Path) -> RunReport:
+    return report_of(read_run(folder))
+
+
+def test_the_figures_are_those_of_the_timelines(report: RunReport) -> None:
+    found = report.to_json()
+    measured = report.seen.measured
+    assert found["makespan"] == measured.makespan
+    assert found["bubble"] == measured.bubble
+    assert found["utilisation"] == 1 - measured.bubble
+    assert found["slowest_stage"] == 1
+    assert found["measured"]["tracks"][1]["actions"] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "1F3", "1B3"]
+    assert found["simulated"]["tracks"][0]["ends"][-1] == pytest.approx(report.seen.simulated.makespan)
+    assert [one["rank"] for one in found["per_rank"]] == [0, 1]
+    for rank in range(2):
+        causes = sum(seconds[rank] for seconds in found["measured"]["idle_by_cause"].values())
+        assert causes == pytest.approx(measured.idle[rank])
+    json.dumps(found, allow_nan=False)
+
+
+def test_parts_of_a_rank_sum_to_its_step(report: RunReport) -> None:
+    for one in report.ranks:
+        parts = sum(one[part] for part in ("busy", "wait", "transfer", "overhead", "unexplained"))
+        assert parts == pytest.approx(one["step_seconds"])
+
+
+def test_the_step_is_the_one_in_the_middle_unless_it_is_named(folder: Path) -> None:
+    run = read_run(folder)
+    spans = {one["step"]: one["pp/makespan_seconds"] for one in run.metrics() if one["step"] > 0}
+    assert spans[report_of(run).seen.step] == sorted(spans.values())[2]
+    assert report_of(run, step=3).seen.step == 3
+    assert report_of(run, step=3).seen.pooled == (3,)
+
+
+def test_every_step_has_its_line(report: RunReport) -> None:
+    assert [one["step"] for one in report.steps] == [0, 1, 2, 3, 4]
+    assert [one["loss"] for one in report.steps][:2] == [1.0, 0.5]
+    assert all(one["utilisation"] == 1 - one["bubble"] for one in report.steps)
+
+
+def test_without_metrics_the_last_step_is_reported(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("")
+    report = report_of(read_run(folder))
+    assert report.seen.step == 4
+    assert report.steps == []
+    assert "step 4 of 5 steps" in reports_text([report])
+
+
+def test_the_text_has_a_row_per_rank_the_grid_and_the_advice(report: RunReport) -> None:
+    text = reports_text([report], width=100)
+    assert text.startswith("first: 1f1b, 2 ranks, 2 stages, 4 microbatches, step ")
+    lines = text.splitlines()
+    header = next(line for line in lines if line.startswith("rank  stages"))
+    assert header.split() == [
+        "rank",
+        "stages",
+        "busy",
+        "wait",
+        "transfer",
+        "overhead",
+        "unexplained",
+        "idle",
+        "peak",
+        "stash",
+    ]
+    assert sum(line.startswith(("rank 0 |", "rank 1 |")) for line in lines) == 2
+    assert "slowest stage 1 on rank 1" in text
+    assert "slower: move block 4 to rank 0 (balance=[5, 3]), predicted -" in text
+    assert max(map(len, lines)) <= 100
+
+
+def test_bytes_are_shown_where_they_were_weighed(tmp_path: Path) -> None:
+    path = write_simulated_run(tmp_path / "run", PROGRAM, COSTS, weigh=2**20)
+    report = report_of(read_run(path))
+    assert [one["peak_stash_bytes"] for one in report.ranks] == [2 * 2**20, 2**20]
+    assert "2 MiB" in reports_text([report])
+    assert report.seen.measured.peak_bytes == (2 * 2**20, 2**20)
+
+
+def test_several_runs_stand_side_by_side_under_names_that_differ(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        write_simulated_run(tmp_path / place / "run", PROGRAM, COSTS, run=place)
+    other = write_simulated_run(
+        tmp_path / "other", generate("gpipe", num_ranks=2, num_microbatches=4), Costs(forward=1e-3)
+    )
+    found = reports_of([read_run(path) for path in (tmp_path / "a/run", tmp_path / "b/run", other)])
+    assert [one.name for one in found] == ["a/run", "b/run", f"{tmp_path.name}/other"]
+    head = reports_text(found, width=120).split("\n\n")[0].splitlines()
+    assert len(head) == 4
+    assert head[3].split()[:2] == [f"{tmp_path.name}/other", "gpipe"]
+
+
+def test_a_step_of_many_spans_is_reported(tmp_path: Path) -> None:
+    program = generate("zb-h1", num_ranks=4, num_microbatches=64)
+    costs = Costs(forward=1e-3, backward_input=1e-3, backward_weight=1e-3)
+    report = report_of(read_run(write_simulated_run(tmp_path / "run", program, costs, num_steps=1)))
+    assert report.seen.simulated.makespan == pytest.approx(simulate(program, costs).makespan)
+
+
+def test_a_run_without_a_complete_step_is_refused(tmp_path: Path) -> None:
+    path = write_simulated_run(tmp_path / "run", PROGRAM, COSTS, num_steps=0)
+    with pytest.raises(RecordError, match="has no step that all ranks have written yet"):
+        report_of(read_run(path))
+
+
+def test_an_unknown_step_is_refused_with_those_that_are_there(folder: Path) -> None:
+    with pytest.raises(RecordError, match=r"there is no step 9 in .*; expected one of 0 to 4"):
+        report_of(read_run(folder), step=9)
+
+
+def test_ranks_of_different_runs_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = write_simulated_run(tmp_path / "other", PROGRAM, COSTS, run="xyz")
+    (folder / "rank1.jsonl").write_bytes((other / "rank1.jsonl").read_bytes())
+    with pytest.raises(RecordError, match=r"rank1.jsonl belongs to the run xyz; expected abc"):
+        report_of(read_run(folder))
+
+
+def test_captured_steps_have_no_report_and_are_passed_over(folder: Path) -> None:
+    plain = {"run": "abc", "step": 5, "rank": 0, "since_ns": 0, "begin_ns": 10, "end_ns": 20, "peak_stash": 0}
+    for rank in range(2):
+        with (folder / f"rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({**plain, "rank": rank, "on_device": 0}, separators=(",", ":")) + "\n")
+    assert report_of(read_run(folder)).seen.step < 5
+    with pytest.raises(RecordError, match="step 5 was captured: its actions were not timed"):
+        report_of(read_run(folder), step=5)
