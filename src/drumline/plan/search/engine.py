@@ -31,6 +31,7 @@ SAME = 1e-9  # relative: values this close are one
 
 # What timing one action is worth; a machine does two or three million of them in a second.
 _UNITS_PER_SECOND = 1.5e6
+_PROOF = 5e-5  # seconds an action that the proof and the timeline take at the end
 _BUILD = 15.0  # building takes so many times as long as timing
 _CONSTRUCTING = 0.4  # share of the budget for constructions
 _MOST_BUILDS = 300
@@ -58,8 +59,8 @@ class Engine:
     ) -> None:
         self.instance, self.objective, self.rng = instance, objective, random.Random(seed)
         self.began = time.monotonic()
-        self.deadline = self.began + seconds
         self.size = 3 * len(instance.rank)
+        self.deadline = self.began + seconds - min(seconds / 4, self.size * _PROOF)
         self.units = seconds * _UNITS_PER_SECOND
         self.tries = math.inf
         self.progress = progress
