@@ -9,11 +9,13 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.errors import RecordError
+from drumline.core.record import Record
 from drumline.core.run import read_run
 from drumline.core.simulate import simulate
 from drumline.report.run_report import RunReport, report_of, reports_of
 from drumline.report.run_text import reports_text
 from drumline.schedules import generate
+from records import line
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 
 PROGRAM = generate("1f1b", num_ranks=2, num_microbatches=4)
@@ -145,10 +147,9 @@ def test_ranks_of_different_runs_are_refused(folder: Path, tmp_path: Path) -> No
 
 
 def test_captured_steps_have_no_report_and_are_passed_over(folder: Path) -> None:
-    plain = {"run": "abc", "step": 5, "rank": 0, "since_ns": 0, "begin_ns": 10, "end_ns": 20, "peak_stash": 0}
     for rank in range(2):
         with (folder / f"rank{rank}.jsonl").open("a") as file:
-            file.write(json.dumps({**plain, "rank": rank, "on_device": 0}, separators=(",", ":")) + "\n")
+            file.write(line(Record(rank, 5, begin_ns=10, end_ns=20)))
     assert report_of(read_run(folder)).seen.step < 5
     with pytest.raises(RecordError, match="step 5 was captured: its actions were not timed"):
         report_of(read_run(folder), step=5)
