@@ -44,12 +44,26 @@ def check(given: Mapping[str, Any]) -> None:
     record = given.get("record", True)
     if not isinstance(record, bool | str | Path) or record == "":
         raise UsageError(f"record is {record!r:.80}", expected="True, False, or the folder of a run")
+    if schedule == "auto":
+        _auto(given.get("record", True))
     device_named(given.get("device"))
     if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
         raise ModelError(
             "the model was compiled by torch.compile",
             expected="the model itself: each stage is compiled by itself",
             fix="pass what was compiled, and compile=True",
+        )
+
+
+def _auto(record: Any) -> None:
+    """Refuse to search where nothing is measured, or where a run would have two programs."""
+    if record is False:
+        raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
+    if record is not True:
+        raise UsageError(
+            f"record is {str(record)!r} and schedule is 'auto'",
+            expected="one program in all of a run",
+            fix="save the program that is found, pipe.program.save(FILE.csv), and record a run with schedule=FILE.csv",
         )
 
 

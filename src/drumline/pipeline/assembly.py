@@ -107,7 +107,7 @@ class Assembly:
                 self.randomness,
                 checkpointed=self.checkpointed,
                 loss=self.loss if index == self.program.num_stages - 1 else None,
-                split=self._split(index),
+                split=self.split_of(index),
                 precision=self.precision,
                 kind=self.program.backwards[index],
                 trained_below=index > self.program.backwards.count(Backward.NONE),
@@ -115,7 +115,8 @@ class Assembly:
             )
         return found
 
-    def _split(self, stage: int) -> set[int]:
+    def split_of(self, stage: int) -> set[int]:
+        """Return the microbatches whose backward the stage runs in halves."""
         return {
             part.microbatch
             for part in self.program.work()

@@ -35,10 +35,16 @@ class Frozen:
     """A program without the backwards that a model does not need, and whether the model still does not."""
 
     def __init__(self, program: Program, cuts: Cuts) -> None:
-        self.program = prune(program, trainable(cuts))
+        self._trained = trainable(cuts)
+        self.program = prune(program, self._trained)
         self._is_whole = True
         self._cuts = cuts
         self._parameters = [[(name, ref(one)) for name, one in _parameters(stage)] for stage in cuts]
+
+    def pruned(self, program: Program) -> Program:
+        """Take another program for the same stages, and return it without the backwards that they do not need."""
+        self.program = prune(program, self._trained)
+        return self.program
 
     def forget_all_but(self, cuts: Cuts) -> None:
         """Keep only these blocks alive, where others are of other processes; others are looked at while they live."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
+from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched, first_schedule
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
@@ -74,7 +76,8 @@ class Pipeline:
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
-    - `schedule`: a name, a `Program`, or a CSV file.
+    - `schedule`: a name, a `Program`, a CSV file, or "auto": a few steps are measured, and a program is searched for
+      what they took.
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
     - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
     - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
@@ -128,6 +131,10 @@ class Pipeline:
         self._ledger = Ledger()
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._executors: list[Executor] = []
+        self._auto = AutoSchedule() if schedule == AUTO else None
+        if schedule == AUTO:
+            schedule = first_schedule(stages_per_rank)
+        self._ahead = ahead
         program, problem = attempt(
             program_for,
             schedule,
@@ -185,7 +192,7 @@ class Pipeline:
             self._frozen.forget_all_but(self._assembly.cuts)
             self._updates.follow(self._all_parameters())
             self._holdings.share()
-            self._evaluators = self._forward_executors(ahead)
+            self._evaluators = self._forward_executors()
             self._captured = self._capturer() if capture else None
         self._guard = self._guarded()
 
@@ -235,9 +242,20 @@ class Pipeline:
             self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
         )
 
-    def _forward_executors(self, ahead: int) -> list[Executor]:
-        program = lower(forwards_of(self.program), ahead=ahead)
+    def _forward_executors(self) -> list[Executor]:
+        program = lower(forwards_of(self.program), ahead=self._ahead)
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self._executors]
+
+    def _take_up(self, program: Program) -> None:
+        """Go on by another program with the same stages in the same places, alike on all ranks."""
+        self.settle()
+        self.program = program = self._frozen.pruned(program)
+        self._assembly = replace(self._assembly, program=lower(program, ahead=self._ahead))
+        for one in self._executors:
+            for stage in one.stages.values():
+                stage.split_only(self._assembly.split_of(stage.index))
+        self._executors[:] = [one.running(self._assembly.program) for one in self._executors]
+        self._captured = None if self._captured is None else self._capturer()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -251,6 +269,11 @@ class Pipeline:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
             raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        if self._auto is not None:
+            with self._crew.together("the search for a program"):
+                found = self._auto.before_step(self._number, self._ledger, self._crew, self.program)
+                if found is not None:
+                    self._take_up(found)
         drafts = self._recording.begin(self._number)
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
@@ -415,6 +438,11 @@ class Pipeline:
         clip.scale(self.parameters(), total, max_norm)
         self._recording.note(grad_norm=total)
         return total
+
+    @property
+    def searched(self) -> Searched | None:
+        """With schedule="auto" on rank 0, what was found and gained; None as long as nothing was searched."""
+        return None if self._auto is None else self._auto.searched
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""

@@ -93,6 +93,19 @@ class Executor:
         self.arrived: dict[Action, Delivery] = {}  # messages that wait for the job that needs them
         self.jobs = self._translate(program.rows[rank])
 
+    def running(self, program: Program) -> Executor:
+        """Return an executor of another program, with the same stages in the same places."""
+        return Executor(
+            program,
+            self.rank,
+            self.stages,
+            self.channel,
+            self.clock,
+            merge_weight_gradients=self.merge,
+            scale=self.scale,
+            ties=self.exchange.ties,
+        )
+
     # ---- translation -------------------------------------------------------------------------------------------------
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:

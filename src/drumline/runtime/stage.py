@@ -200,6 +200,10 @@ class Stage:
         renewed = [segment.renew() for segment in self.segments]
         return any(renewed)
 
+    def split_only(self, microbatches: Collection[int]) -> None:
+        """Run the backward of these microbatches in halves, from the next step on, and that of others as a whole."""
+        self.split = frozenset(microbatches if self.kind is Backward.WHOLE else ())
+
     def begin(self) -> None:
         """Start a step: nothing is held, and the stand-ins follow parameters that moved."""
         self.held.clear()

@@ -1,0 +1,155 @@
+"""`schedule="auto"`: a few steps are measured, a program is searched for what they took, and training goes on with it.
+
+    steps 0-1      warm up, by a schedule whose backwards are split, so that F, I and W are measured apart
+    steps 2-6      measured
+    before step 7  rank 0 searches, within the memory of that schedule; all ranks take up what it found
+    steps 9-13     measured again: what was gained is said on stderr
+
+Gradients are exact before and after: a program only orders the work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from drumline.core.costs import Costs
+from drumline.core.idle import Limit
+from drumline.core.measured import Measured
+from drumline.core.program import Program
+from drumline.core.simulate import simulate
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.tally import Ledger
+from drumline.plan.search.search import search
+
+AUTO = "auto"
+_WARM_UPS, _MEASURED = 2, 5
+_SECONDS = 5.0  # of searching
+_LEAST_GAIN = 0.01  # of the simulated step: for less, nothing is changed
+
+
+def first_schedule(stages_per_rank: int | None) -> str:
+    """Return the schedule that is measured first.
+
+    >>> first_schedule(None), first_schedule(2)
+    ('zb-h1', 'zb-v')
+    """
+    return {1: "zb-h1", 2: "zb-v"}.get(stages_per_rank or 1, "interleaved-zb")
+
+
+@dataclass
+class Searched:
+    """What was measured, found and gained, in seconds of a step; `gained` is None until it is known."""
+
+    program: Program
+    before: float
+    predicted_before: float
+    predicted: float
+    bound: float
+    after: float | None = None
+
+    @property
+    def predicted_gain(self) -> float:
+        """The part of the simulated step that the program found saves."""
+        return 1 - self.predicted / self.predicted_before
+
+    @property
+    def gained(self) -> float | None:
+        """The part of the measured step that it saved."""
+        return None if self.after is None else 1 - self.after / self.before
+
+
+@dataclass
+class AutoSchedule:
+    """Counts steps, and says which program to take up before one of them."""
+
+    searched: Searched | None = None
+    _seen: list[Measured] = field(default_factory=list)
+    _changed: int | None = None  # the first step of the program that was found
+    _is_over: bool = False
+
+    def before_step(self, number: int, ledger: Ledger, crew: Crew, program: Program) -> Program | None:
+        """Look back at the step before `number`; return the program to go on with where that changes."""
+        if self._is_over:
+            return None
+        begun = number - (self._changed or 0)
+        if begun > _WARM_UPS and crew.rank == 0:
+            self._seen.append(ledger.timeline())
+        if begun < _WARM_UPS + _MEASURED:
+            return None
+        if self._changed is not None:
+            self._conclude(crew)
+            return None
+        return self._found(number, crew, program)
+
+    def _found(self, number: int, crew: Crew, program: Program) -> Program | None:
+        """Let rank 0 search, and return on all ranks what it found; None where nothing better was."""
+        mine = None
+        if crew.rank == 0:
+            costs = median_costs(self._seen)
+            now = simulate(program, costs)
+            found = search(
+                costs,
+                program.placement,
+                num_microbatches=program.num_microbatches,
+                limit=Limit(max_activations=max(now.peak_activations)),
+                seconds=_SECONDS,
+            )
+            before = median(one.makespan for one in self._seen)
+            self.searched = Searched(
+                found.program, before, now.makespan, found.timeline.makespan, float(found.bound.value)
+            )
+            better = self.searched.predicted_gain >= _LEAST_GAIN
+            print(_said(self.searched, program) if better else _kept(self.searched, program), file=sys.stderr)
+            mine = found.program if better else None
+        told: Program | None = crew.all_told("search", [mine] * len(crew.channels))[0]
+        self._seen, self._changed, self._is_over = [], number, told is None
+        return told
+
+    def _conclude(self, crew: Crew) -> None:
+        """Say what was gained."""
+        self._is_over = True
+        if crew.rank == 0:
+            assert self.searched is not None, "the program was changed to one that was found"
+            self.searched.after = median(one.makespan for one in self._seen)
+            gained = self.searched.gained or 0.0
+            print(
+                f"schedule: measured, a step takes {self.searched.after * 1e3:.1f} ms instead of"
+                f" {self.searched.before * 1e3:.1f} ({-gained:+.1%})",
+                file=sys.stderr,
+            )
+
+
+def median_costs(timelines: Sequence[Measured]) -> Costs:
+    """Return what stages and messages took, medians over steps."""
+    each = [one.measured_costs() for one in timelines]
+    stages = timelines[0].program.num_stages
+    lags = [one.end - one.made for timeline in timelines for one in timeline.transfers]
+
+    def middle(name: str) -> list[float]:
+        return [median(values) for values in zip(*(one.per_stage(name, stages) for one in each), strict=True)]
+
+    return Costs(
+        forward=middle("forward"),
+        backward_input=middle("backward_input"),
+        backward_weight=middle("backward_weight"),
+        comm=median(lags) if lags else 0.0,
+    )
+
+
+def _said(found: Searched, program: Program) -> str:
+    return (
+        f"schedule: a program was found for the measured stages; simulated, a step takes {found.predicted * 1e3:.1f} ms"
+        f" instead of {found.predicted_before * 1e3:.1f} by {program.name} ({-found.predicted_gain:+.1%}), in the same"
+        f" memory; no program takes less than {found.bound * 1e3:.1f}"
+    )
+
+
+def _kept(found: Searched, program: Program) -> str:
+    return (
+        f"schedule: {program.name} is kept: the best program found for the measured stages takes"
+        f" {found.predicted * 1e3:.1f} ms instead of {found.predicted_before * 1e3:.1f}, and none takes less than"
+        f" {found.bound * 1e3:.1f}"
+    )
