@@ -2,9 +2,9 @@
 
     python benchmarks/search_runs.py [--rounds 40] [--json FILE]
 
-Four ranks, one thread each, so four cores are needed. Stages of equal blocks are measured by zb-h1 first; then a program
-is searched for what was measured, and both run in turns, step by step, in one run. A step is timed from a barrier to the
-end of the last rank.
+Four ranks, one thread each, so four cores are needed. Stages of equal blocks are measured by zb-h1 first; then a
+program is searched for what was measured, and both run in turns, step by step, in one run. A step is timed from a
+barrier to the end of the last rank.
 
     heavy head     blocks 5, 5, 5, 8: stages as 1, 1, 1, 1.6; three activations on a rank
     varying stage  the blocks of the third stage run once, twice or three times, drawn for every microbatch; five
