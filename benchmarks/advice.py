@@ -2,9 +2,11 @@
 
     python benchmarks/advice.py [--json FILE] [--rounds N] [--steps N]
 
-The blocks of the second half do their work several times. The advised cut is run in turns with the first one; held
-against each other are the predicted gain and the one that was measured, of the typical step's makespan. There is no
-peer that predicts; the figures are ours alone.
+The blocks of the second half do their work several times. First the even cut runs alone, and is asked what to change;
+then both cuts run in turns, step by step on the same ranks, so that other work on the machine meets both alike. Held
+against each other are the gain that is predicted from the first cut's steps and the one that was measured, both of the
+quietest steps: a step in which a rank had to share its core says nothing of either. There is no peer that predicts;
+the figures are ours alone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
+from drumline.report.remedy import Remedy
 from drumline.report.run_report import RunReport, report_of
 from drumline.report.table import table
 from measure import machine
 
-BLOCKS, MICROBATCHES = 12, 8
-CASES = [("1f1b", 512, 2), ("1f1b", 512, 3), ("zb-h1", 512, 2), ("gpipe", 384, 2)]  # schedule, width, times
+BLOCKS, MICROBATCHES, ROWS = 12, 8, 64
+CASES = [("1f1b", 256, 2), ("1f1b", 256, 3), ("zb-h1", 256, 2), ("gpipe", 256, 2)]  # schedule, width, times
 
 
 class Repeated(nn.Module):
@@ -43,58 +47,66 @@ class Repeated(nn.Module):
         return x
 
 
-def train(folder: str, schedule: str, width: int, times: int, balance: list[int], steps: int) -> None:
+def train(folders: dict[str, list[int]], schedule: str, width: int, times: int, steps: int) -> None:
+    """Train a model for every folder, cut as it says, in turns."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Repeated(width, times if at >= BLOCKS // 2 else 1) for at in range(BLOCKS)))
     loss = nn.functional.mse_loss
-    settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": MICROBATCHES, "balance": balance}
-    with dl.Pipeline(model, loss_fn=loss, record=folder, **settings) as pipe:
-        optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01)
+    with ExitStack() as stack:
+        pipes = []
+        for folder, balance in folders.items():
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Repeated(width, times if at >= BLOCKS // 2 else 1) for at in range(BLOCKS)))
+            settings: dict[str, Any] = {"schedule": schedule, "num_microbatches": MICROBATCHES, "balance": balance}
+            pipe = stack.enter_context(dl.Pipeline(model, loss_fn=loss, record=folder, **settings))
+            pipes.append((pipe, pipe.optimizer(torch.optim.SGD, lr=0.01)))
         for _ in range(steps):
-            batch = torch.randn(MICROBATCHES * 64, width)
-            pipe.step(batch, target=batch)
-            optimizer.step()
-            optimizer.zero_grad()
+            batch = torch.randn(MICROBATCHES * ROWS, width)
+            for pipe, optimizer in pipes:
+                pipe.step(batch, target=batch)
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def report(folder: Path, *case: Any) -> RunReport:
-    """Run a case on two ranks and return its report."""
-    dl.launch(train, str(folder), *case, num_ranks=2)
-    return report_of(dl.read_run(folder))
+def quietest(folder: Path) -> RunReport:
+    """Return the report of the step with the shortest makespan."""
+    run = dl.read_run(folder)
+    spans = {one["step"]: one["pp/makespan_seconds"] for one in run.metrics()}
+    return report_of(run, step=min(spans, key=spans.__getitem__))
+
+
+def advised(report: RunReport) -> Remedy | None:
+    """Return the cut that a report advises."""
+    return next((one for one in report.advice.remedies if one.kind == "cut"), None)
 
 
 def measure(schedule: str, width: int, times: int, *, rounds: int, steps: int) -> dict[str, Any]:
     """Return what was advised, what was predicted of it, and what following it gained, round by round."""
     even = [BLOCKS // 2, BLOCKS // 2]
-    predicted, gained, sentences, balances = [], [], [], []
-    with tempfile.TemporaryDirectory() as folder:
+    found: dict[str, Any] = {"schedule": schedule, "width": width, "times": times}
+    found |= {"balances": [], "sentences": [], "predicted": [], "gained": []}
+    with tempfile.TemporaryDirectory() as name:
         for turn in range(rounds):
-            before = report(Path(folder) / f"{turn}-before", schedule, width, times, even, steps)
-            (cut,) = [one for one in before.advice.remedies if one.kind == "cut"]
+            alone, before, after = (Path(name) / f"{turn}-{what}" for what in ("alone", "before", "after"))
+            dl.launch(train, {str(alone): even}, schedule, width, times, steps, num_ranks=2)
+            first = quietest(alone)
+            cut = advised(first)
+            assert cut is not None, f"no other cut was advised: {first.advice.sentence}"
             balance = cut.settings["balance"]
-            after = report(Path(folder) / f"{turn}-after", schedule, width, times, balance, steps)
-            predicted.append(cut.gain)
-            gained.append(1 - after.seen.measured.makespan / before.seen.measured.makespan)
-            sentences.append(before.advice.sentence)
-            balances.append(balance)
-    return {
-        "schedule": schedule,
-        "width": width,
-        "times": times,
-        "balances": balances,
-        "sentences": sentences,
-        "predicted": predicted,
-        "gained": gained,
-        "off_by_points": [100 * abs(a - b) for a, b in zip(predicted, gained, strict=True)],
-    }
+            dl.launch(train, {str(before): even, str(after): balance}, schedule, width, times, steps, num_ranks=2)
+            one, other = quietest(before), quietest(after)
+            again = advised(one)
+            found["balances"].append(balance)
+            found["sentences"].append(first.advice.sentence)
+            found["predicted"].append(cut.gain if again is None else again.gain)
+            found["gained"].append(1 - other.seen.measured.makespan / one.seen.measured.makespan)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     print(f"{machine()}; {args.rounds} rounds of {args.steps} steps each\n")
     cases = [measure(*case, rounds=args.rounds, steps=args.steps) for case in CASES]
