@@ -22,6 +22,7 @@ from drumline.core.errors import RunError, UsageError
 from drumline.core.parts import parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.clock import Clock
+from drumline.runtime.draft import Draft
 
 pytestmark = pytest.mark.torch
 
@@ -284,6 +285,49 @@ def test_the_run_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
     assert run.steps[:3] == (0, 1, 2)
     assert run.timeline(2).makespan > 0
     assert len(run.metrics()) >= 2
+
+
+class LaggingClock(Clock):
+    """A device's clock, whose step is known only once somebody waits for it."""
+
+    def begin(self, draft: Draft) -> None:
+        draft.marks = self
+
+    def settle(self, draft: Draft, *, wait: bool) -> bool:
+        if wait:
+            draft.marks = None
+        return draft.marks is None
+
+
+def lag() -> None:
+    from drumline.pipeline import pipeline as module
+
+    setattr(module, "clock_for", lambda device: LaggingClock())  # noqa: B010 - of another module
+
+
+def record_late(folder: str) -> tuple[int, int]:
+    lag()
+    with pipeline(record=folder) as pipe:
+        train(pipe, 1)
+        with pytest.raises(RunError, match="a device has not passed the step yet"):
+            pipe.timeline()
+        train(pipe, 3)
+        return pipe.timeline().records[0].step, pipe.timeline().records[1].step
+
+
+def test_what_a_device_has_not_passed_is_told_and_written_a_step_later(tmp_path: Path) -> None:
+    assert dl.launch(record_late, str(tmp_path), num_ranks=2) == [(2, 2), (2, 2)], "the last step that all know of"
+    run = dl.read_run(tmp_path)
+    assert run.steps == (0, 1, 2, 3), "the last one is written when the pipeline is closed"
+    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+
+
+def test_ranks_of_one_process_can_be_asked_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.pipeline.pipeline.clock_for", lambda device: LaggingClock())
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 3)
+        assert [record.step for record in pipe.timeline().records] == [2, 2]
+    assert dl.read_run(tmp_path).steps == (0, 1, 2)
 
 
 # ---- clocks that differ ----------------------------------------------------------------------------------------------
