@@ -200,6 +200,28 @@ def test_a_loader_that_fails_is_timed_all_the_same() -> None:
     assert "data" in [one.kind for one in pipe.timeline().between]
 
 
+def test_an_optimizer_that_steps_the_pipeline_itself_is_no_trouble() -> None:
+    pipe = pipeline()
+    optimizer = torch.optim.LBFGS(pipe.parameters(), max_iter=2)
+    batch = torch.randn(8, 4)
+
+    def closure() -> torch.Tensor:
+        pipe.zero_grad()
+        loss = pipe.step(batch, target=batch).loss
+        assert loss is not None
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    assert {one.kind for one in pipe.timeline().between} <= {"tell", "write", "hear", "update"}
+
+
+def test_records_of_no_kind_are_refused() -> None:
+    for record in (3, None, ""):
+        with pytest.raises(UsageError, match="expected True, False, or the folder of a run"):
+            pipeline(record=record)
+
+
 def test_the_first_step_of_a_run_is_weighed_and_others_only_if_asked(tmp_path: Path) -> None:
     for weigh in (False, True):
         with pipeline(record=tmp_path / str(weigh), weigh=weigh) as pipe:
