@@ -22,6 +22,7 @@ from drumline.core.errors import RunError, UsageError
 from drumline.core.parts import parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.clock import Clock
+from drumline.runtime.draft import Draft
 
 pytestmark = pytest.mark.torch
 
@@ -199,6 +200,28 @@ def test_a_loader_that_fails_is_timed_all_the_same() -> None:
     assert "data" in [one.kind for one in pipe.timeline().between]
 
 
+def test_an_optimizer_that_steps_the_pipeline_itself_is_no_trouble() -> None:
+    pipe = pipeline()
+    optimizer = torch.optim.LBFGS(pipe.parameters(), max_iter=2)
+    batch = torch.randn(8, 4)
+
+    def closure() -> torch.Tensor:
+        pipe.zero_grad()
+        loss = pipe.step(batch, target=batch).loss
+        assert loss is not None
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    assert {one.kind for one in pipe.timeline().between} <= {"tell", "write", "hear", "update"}
+
+
+def test_records_of_no_kind_are_refused() -> None:
+    for record in (3, None, ""):
+        with pytest.raises(UsageError, match="expected True, False, or the folder of a run"):
+            pipeline(record=record)
+
+
 def test_the_first_step_of_a_run_is_weighed_and_others_only_if_asked(tmp_path: Path) -> None:
     for weigh in (False, True):
         with pipeline(record=tmp_path / str(weigh), weigh=weigh) as pipe:
@@ -284,6 +307,49 @@ def test_the_run_of_a_killed_rank_can_be_read(tmp_path: Path) -> None:
     assert run.steps[:3] == (0, 1, 2)
     assert run.timeline(2).makespan > 0
     assert len(run.metrics()) >= 2
+
+
+class LaggingClock(Clock):
+    """A device's clock, whose step is known only once somebody waits for it."""
+
+    def begin(self, draft: Draft) -> None:
+        draft.marks = self
+
+    def settle(self, draft: Draft, *, wait: bool) -> bool:
+        if wait:
+            draft.marks = None
+        return draft.marks is None
+
+
+def lag() -> None:
+    from drumline.pipeline import pipeline as module
+
+    setattr(module, "clock_for", lambda device: LaggingClock())  # noqa: B010 - of another module
+
+
+def record_late(folder: str) -> tuple[int, int]:
+    lag()
+    with pipeline(record=folder) as pipe:
+        train(pipe, 1)
+        with pytest.raises(RunError, match="a device has not passed the step yet"):
+            pipe.timeline()
+        train(pipe, 3)
+        return pipe.timeline().records[0].step, pipe.timeline().records[1].step
+
+
+def test_what_a_device_has_not_passed_is_told_and_written_a_step_later(tmp_path: Path) -> None:
+    assert dl.launch(record_late, str(tmp_path), num_ranks=2) == [(2, 2), (2, 2)], "the last step that all know of"
+    run = dl.read_run(tmp_path)
+    assert run.steps == (0, 1, 2, 3), "the last one is written when the pipeline is closed"
+    assert [one["step"] for one in run.metrics()] == [0, 1, 2]
+
+
+def test_ranks_of_one_process_can_be_asked_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.pipeline.pipeline.clock_for", lambda device: LaggingClock())
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 3)
+        assert [record.step for record in pipe.timeline().records] == [2, 2]
+    assert dl.read_run(tmp_path).steps == (0, 1, 2)
 
 
 # ---- clocks that differ ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from statistics import median
@@ -157,6 +157,18 @@ class Measured(Timeline):
                 send = rules.message_of(receive).send
                 found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
         return found
+
+    @cached_property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which it handed a message over or took one up, in order of time."""
+        return [sorted(self._moves(record), key=lambda span: span.start) for record in self.records]
+
+    def _moves(self, record: Record) -> Iterator[Span]:
+        for *coded, _, start, end, _ in record.rows("sends"):
+            send = rules.message_of(decoded(*coded)).send
+            yield Span(record.rank, send, *self._both(record.rank, start, end), Lane.TRANSFER)
+        for _, *coded, _, _, _, _, start, end, _ in record.rows("messages"):
+            yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), Lane.TRANSFER)
 
     @cached_property
     def waits(self) -> tuple[Waited, ...]:

@@ -48,9 +48,10 @@ class Between:
         self._open.append(BETWEEN.index(kind))
 
     def leave(self) -> None:
-        """End the innermost piece."""
+        """End the innermost piece; nothing if a step has begun since, as one may inside of an optimizer's step."""
         self._cut()
-        self._open.pop()
+        if self._open:
+            self._open.pop()
 
     def _cut(self) -> None:
         moments = [clock.now() for clock in self._clocks]
@@ -61,6 +62,8 @@ class Between:
 
     def hand_over(self, drafts: Sequence[Draft]) -> None:
         """Let the next step's drafts have what is known, up to now; begins them."""
+        self._cut()
+        self._open.clear()
         for at, (draft, clock) in enumerate(zip(drafts, self._clocks, strict=True)):
             draft.since_ns, draft.between = self._since[at], self._rows[at]
             draft.begin_ns = clock.now()

@@ -50,7 +50,6 @@ from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
 
 T = TypeVar("T")
-_ENDED: Any = object()
 
 
 class Pipeline:
@@ -458,13 +457,7 @@ class Pipeline:
         >>> [one.kind for one in pipe.timeline().between]
         ['data']
         """
-        batches = iter(loader)
-        while True:
-            with self._recording.during("data"):
-                batch = next(batches, _ENDED)
-            if batch is _ENDED:
-                return
-            yield batch
+        return self._recording.data(loader)
 
     # ---- what it holds -----------------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ import atexit
 import secrets
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drumline.core.align import Dial
 from drumline.core.errors import RunError, UsageError
@@ -35,6 +35,8 @@ from drumline.runtime.clock import Clock, NoClock
 from drumline.runtime.draft import END, LEAVE, Draft
 from drumline.runtime.executor import Executor
 
+T = TypeVar("T")
+_ENDED: Any = object()
 _SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
 
 
@@ -128,6 +130,16 @@ class Recording:
     def during(self, kind: str) -> AbstractContextManager[None]:
         """Count what runs inside, between steps, as `kind`."""
         return self._between.during(kind) if self.is_on else nullcontext()
+
+    def data(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader does, and count the time that each batch takes to come."""
+        batches = iter(loader)
+        while True:
+            with self.during("data"):
+                batch = next(batches, _ENDED)
+            if batch is _ENDED:
+                return
+            yield batch
 
     def enter(self, kind: str) -> None:
         """Count what follows as `kind`, until `leave`."""

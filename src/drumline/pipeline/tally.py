@@ -153,7 +153,8 @@ class Ledger:
         if self.last is None:
             raise RunError("no step has run yet", fix="call step first")
         known = self.last if self.last.records is not None or self.before is None else self.before
-        return replace(known.timeline, dials=self.dials(known))
+        dials = self.dials(known)
+        return replace(known.timeline, dials=dials) if dials else known.timeline
 
     def dials(self, tally: Tally) -> tuple[Dial, ...]:
         """Return how the ranks' clocks are to be read in a step."""
