@@ -57,7 +57,9 @@ def everywhere(pipe: Pipeline) -> list[dict[str, nn.Parameter]]:
     return [
         {name: one for name, (_, one) in found.items() if isinstance(one, nn.Parameter)}
         for found in (
-            pipe._assembly.ties.on((index, block) for index, stage in one.stages.items() for block in stage.blocks)
-            for one in pipe._executors
+            pipe._engine.assembly.ties.on(
+                (index, block) for index, stage in one.stages.items() for block in stage.blocks
+            )
+            for one in pipe._engine.executors
         )
     ]

@@ -132,7 +132,7 @@ def test_what_graphs_take_for_granted_is_looked_at_before_every_step(change: str
     pair.counts()
     pair.zero_grad()
     for pipe in (pair.captured, pair.plain):
-        block = pipe._executors[1].stages[1].blocks[0].module
+        block = pipe._engine.executors[1].stages[1].blocks[0].module
         assert isinstance(block, nn.Sequential)
         linear = block[0]
         assert isinstance(linear, nn.Linear)
@@ -275,7 +275,7 @@ def test_a_message_of_another_shape_than_the_captured_one_is_refused() -> None:
     batch, target = data(8)
     for _ in range(3):
         pipe.step(batch, target=target)
-    row = pipe._captured.rows[0] if pipe._captured is not None else None
+    row = pipe._engine.captured.rows[0] if pipe._engine.captured is not None else None
     assert row is not None
     action, (receive, (tensor,), form) = next(iter(row._sent.items()))
     row._sent[action] = receive, (torch.cat([tensor, tensor]),), form
@@ -351,7 +351,7 @@ def test_buffers_that_the_user_changes_between_steps_are_no_reason_to_refuse() -
     pair = Pair(nn.Sequential(*mlp(2), Scaled(), *mlp(1)), num_microbatches=4, num_ranks=2)
     for rows in (8, 8, 8, 12, 12):
         for pipe in (pair.captured, pair.plain):
-            for executor in pipe._executors:
+            for executor in pipe._engine.executors:
                 for stage in executor.stages.values():
                     for block in stage.blocks:
                         if isinstance(block.module, Scaled):

@@ -297,7 +297,7 @@ def test_a_weight_gradient_waits_for_w() -> None:
     pipe = pipeline(model, num_microbatches=2)
     batch, target = data(8)
     pipe.step(batch, target=target)
-    stage = pipe._executors[1].stages[1]
+    stage = pipe._engine.executors[1].stages[1]
     stage.begin()
     stage.forward(0, batch, target)
     (gradient,) = stage.backward_input(0, (torch.tensor(1.0),))
@@ -313,7 +313,7 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
     pipe = pipeline(model_of("mlp", 2), num_microbatches=2)
     batch, target = data(8)
     pipe.step(batch, target=target)
-    stage = pipe._executors[1].stages[1]
+    stage = pipe._engine.executors[1].stages[1]
     stage.begin()
     value = batch.clone()
     stage.forward(0, value, target)
@@ -409,7 +409,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
 def test_ranks_that_compile_otherwise_differ() -> None:
     from drumline.pipeline.assembly import agree as compare
 
-    told = [pipeline(model_of("mlp", 2), compile=one)._assembly.described() for one in (False, EAGER)]
+    told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
     with pytest.raises(MismatchError, match="another compile"):
         compare(told)
 

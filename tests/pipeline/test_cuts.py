@@ -32,7 +32,7 @@ class Slow(nn.Module):
 
 
 def counts(pipe: Pipeline) -> list[int]:
-    return [len(stage) for stage in pipe._assembly.cuts]
+    return [len(stage) for stage in pipe._engine.assembly.cuts]
 
 
 def balanced(model: Any, **settings: Any) -> Balance:

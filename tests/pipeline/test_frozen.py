@@ -53,7 +53,9 @@ def pipeline(model: nn.Sequential, program: Program | str, **settings: Any) -> P
 def check_what_ran(pipe: Pipeline) -> None:
     """Hold what a step did against what the simulator makes of the pruned program."""
     ran, simulated = pipe.timeline(), simulate(pipe.program)
-    assert not any(one._gradients or one._made for one in pipe._executors), "something was made that nobody takes"
+    assert not any(one._gradients or one._made for one in pipe._engine.executors), (
+        "something was made that nobody takes"
+    )
     assert list(ran.held) == [tuple(after for _, after in holding.pairs) for holding in simulated.memory]
     sent = [(one.action, one.source, one.target) for one in ran.transfers]
     assert sorted(map(str, sent)) == sorted(str((one.action, one.source, one.target)) for one in simulated.transfers)
@@ -126,14 +128,14 @@ def test_what_is_frozen_below_records_no_graph(name: str) -> None:
     assert before is not None
     assert max(held[0]) == 0
     assert 0 < max(held[1]) < max(before[1])
-    stage = frozen._executors[1].stages[1]
+    stage = frozen._engine.executors[1].stages[1]
     stage.forward(0, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
     assert not any(leaf.requires_grad for leaf in stage.held[0][0].leaves)
 
 
 def test_a_stage_that_hands_the_gradient_on_keeps_no_tape_and_lets_go_with_its_i() -> None:
     pipe = pipeline(model_of("top"), "zb-h1", num_ranks=4)
-    stage = pipe._executors[3].stages[3]
+    stage = pipe._engine.executors[3].stages[3]
     stage.forward(0, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
     assert all(this.tape is None for this in stage.held[0])
     (found,) = stage.backward_input(0, (torch.ones(()),))
@@ -313,10 +315,12 @@ def test_freeing_is_refused_on_all_ranks_of_their_own() -> None:
 
 def test_a_cut_that_is_guessed_counts_what_frozen_blocks_do() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
-    assert len(pipeline(model, "1f1b", balance=None)._assembly.cuts[0]) == 4
+    assert len(pipeline(model, "1f1b", balance=None)._engine.assembly.cuts[0]) == 4
     for at in range(4):
         model[at].requires_grad_(False)
-    assert len(pipeline(model, "1f1b", balance=None)._assembly.cuts[0]) == 5  # four of one product, and one of three
+    assert (
+        len(pipeline(model, "1f1b", balance=None)._engine.assembly.cuts[0]) == 5
+    )  # four of one product, and one of three
 
 
 class Skips(nn.Module):

@@ -230,7 +230,7 @@ def test_a_loss_of_ones_own_takes_the_models_output() -> None:
 def test_cuts_by_the_names_of_the_model() -> None:
     model = tiny("T5ForConditionalGeneration")
     pipe = Pipeline(model, schedule="1f1b", num_ranks=3, num_microbatches=2, cuts=["encoder.block.2", "decoder"])
-    starts = [stage[0].name for stage in pipe._assembly.cuts]
+    starts = [stage[0].name for stage in pipe._engine.assembly.cuts]
     assert starts == ["encoder.embed_tokens", "encoder.block.2", "decoder.embed_tokens"]
 
 

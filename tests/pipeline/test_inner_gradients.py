@@ -173,7 +173,7 @@ def test_gradients_of_gradients_are_those_of_one_process(name: str, schedule: st
 def test_layers_beside_a_transform_still_wait_for_w() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Transformed("vmap"), nn.Linear(6, 6))
     pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule="zb-h1", num_microbatches=1, num_ranks=1)
-    stage = pipe._executors[0].stages[0]
+    stage = pipe._engine.executors[0].stages[0]
     batch, target = data(4)
     stage.forward(0, batch, target)
     (this,) = stage.held[0]

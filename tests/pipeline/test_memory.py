@@ -93,7 +93,7 @@ def test_nothing_is_left_behind_step_after_step(name: str) -> None:
 def test_an_output_that_was_sent_is_not_held_for_its_backward() -> None:
     (program,) = programs("gpipe", 2, (4,))
     pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, schedule=program, num_ranks=2)
-    stage = pipe._executors[0].stages[0]
+    stage = pipe._engine.executors[0].stages[0]
     made = stage.forward(0, torch.randn(3, 6))
     storage = made.untyped_storage()
     place = storage.data_ptr()

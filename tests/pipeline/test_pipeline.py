@@ -75,7 +75,7 @@ def test_evaluation_is_the_model_in_eval_mode_and_leaves_no_trace() -> None:
     torch.testing.assert_close(result.loss, functional.mse_loss(expected, target))
     assert pipe.eval_step(batch).loss is None
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(stage.held for executor in pipe._executors for stage in executor.stages.values())
+    assert not any(stage.held for executor in pipe._engine.executors for stage in executor.stages.values())
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "chimera", "interleaved-1f1b"])
@@ -342,8 +342,8 @@ def test_a_bad_pipeline_is_refused(settings: Any, error: Any, says: str) -> None
 
 def test_blocks_may_be_named_by_their_numbers() -> None:
     pipe = pipeline(cuts=[3], checkpoint=[0, 4])
-    assert pipe._executors[1].stages[1].blocks[0].name == "3"
-    assert pipe._assembly.checkpointed == {"0", "4"}
+    assert pipe._engine.executors[1].stages[1].blocks[0].name == "3"
+    assert pipe._engine.assembly.checkpointed == {"0", "4"}
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,7 @@ def test_the_exchange_is_in_the_timeline_and_its_waiting_is_no_overhead() -> Non
     waited = [one for one in timeline.waits if one.rank == 3 and one.action is None]
     assert [(str(one.receive), one.source) for one in waited] == [("0REDUCE_GRAD", 0)]
     assert timeline.parts[3].wait >= waited[0].end - waited[0].start > 0
-    assert not pipeline(nn.Sequential(*list(language_model())[:7]), num_ranks=2)._assembly.ties.edges
+    assert not pipeline(nn.Sequential(*list(language_model())[:7]), num_ranks=2)._engine.assembly.ties.edges
 
 
 def test_a_tie_that_was_broken_is_refused() -> None:

@@ -164,7 +164,7 @@ def test_a_tied_weight_counts_once_on_every_rank(name: str) -> None:
     planned = rank_bytes(found.blocks(split=True, optimizer_states=2), counts, held_by(program))
     assert planned == simulate(program, costs).peak_bytes
     pipe = Pipeline(model, loss_fn=functional.mse_loss, schedule=program, num_ranks=2, balance=counts)
-    for rank, executor in enumerate(pipe._executors):
+    for rank, executor in enumerate(pipe._engine.executors):
         held = {one for stage in executor.stages.values() for one in stage.parameters}
         static = sum(costs.per_stage("weight_bytes", len(counts))[stage] for stage in executor.stages)
         assert static == len(held) * size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +19,13 @@ from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import Found
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched, first_schedule
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
 from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
-from drumline.pipeline.programs import attempt, forwards_of, program_for
+from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
@@ -33,18 +33,14 @@ from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
-from drumline.runtime.capture import Capture
-from drumline.runtime.channel import Channel
 from drumline.runtime.compiled import Compile, compiler_for
-from drumline.runtime.copies import Copies
-from drumline.runtime.cuda import clock_for, recorder_for
-from drumline.runtime.cut import Block, Model
+from drumline.runtime.cuda import clock_for
+from drumline.runtime.cut import Model
 from drumline.runtime.draft import Draft
-from drumline.runtime.executor import Executor, Step
+from drumline.runtime.executor import Step
 from drumline.runtime.finite import all_finite
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
@@ -129,11 +125,9 @@ class Pipeline:
         self._number = 0  # of the next step
         self._ledger = Ledger()
         self._named: list[tuple[str, nn.Parameter]] | None = None
-        self._executors: list[Executor] = []
         self._auto = AutoSchedule() if schedule == AUTO else None
         if schedule == AUTO:
             schedule = first_schedule(stages_per_rank)
-        self._ahead = ahead
         program, problem = attempt(
             program_for,
             schedule,
@@ -145,7 +139,6 @@ class Pipeline:
         self._crew = Crew.gathered(
             transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout, now=clock.now
         )
-        self._crew.current = self._action
         with self._crew.together("the set-up"):
             # A rank that was given something wrong connects all the same, so that the others learn of it.
             if program is None:
@@ -160,7 +153,7 @@ class Pipeline:
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)
             self.program = program = self._frozen.program
-            self._assembly = Assembly(
+            assembled = Assembly(
                 lower(program, ahead=ahead),
                 stages,
                 self.device,
@@ -174,25 +167,27 @@ class Pipeline:
             self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
             more: dict[str, Any] = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
             more["record"] = record if isinstance(record, bool) else str(record)
-            self._agree(self._assembly.described(**more))
-            self._crew.connect(self._assembly.ties.edges)
+            self._agree(assembled.described(**more))
+            self._crew.connect(assembled.ties.edges)
             self._recording = Recording(record, self._crew, self._ledger)
-            self._recording.describe(given, program, self._assembly, self.balance)
-            weigh |= self._recording.folder is not None and not compile  # the first step, unless all
-            copies = self._copies(stages)
-            self._executors = [
-                self._executor(channel, merge_weight_gradients, weigh, copies.get(channel.rank))
-                for channel in self._crew.channels
-            ]
-            self._recording.follow(self._executors, weigh=bool(given["weigh"]))
-            self._holdings = Holdings(self._assembly.ties, self._crew, self._executors, list(copies.values()))
+            self._recording.describe(given, program, assembled, self.balance)
+            weighed = weigh or (self._recording.folder is not None and not compile)  # the first step, unless all
+            self._engine = engine = Engine(
+                self._crew,
+                assembled,
+                self._recording,
+                ahead=ahead,
+                merge=merge_weight_gradients,
+                weigh=weighed,
+                capture=capture,
+            )
+            self._crew.current = lambda: engine.action
+            self._recording.follow(engine.executors, weigh=weigh)
+            self._holdings = Holdings(assembled.ties, self._crew, engine.executors, list(engine.copies.values()))
             self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
-            self._assembly = self._assembly.of_ranks(ranks)
-            self._frozen.forget_all_but(self._assembly.cuts)
-            self._updates.follow(self._all_parameters())
+            self._frozen.forget_all_but(engine.assembly.cuts)
+            self._updates.follow(engine.parameters())
             self._holdings.share()
-            self._evaluators = self._forward_executors()
-            self._captured = self._capturer() if capture else None
         self._guard = self._guarded()
 
     @property
@@ -216,46 +211,6 @@ class Pipeline:
         """Raise, alike on all ranks, unless all were given the same."""
         assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
 
-    def _copies(self, stages: Sequence[Sequence[Block]]) -> dict[int, Copies]:
-        """Return, where all ranks live in this process, each one's copies of what is at home on another."""
-        if not self._crew.alone:
-            return {}
-        return {one.rank: Copies(one.rank, self._assembly.ties, stages) for one in self._crew.channels}
-
-    def _executor(self, channel: Channel, merge: bool, weigh: bool, copies: Copies | None) -> Executor:
-        stages = self._assembly.stages_of(channel.rank, copies)
-        return Executor(
-            self._assembly.program,
-            channel.rank,
-            stages,
-            channel,
-            self._recording.clock(clock_for(self.device)),
-            merge_weight_gradients=merge,
-            scale=Scale(stages.values()) if weigh else None,
-            ties=self._assembly.ties,
-        )
-
-    def _capturer(self) -> Capture:
-        randomness, recorder, crew = self._assembly.randomness, recorder_for(self.device), self._crew
-        return Capture(
-            self._executors, randomness, recorder, lambda one: crew.all_told("capture", [one] * len(crew.channels))
-        )
-
-    def _forward_executors(self) -> list[Executor]:
-        program = lower(forwards_of(self.program), ahead=self._ahead)
-        return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self._executors]
-
-    def _take_up(self, program: Program) -> None:
-        """Go on by another program with the same stages in the same places, alike on all ranks."""
-        self.settle()
-        self.program = program = self._frozen.pruned(program)
-        self._assembly = replace(self._assembly, program=lower(program, ahead=self._ahead))
-        for one in self._executors:
-            for stage in one.stages.values():
-                stage.split_only(self._assembly.split_of(stage.index))
-        self._executors[:] = [one.running(self._assembly.program) for one in self._executors]
-        self._captured = None if self._captured is None else self._capturer()
-
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
@@ -272,21 +227,24 @@ class Pipeline:
             with self._crew.together("the search for a program"):
                 found = self._auto.before_step(self._number, self._ledger, self._crew, self.program)
                 if found is not None:
-                    self._take_up(found)
+                    self.settle()
+                    self.program = self._frozen.pruned(found)
+                    self._engine.take_up(self.program)
         drafts = self._recording.begin(self._number)
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
         step = Step(self._number)
         with self._crew.together("the start of a step"):
-            self._frozen.check_still(stage for one in self._executors for stage in one.stages.values())
-            self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
-            fits = self._captured is not None and self._captured.fits(step)
+            self._frozen.check_still(self._engine.stages())
+            self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
+            captured = self._engine.captured
+            fits = captured is not None and captured.fits(step)
             if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
-            self._run(self._executors, step, drafts)
+            self._engine.run(step, drafts)
             self._recording.ran(drafts)
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
@@ -302,63 +260,25 @@ class Pipeline:
         self._settle(until=self._number - 2)
         self._renew()
         step = Step(self._number, train=False)
-        blocks = [block for one in self._executors for stage in one.stages.values() for block in stage.blocks]
-        training = [module for block in blocks for module in block.module.modules() if module.training]
         with self._crew.together("the start of a step"):
-            self._intake.take(step, self._intake.called(batch, named), target, self._ends, self.rank)
+            self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             self._intake.cut(step)
-            for module in training:
-                module.training = False
-            try:
-                self._run(self._evaluators, step, [Draft(executor.rank) for executor in self._evaluators])
-            finally:
-                for module in training:
-                    module.training = True
+            self._engine.run(step, [])
             tally = self._told(step, [])
         output = joined([step.outputs[one] for one in sorted(step.outputs)], step.shares) if step.outputs else None
         return StepResult(step.number, lambda: tally.loss, output)
 
-    @property
-    def _ends(self) -> set[str]:
-        """Which ends of the model this process holds."""
-        held = {index for executor in self._executors for index in executor.stages}
-        return {end for end, index in (("first", 0), ("last", self.program.num_stages - 1)) if index in held}
-
-    def _run(self, executors: Sequence[Executor], step: Step, drafts: Sequence[Draft]) -> None:
-        """Run every rank of this process through its row."""
-        randomness = self._assembly.randomness
-        randomness.step = step.number
-        if step.train and self._captured is not None:
-            self._captured.run(step, drafts, self._crew.drive)
-            return
-        # A backward that runs in this very thread saves handing it to another and back, for every action.
-        kept = self._assembly.precision.step()
-        with randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
-            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
-
     def _renew(self) -> None:
         """Follow what happened to the parameters since the last step."""
         self._holdings.follow()
-        stages = [stage for executor in self._executors for stage in executor.stages.values()]
-        renewed = [stage.renew() for stage in stages]
-        if any(renewed):
+        if self._engine.renew():
             self._named = None
-            for executor in self._executors:
-                executor.exchange.renew()
-            self._updates.follow(self._all_parameters())
+            self._updates.follow(self._engine.parameters())
             self._guard = self._guarded()
             self._ledger.reached = False
 
     def _guarded(self) -> Guard:
         return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
-
-    def _all_parameters(self) -> list[nn.Parameter]:
-        """Return the trainable parameters of all stages here, second copies included."""
-        return [one for executor in self._executors for stage in executor.stages.values() for one in stage.parameters]
-
-    def _action(self) -> str:
-        """Return the action that this process is at, if it is in the middle of a step."""
-        return next((str(one.current) for one in self._executors if one.current is not None), "")
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
@@ -433,7 +353,7 @@ class Pipeline:
         with self._crew.together("clip_grad_norm_"):
             own = self._holdings.norms(norm_type)
             norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-        total = clip.total_norm([norms[name] for name in self._assembly.order if name in norms], norm_type)
+        total = clip.total_norm([norms[name] for name in self._engine.assembly.order if name in norms], norm_type)
         clip.scale(self.parameters(), total, max_norm)
         self._recording.note(grad_norm=total)
         return total

@@ -1,0 +1,145 @@
+"""What runs a step: this process's ranks with their stages, one executor each for training and for forwards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from drumline.pipeline.assembly import Assembly
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.programs import forwards_of
+from drumline.pipeline.recording import Recording
+from drumline.runtime.capture import Capture
+from drumline.runtime.channel import Channel
+from drumline.runtime.copies import Copies
+from drumline.runtime.cuda import clock_for, recorder_for
+from drumline.runtime.draft import Draft
+from drumline.runtime.executor import Executor, Step
+from drumline.runtime.stage import Stage
+from drumline.runtime.stash import Scale
+
+
+class Engine:
+    """The executors of this process's ranks, made from an assembly of all ranks' stages."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        assembly: Assembly,
+        recording: Recording,
+        *,
+        ahead: int,
+        merge: bool,
+        weigh: bool,
+        capture: bool,
+    ) -> None:
+        self._crew = crew
+        self._recording = recording
+        self._ahead = ahead
+        self.assembly = assembly
+        self.copies = self._copies()  # by rank, where all live in this process
+        self.executors = [self._executor(channel, merge, weigh) for channel in crew.channels]
+        self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
+        self.evaluators = self._evaluators()
+        self.captured = self._capture() if capture else None
+
+    def _copies(self) -> dict[int, Copies]:
+        """Return, where all ranks live in this process, each one's copies of what is at home on another."""
+        if not self._crew.alone:
+            return {}
+        ties, cuts = self.assembly.ties, self.assembly.cuts
+        return {one.rank: Copies(one.rank, ties, cuts) for one in self._crew.channels}
+
+    def _executor(self, channel: Channel, merge: bool, weigh: bool) -> Executor:
+        stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank))
+        return Executor(
+            self.assembly.program,
+            channel.rank,
+            stages,
+            channel,
+            self._recording.clock(clock_for(self.assembly.device)),
+            merge_weight_gradients=merge,
+            scale=Scale(stages.values()) if weigh else None,
+            ties=self.assembly.ties,
+        )
+
+    def _evaluators(self) -> list[Executor]:
+        program = lower(forwards_of(self.assembly.program), ahead=self._ahead)
+        return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
+
+    def _capture(self) -> Capture:
+        recorder, crew = recorder_for(self.assembly.device), self._crew
+        return Capture(
+            self.executors,
+            self.assembly.randomness,
+            recorder,
+            lambda one: crew.all_told("capture", [one] * len(crew.channels)),
+        )
+
+    def take_up(self, program: Program) -> None:
+        """Go on by another program with the same stages in the same places, alike on all ranks."""
+        self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead))
+        for stage in self.stages():
+            stage.split_only(self.assembly.split_of(stage.index))
+        self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
+        self.captured = None if self.captured is None else self._capture()
+
+    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+        """Run every rank of this process through its row, that of a step without training in eval mode."""
+        self.assembly.randomness.step = step.number
+        if not step.train:
+            self._evaluate(step)
+        elif self.captured is not None:
+            self.captured.run(step, drafts, self._crew.drive)
+        else:
+            self._drive(self.executors, step, drafts)
+
+    def _evaluate(self, step: Step) -> None:
+        blocks = (block for stage in self.stages() for block in stage.blocks)
+        training = [module for block in blocks for module in block.module.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            self._drive(self.evaluators, step, [Draft(executor.rank) for executor in self.evaluators])
+        finally:
+            for module in training:
+                module.training = True
+
+    def _drive(self, executors: Sequence[Executor], step: Step, drafts: Sequence[Draft]) -> None:
+        # A backward that runs in this very thread saves handing it to another and back, for every action.
+        kept = self.assembly.precision.step()
+        with self.assembly.randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
+            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+
+    def stages(self) -> Iterator[Stage]:
+        """Yield the stages of this process, second copies included."""
+        for executor in self.executors:
+            yield from executor.stages.values()
+
+    def renew(self) -> bool:
+        """Follow what happened to the parameters since the last step; returns whether anything did."""
+        renewed = [stage.renew() for stage in self.stages()]
+        if any(renewed):
+            for executor in self.executors:
+                executor.exchange.renew()
+        return any(renewed)
+
+    @property
+    def ends(self) -> set[str]:
+        """Which ends of the model this process holds: "first", "last"."""
+        held = {stage.index for stage in self.stages()}
+        return {end for end, at in (("first", 0), ("last", self.assembly.program.num_stages - 1)) if at in held}
+
+    @property
+    def action(self) -> str:
+        """The action that this process is at, if it is in the middle of a step."""
+        return next((str(one.current) for one in self.executors if one.current is not None), "")
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trainable parameters of all stages here, second copies included."""
+        return [one for stage in self.stages() for one in stage.parameters]
