@@ -1,6 +1,6 @@
 """The step that the simulator predicts from a profile taken before the run, against the step that was measured.
 
-    python benchmarks/prediction.py [--rounds 5] [--steps 12] [--sizes 512x64 ...] [--schedules 1f1b ...] [--json FILE]
+    python benchmarks/prediction.py [--rounds 6] [--steps 8] [--sizes 512x64 ...] [--schedules 1f1b ...] [--json FILE]
 
 The setting of runtime_cpu.py: two ranks, one thread each, 8 blocks of Linear(D, D) + GELU. A round does three things,
 one after the other, and each only knows of what came before it:
@@ -11,9 +11,10 @@ one after the other, and each only knows of what came before it:
    and what a step begins and ends with.
 3. Run: the pipeline itself. A step is from the call of `step`, right behind a barrier, to its end on the last rank.
 
-Predicted is what the simulator makes of 1 and 2; the error is that of the medians over all rounds. "spread" is half the
-distance between the quartiles of the measured steps: what no prediction can be better than. "computing alone" is the
-error without 2.
+Predicted is what the simulator makes of 1 and 2. A round's error is that of its prediction against the median of its
+own steps; the table has the median over all rounds, with the smallest and the largest. "spread" is half the distance
+between the quartiles of a round's steps, the median over the rounds: nothing can be predicted better. "computing alone"
+is the error without 2.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
     def predicted(program: Any, model: Any, light: Any, x: Any, y: Any) -> tuple[float, float]:
         dist.barrier()
         one, target = (whole[: len(whole) // microbatches] for whole in (x, y))
-        own = profile(model, one, target=target, loss_fn=functional.mse_loss)
+        own = profile(model, one, target=target, loss_fn=functional.mse_loss, num_runs=6)
         counts = [BLOCKS // program.num_stages] * program.num_stages
         profiles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(profiles, own.to_json())
@@ -99,40 +100,43 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
             model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)))
             light = nn.Sequential(*(Scaled(width) for _ in range(BLOCKS)))
             both = [dl.Pipeline(one, loss_fn=functional.mse_loss, schedule=program) for one in (light, model)]
-            told, alone, taken = [], [], []
+            found = []
             for _ in range(rounds):
-                whole, computing = predicted(program, model, both[0], x, y)
-                told.append(whole)
-                alone.append(computing)
-                taken += [step_seconds(one) for one in timelines(both[1], x, y, num_steps)]
+                told = predicted(program, model, both[0], x, y)
+                found.append((*told, [step_seconds(one) for one in timelines(both[1], x, y, num_steps)]))
             for pipe in both:
                 pipe.close()
-            rows.append(summary(program, (width, depth), told, alone, taken))
+            rows.append(summary(program, (width, depth), found))
     return rows
 
 
-def summary(program: Any, size: Any, told: list[float], alone: list[float], taken: list[float]) -> dict[str, Any]:
+def summary(program: Any, size: Any, rounds: list[tuple[float, float, list[float]]]) -> dict[str, Any]:
     """Return one case's figures."""
-    measured = statistics.median(taken)
-    quartiles = statistics.quantiles(taken, n=4)
+    measured = [statistics.median(steps) for _, _, steps in rounds]
+    quartiles = [statistics.quantiles(steps, n=4) for _, _, steps in rounds]
+    errors = sorted(told / taken - 1.0 for (told, _, _), taken in zip(rounds, measured, strict=True))
+    alone = [told / taken - 1.0 for (_, told, _), taken in zip(rounds, measured, strict=True)]
+    spreads = [(high - low) / 2 / taken for (low, _, high), taken in zip(quartiles, measured, strict=True)]
     return {
         "schedule": program.name,
         "width": size[0],
         "rows": size[1],
         "microbatches": program.num_microbatches,
-        "predicted_ms": statistics.median(told) * 1e3,
-        "measured_ms": measured * 1e3,
-        "error": statistics.median(told) / measured - 1.0,
-        "spread": (quartiles[2] - quartiles[0]) / 2 / measured,
-        "alone": statistics.median(alone) / measured - 1.0,
+        "predicted_ms": statistics.median(told for told, _, _ in rounds) * 1e3,
+        "measured_ms": statistics.median(measured) * 1e3,
+        "error": statistics.median(errors),
+        "low": errors[0],
+        "high": errors[-1],
+        "spread": statistics.median(spreads),
+        "alone": statistics.median(alone),
     }
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sizes", nargs="*", default=SIZES)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
@@ -143,12 +147,14 @@ def main() -> None:
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
     settings = (sizes, args.microbatches, list(args.schedules), args.rounds, args.steps)
     rows = dl.launch(measure, *settings, num_ranks=2)[0]
-    print("D/rows     M  schedule           predicted ms  measured ms   error  spread  computing alone")
+    print(
+        "D/rows     M  schedule           predicted ms  measured ms   error  (least, most)  spread  computing alone"
+    )
     for row in rows:
         print(
             f"{row['width']:4d}/{row['rows']:<4d} {row['microbatches']:3d}  {row['schedule']:17s} "
-            f"{row['predicted_ms']:13.2f}  {row['measured_ms']:11.2f}  {row['error']:+6.1%}  {row['spread']:6.1%}"
-            f"  {row['alone']:+15.1%}"
+            f"{row['predicted_ms']:13.2f}  {row['measured_ms']:11.2f}  {row['error']:+6.1%}"
+            f"  ({row['low']:+8.1%}, {row['high']:+7.1%})  {row['spread']:6.1%}  {row['alone']:+15.1%}"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -111,6 +111,17 @@ def test_a_device_that_stands_still_before_a_message_waits_for_it() -> None:
     assert nanoseconds(summed_parts(record, same).unexplained) == 15
 
 
+def test_what_a_device_has_yet_to_make_is_not_made_when_the_host_hands_it_over() -> None:
+    first, second = two_ranks()
+    at = first.begin_ns
+    # The host of rank 0 hands 0F0's output over at 111, which its device makes only at 114; the receiver knows at 115.
+    device = replace(first, on_device=1, starts=[at + 14, at + 350], ends=[at + 114, at + 450])
+    host, own = (Measured(PROGRAM, (one, second)) for one in (first, device))
+    made = [next(one.made for one in each.transfers if one.source == 0) for each in (host, own)]
+    assert [nanoseconds(one) for one in made] == [101, 100]  # from the first action, which starts 4 later
+    assert nanoseconds(own.parts[1].wait - host.parts[1].wait) == 3
+
+
 def test_every_idle_interval_of_a_measured_step_has_the_cause_that_was_noted() -> None:
     timeline = measured()
     rank = [idle for idle in timeline.causes if idle.rank == 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
@@ -89,6 +89,23 @@ class Measured(Timeline):
         return moment if self._one_clock else self._dials[rank].own(self._dials[other].common(moment))
 
     @cached_property
+    def _corrected(self) -> tuple[Record, ...]:
+        """The records, with no message made before its device had made it: a host hands over what is to come."""
+        if not any(record.on_device for record in self.records):
+            return self.records
+        return tuple(replace(record, messages=self._made_by_devices(record)) for record in self.records)
+
+    def _made_by_devices(self, record: Record) -> list[int]:
+        found: list[int] = []
+        for action, *coded, source, made, sent, arrived, start, end, num_bytes in record.rows("messages"):
+            receive, device = decoded(*coded), self.records[source]
+            if device.on_device and device.ends and receive.op is not Op.REDUCE_GRAD:
+                makers = (self.located.get(one[:3]) for one in rules.producers(receive))
+                made = max(made, *(device.ends[place[1]] for place in makers if place is not None))
+            found += (action, *coded, source, made, max(sent, made), arrived, start, end, num_bytes)
+        return found
+
+    @cached_property
     def zero_ns(self) -> int:
         """When the first action started, in the time that all ranks share."""
         return min((self.common(one.rank, one.starts[0]) for one in self.records if one.starts), default=0)
@@ -145,7 +162,7 @@ class Measured(Timeline):
     def transfers(self) -> Sequence[Transfer]:
         """The messages between ranks, transfer and waiting apart."""
         found = []
-        for record in self.records:
+        for record in self._corrected:
             for _, *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
                 receive = decoded(*coded)
                 if receive.op is Op.REDUCE_GRAD:
@@ -194,12 +211,12 @@ class Measured(Timeline):
     @cached_property
     def parts(self) -> tuple[Parts, ...]:
         """Per rank, its step by what it did."""
-        return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self.records)
+        return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self._corrected)
 
     @cached_property
     def accounts(self) -> tuple[list[Piece], ...]:
         """Per rank, its step as pieces without gaps, each with what the rank did in it."""
-        return tuple(account(record, partial(self.here, record.rank)) for record in self.records)
+        return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 
     @cached_property
     def accounted(self) -> tuple[Idle, ...]:
