@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 def recording() -> Iterator[HostRecorder]:
     """Let pipelines capture on the host."""
     recorder = HostRecorder()
-    with mock.patch("drumline.pipeline.pipeline.recorder_for", return_value=recorder):
+    with mock.patch("drumline.pipeline.engine.recorder_for", return_value=recorder):
         yield recorder
 
 
