@@ -147,7 +147,9 @@ def main() -> None:
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
     settings = (sizes, args.microbatches, list(args.schedules), args.rounds, args.steps)
     rows = dl.launch(measure, *settings, num_ranks=2)[0]
-    print("D/rows     M  schedule           predicted ms  measured ms   error  (least, most)  spread  computing alone")
+    print(
+        "D/rows     M  schedule           predicted ms  measured ms   error  (over rounds)       spread  computing only"
+    )
     for row in rows:
         print(
             f"{row['width']:4d}/{row['rows']:<4d} {row['microbatches']:3d}  {row['schedule']:17s} "

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,43 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(UsageError, match="is no folder"):
         pipeline(record=tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be written to: Not a directory; .*name another one"):
+        pipeline(record=tmp_path / "file" / "run")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 1)
+        pipe._recording.flush()
+        assert pipe._recording.folder is not None
+        pipe._recording.folder._files["rank1.jsonl"].close()
+        pipe._recording.folder._files["rank1.jsonl"] = FileIO("/dev/full", "w")
+        train(pipe, 1)
+        pipe._recording.flush()
+        train(pipe, 2)
+    assert "is recorded no further" in capsys.readouterr().err
+    run = dl.read_run(tmp_path)
+    assert run.steps == (0,)
+    assert not (tmp_path / "ended.json").exists()
+
+
+def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        train(pipe, 2)
+        child = os.fork()
+        if not child:
+            pipe._recording.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not (tmp_path / "ended.json").exists()
+        train(pipe, 1)
+    assert dl.read_run(tmp_path).steps == (0, 1, 2)
 
 
 def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:

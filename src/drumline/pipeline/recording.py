@@ -174,7 +174,7 @@ class Recording:
 
     def add(self, tally: Tally, each: Sequence[Told]) -> None:
         """Take in what the ranks of this process told of a step, to be written during the next one."""
-        if self.folder is None:
+        if self.folder is None or not self.folder.is_open:
             return
         self.write()
         self._unwritten += [record for told in each for record in (told.late, told.record) if record is not None]
@@ -185,7 +185,7 @@ class Recording:
 
     def write(self) -> None:
         """Write the lines of earlier steps, and the metrics of those that all ranks have told of."""
-        if self._unwritten and self.folder is not None:
+        if self._unwritten and self.folder is not None and self.folder.is_open:
             self._write(self.folder)
             self.folder.flush_if_due()
 
