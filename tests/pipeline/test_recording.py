@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ def test_a_folder_holds_every_step(tmp_path: Path, schedule: str) -> None:
     assert [one["loss_metrics/global_avg_loss"] for one in run.metrics()] == losses
     assert all(one["grad_norm"] > 0 for one in run.metrics())
     assert run.metrics()[-1]["pp/bubble"] == pytest.approx(timeline.bubble)
+
+
+def test_steps_that_nobody_asked_about_have_their_metrics_when_the_pipeline_is_closed(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path) as pipe:
+        for _ in range(3):
+            pipe.step(torch.randn(8, 4), target=torch.zeros(8, 4))
+    assert [one["step"] for one in dl.read_run(tmp_path).metrics()] == [0, 1, 2]
+
+
+def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("drumline.pipeline.described.version", missing)
+    pipeline(record=tmp_path).close()
+    assert dl.read_run(tmp_path).config["drumline"] == "unknown"
 
 
 def test_plan_and_surroundings_are_written_without_paths(tmp_path: Path) -> None:
@@ -359,14 +376,17 @@ class LaggingClock(Clock):
         return draft.marks is None
 
 
-def lag() -> None:
+def use(clock: Callable[[], Clock], patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let executors and channels of this process read another clock."""
+    from drumline.pipeline import engine
     from drumline.pipeline import pipeline as module
 
-    setattr(module, "clock_for", lambda device: LaggingClock())  # noqa: B010 - of another module
+    for one in (engine, module):
+        patch(one, "clock_for", lambda device: clock())
 
 
 def record_late(folder: str) -> tuple[int, int]:
-    lag()
+    use(LaggingClock)
     with pipeline(record=folder) as pipe:
         train(pipe, 1)
         with pytest.raises(RunError, match="a device has not passed the step yet"):
@@ -383,7 +403,7 @@ def test_what_a_device_has_not_passed_is_told_and_written_a_step_later(tmp_path:
 
 
 def test_ranks_of_one_process_can_be_asked_for_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drumline.pipeline.pipeline.clock_for", lambda device: LaggingClock())
+    use(LaggingClock, monkeypatch.setattr)
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 3)
         assert [record.step for record in pipe.timeline().records] == [2, 2]
@@ -422,9 +442,7 @@ def true(rank: int, moment: int) -> float:
 def record_with_skewed_clocks(folder: str, transport: str) -> tuple[int, ...]:
     import torch.distributed as dist
 
-    from drumline.pipeline import pipeline as module
-
-    setattr(module, "clock_for", lambda device: SkewedClock(dist.get_rank()))  # noqa: B010 - of another module
+    use(lambda: SkewedClock(dist.get_rank()))
     with pipeline(record=folder, num_ranks=3, num_microbatches=6, transport=transport) as pipe:
         train(pipe, 6)
         return tuple(dial.own_ns - dial.common_ns for dial in pipe.timeline().dials)

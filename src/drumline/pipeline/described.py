@@ -8,7 +8,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,18 @@ def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a pipeline was made with, and how its records are to be read."""
     return {
         "format": FORMAT,
-        "drumline": version("drumline"),
+        "drumline": _version(),
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": {name: plain(value) for name, value in settings.items() if name not in _LEFT_OUT},
         "columns": {table: list(names) for table, names in COLUMNS.items()},
     }
+
+
+def _version() -> str:
+    try:
+        return version("drumline")
+    except PackageNotFoundError:  # run from its source
+        return "unknown"
 
 
 def plan_of(program: Program, assembly: Assembly, balance: Balance | None) -> dict[str, Any]:

@@ -216,6 +216,9 @@ class Recording:
             if self._late:
                 self._unwritten += self.settled(self._late)
                 self._late = ()
+            if self._crew.alone and not self._crew.over:
+                for tally, _ in self._waiting:
+                    tally.told  # noqa: B018 - all ranks of one process have told, so that hearing waits for nobody
             self._write(self.folder)
             self.folder.close()
 
