@@ -136,7 +136,8 @@ def test_every_number_of_the_page_is_in_the_object(traces: str, capsys: pytest.C
             assert starts == pytest.approx([one["start"] for one in spans], abs=1e-9)
             assert lengths == pytest.approx([one["end"] - one["start"] for one in spans], abs=1e-9)
     words = [word for row in data["timelines"][0]["why"]["rows"] for word in row["idle"]["words"]]
-    assert words == [one["why"] for one in found["intervals"]]
+    wanted = [one["why"] for one in found["intervals"]]  # the page spells the usual sentences itself
+    assert all(word in ("", one) for word, one in zip(words, wanted, strict=True))
 
 
 def test_a_trace_that_contradicts_the_rules_is_shown_and_gives_1(

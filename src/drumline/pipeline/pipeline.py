@@ -312,7 +312,7 @@ class Pipeline:
             if step.train:
                 self._recording.fill(each, drafts)
             self._crew.tell(topic, each)
-        self._ledger.add(tally, trained=step.train)
+        self._ledger.add(tally, trained=step.train, alone=alone)
         if step.train:
             with self._recording.during("write"):
                 self._recording.add(tally, each)

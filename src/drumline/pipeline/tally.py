@@ -138,14 +138,15 @@ class Ledger:
         self._open: list[Tally] = []
         self._refused: Tally | None = None
 
-    def add(self, tally: Tally, *, trained: bool) -> None:
-        """Enter a step that has been told of."""
+    def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
+        """Enter a step that has been told of; ranks that are `alone` in one process have one clock."""
         self._open.append(tally)
         if trained:
             if self.last is not None:
                 self.last.following = tally
             self.before, self.last = self.last, tally
-            self._recent.append(tally)
+            if not alone:
+                self._recent.append(tally)
             self._refused = None  # gradients add up, so this step's check covers what was there before
 
     def timeline(self) -> Measured:
