@@ -1,0 +1,68 @@
+"""What a layout takes: seconds of a step and bytes of a device, item by item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A step's seconds on the busiest rank, each second in one item; `exposed` is what computing does not hide."""
+
+    compute: float
+    recompute: float
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    data_exposed: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the step."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A device's bytes at the peak, on the rank that holds most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Volumes:
+    """Bytes that a device sends in a step, by what they are for."""
+
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    data: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """All that is known of a layout before it runs. `flops_per_device` are the model's own, recomputation excluded."""
+
+    seconds: Seconds
+    bytes: Bytes
+    volumes: Volumes
+    flops_per_device: float
+    bubble: float
+
+    @property
+    def flops_per_second(self) -> float:
+        """Return what a device achieves of the model's own operations."""
+        return self.flops_per_device / self.seconds.total

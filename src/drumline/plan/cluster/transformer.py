@@ -1,0 +1,58 @@
+"""A transformer as numbers: what a layer multiplies, keeps and sends follows from these alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer: `num_experts`, of which each token goes to `per_token`, and `num_shared` that all use."""
+
+    num_experts: int
+    per_token: int
+    feedforward: int
+    num_shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A decoder of `num_layers` equal layers between an embedding and a head.
+
+    `feedforward` is the inner width of the dense layers; `gated` ones multiply two such projections. With `experts`,
+    the layers from `num_dense_layers` on have those instead.
+
+    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> gpt.feedforward, gpt.head_width
+    (49152, 128)
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    vocabulary: int
+    sequence: int
+    num_key_value_heads: int = 0
+    feedforward: int = 0
+    gated: bool = False
+    tied: bool = True
+    learned_positions: bool = True
+    experts: Experts | None = None
+    num_dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="1 or more")
+        if not self.feedforward:
+            object.__setattr__(self, "feedforward", 4 * self.hidden)
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_heads)
+
+    @property
+    def head_width(self) -> int:
+        """Return the width of one attention head."""
+        return self.hidden // self.num_heads
