@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Layout:
     """Degrees of parallelism and everything else that decides what a device does and holds.
 
-    The product of `tensor`, `pipeline`, `data` and `context` is the number of devices; `expert` divides `data * context`.
-    `batch` and `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches.
+    `tensor * pipeline * data * context` is the number of devices; `expert` divides `data * context`. `batch` and
+    `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches.
     """
 
     batch: int
