@@ -1,14 +1,19 @@
 """Programs that the search found, run on real CPU ranks beside the best hand-made ones in the same memory.
 
-    python benchmarks/search_runs.py [--rounds 40] [--json FILE]
+    python benchmarks/search_runs.py [--rounds 40] [--cases ...] [--json FILE]
 
 Four ranks, one thread each, so four cores are needed. Stages of equal blocks are measured by zb-h1 first; then a
 program is searched for what was measured, and both run in turns, step by step, in one run. A step is timed from a
 barrier to the end of the last rank.
 
-    heavy head     blocks 5, 5, 5, 8: stages as 1, 1, 1, 1.6; three activations on a rank
-    varying stage  the blocks of the third stage run once, twice or three times, drawn for every microbatch; five
-                   activations; the 0.9 quantile of the step is what is made small
+    heavy head     blocks 5, 5, 5, 8: stages as 1, 1, 1, 1.6; three activations on a rank, fewer than any hand-made
+                   schedule but one microbatch after the other gets by with; and five, where zb-h1 fits
+    varying stage  the one block of the third stage runs twice for three of four microbatches and ten times for the
+                   fourth, drawn, so that it takes as long as the others on average; six activations; the 0.9 quantile
+                   of the step is what is made small
+    slow link      messages between the two ranks in the middle are there some milliseconds late, both ways; six
+                   activations. The delay is put on by the receiver: a message counts as arrived that much after it was
+                   made
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +32,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import drumline as dl
+from drumline.core.action import Action
 from drumline.core.placement import Placement
+from drumline.pipeline import transports
 from drumline.pipeline.auto_schedule import median_costs
+from drumline.runtime.channel import Delivery, Wait
+from drumline.runtime.shared_memory import SharedMemoryChannel
 
 QUANTILE = 0.9
+TIMES = (2, 2, 2, 10)  # how often a varying block runs
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Case:
     num_microbatches: int
     max_activations: int
     varies: int | None = None
+    late_seconds: float = 0.0  # of messages between the two ranks in the middle
     width: int = 384
     rows: int = 48
 
@@ -63,15 +74,50 @@ class Case:
     def batch(self, random: torch.Generator) -> Tensor:
         """Return random rows; the last column says how often a varying block runs."""
         x = torch.randn(self.num_microbatches * self.rows, self.width + 1, generator=random)
-        times = torch.randint(1, 4, (self.num_microbatches,), generator=random)
-        x[:, -1] = times.repeat_interleave(self.rows)
+        drawn = torch.randint(len(TIMES), (self.num_microbatches,), generator=random)
+        x[:, -1] = torch.tensor(TIMES)[drawn].repeat_interleave(self.rows)
         return x
 
 
 CASES = {
     "heavy head": Case((5, 5, 5, 8), 8, 3),
-    "varying stage": Case((4, 4, 4, 4), 12, 5, varies=2),
+    "heavy head, more memory": Case((5, 5, 5, 8), 8, 5),
+    "varying stage": Case((4, 4, 1, 4), 8, 6, varies=2),
+    "slow link": Case((5, 5, 5, 5), 8, 6, late_seconds=3e-3),
 }
+
+
+class LateChannel(SharedMemoryChannel):
+    """Shared memory, but what other ranks send over a slow link is there later."""
+
+    late_ns: ClassVar[dict[int, int]] = {}  # by the source
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._on_the_way: dict[tuple[Action, int], Delivery] = {}
+
+    def take(self, receive: Action, source: int) -> Delivery | None:
+        """Take a message up, if it is there and its time has come."""
+        delivery = self._on_the_way.pop((receive, source), None) or super().take(receive, source)
+        if delivery is None:
+            return None
+        due = self._due(delivery, source)
+        if due <= self._now():
+            delivery.sent_ns, delivery.arrived_ns = max(delivery.sent_ns, due), max(delivery.arrived_ns, due)
+            return delivery
+        self._on_the_way[receive, source] = delivery
+        return None
+
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Wait for a message, or for its time."""
+        delivery = self._on_the_way.get((wait.receive, wait.source))
+        if delivery is None:
+            super().block(wait, deadline_ns)
+        else:
+            time.sleep(max(self._due(delivery, wait.source) - self._now(), 0) / 1e9)
+
+    def _due(self, delivery: Delivery, source: int) -> int:
+        return delivery.made_ns + self.late_ns.get(source, 0)
 
 
 class Block(nn.Module):
@@ -101,8 +147,8 @@ def step(pipe: dl.Pipeline, x: Tensor) -> float:
     return taken
 
 
-def searched(case: Case, random: torch.Generator) -> Any:
-    """Measure stages by zb-h1, and return what rank 0 finds for them."""
+def searched(case: Case, random: torch.Generator) -> tuple[dl.Costs, Any]:
+    """Measure stages by zb-h1, and return that with what rank 0 finds for them."""
     seen = []
     with case.pipeline("zb-h1") as first:
         for turn in range(12):
@@ -111,23 +157,31 @@ def searched(case: Case, random: torch.Generator) -> Any:
                 seen.append(first.timeline())
     told: list[Any] = [None]
     if dist.get_rank() == 0:
-        spread = [0.5 * (one == case.varies) for one in range(len(case.blocks))]
-        told[0] = dl.search(
-            median_costs(seen),
+        share = statistics.pstdev(TIMES) / statistics.mean(TIMES)
+        spread = [share * (one == case.varies) for one in range(len(case.blocks))]
+        costs = median_costs(seen)
+        found = dl.search(
+            costs,
             Placement.linear(len(case.blocks)),
             num_microbatches=case.num_microbatches,
             limit=dl.Limit(max_activations=case.max_activations),
             jitter=None if case.varies is None else dl.Jitter(spread, quantile=QUANTILE),
             seconds=20,
         )
+        told[0] = (costs, found)
     dist.broadcast_object_list(told)
     return told[0]
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Run one case on this rank."""
+    if case.late_seconds:
+        middle = len(case.blocks) // 2
+        other = {middle - 1: middle, middle: middle - 1}.get(dist.get_rank())
+        LateChannel.late_ns = {} if other is None else {other: int(case.late_seconds * 1e9)}
+        transports.SharedMemoryChannel = LateChannel  # type: ignore[misc]
     random = torch.Generator().manual_seed(0)
-    found = searched(case, random)
+    costs, found = searched(case, random)
     best = min(found.starts, key=lambda one: one.value)
     pipes = {"hand_made": case.pipeline(best.program), "found": case.pipeline(found.program)}
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
@@ -144,6 +198,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     late = {name: statistics.quantiles(each, n=10)[8] for name, each in seconds.items()}
     return {
         "hand_made": best.name,
+        "costs": costs.to_json(),
         "predicted_gain": 1 - found.value / best.value,
         "measured_gain": 1 - (middle if case.varies is None else late["found"] / late["hand_made"]),
         "spread": [1 - high, 1 - low],
@@ -155,17 +210,20 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in args.cases):
         rows[name] = row = dl.launch(measure, case, args.rounds, num_ranks=len(case.blocks))[0]
         before, after = row["milliseconds"].values()
         low, high = row["spread"]
+        stages = " ".join(f"{one * 1e3:.2f}" for one in row["costs"]["forward"])
+        edges = " ".join(f"{one['from']}>{one['to']} {one['latency'] * 1e3:.2f}" for one in row["costs"]["edges"])
         print(
             f"{name}, {case.max_activations} activations: {row['hand_made']} {before:.1f} ms, found {after:.1f} ms;"
             f" predicted {row['predicted_gain']:+.1%}, measured {row['measured_gain']:+.1%}"
-            f" (steps {low:+.1%} to {high:+.1%})"
+            f" (steps {low:+.1%} to {high:+.1%}); F of stages {stages} ms, edges {edges} ms"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))

@@ -13,12 +13,13 @@ import pytest
 
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import PlanError
+from drumline.core.finer import cut_finer
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.simulate import makespans, simulate
 from drumline.core.validate import validate
-from drumline.plan.search.everywhere import cut_finer, placement_named, search_all
+from drumline.plan.search.everywhere import placement_named, search_all
 from drumline.plan.search.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Jitter, Objective

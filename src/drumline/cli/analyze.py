@@ -33,13 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=flags.whole_number, metavar="N", help="the step to report (default: the median)")
     flags.add_json(parser)
-    parser.add_argument(
-        "--format",
-        choices=list(_WRITERS),
-        default="text",
-        help="text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran",
+    flags.add_format(
+        parser, list(_WRITERS), "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
 
 
 def run(args: argparse.Namespace) -> int:

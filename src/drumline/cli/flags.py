@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def number(text: str) -> float:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning: str) -> None:
+    """Add --format and --out."""
+    parser.add_argument("--format", choices=formats, default="text", help=meaning)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
@@ -23,13 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_frozen(parser)
     flags.add_costs(parser)
     flags.add_json(parser)
-    parser.add_argument(
-        "--format",
-        choices=list(_WRITERS),
-        default="text",
-        help="text, svg, html: pictures; perfetto: a trace; csv: the program; torch, torch-comms: as PyTorch loads it",
+    flags.add_format(
+        parser,
+        list(_WRITERS),
+        "text, svg, html: pictures; perfetto: a trace; csv: the program; torch, torch-comms: as PyTorch loads it",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
     parser.add_argument("--window", metavar="START:END", help="draw only this stretch of time")
     parser.add_argument("--memory", action="store_true", help="draw under each rank how many pairs it holds")
     parser.add_argument("--slots", action="store_true", help="draw every action as one slot, whatever it costs")

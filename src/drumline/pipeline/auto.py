@@ -38,7 +38,7 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ChosenCut:
     """Where the stages of a model are to begin, and what is known of it to decide that."""
 
     model: Model

@@ -10,12 +10,13 @@ Gradients are exact before and after: a program only orders the work.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, Edge
 from drumline.core.idle import Limit
 from drumline.core.measured import Measured
 from drumline.core.program import Program
@@ -123,10 +124,20 @@ class AutoSchedule:
 
 
 def median_costs(timelines: Sequence[Measured]) -> Costs:
-    """Return what stages and messages took, medians over steps."""
+    """Return what stages took and the quickest message of each edge, medians over steps.
+
+    Only the quickest say what an edge takes: a message that came while its rank was computing was taken up later.
+    """
     each = [one.measured_costs() for one in timelines]
     stages = timelines[0].program.num_stages
-    lags = [one.end - one.made for timeline in timelines for one in timeline.transfers]
+    lags: dict[tuple[int, int], list[float]] = {}
+    for timeline in timelines:
+        quickest: dict[tuple[int, int], float] = {}
+        for one in timeline.transfers:
+            ends = (one.source, one.target)
+            quickest[ends] = min(quickest.get(ends, math.inf), max(one.end - one.made, 0.0))
+        for ends, seconds in quickest.items():
+            lags.setdefault(ends, []).append(seconds)
 
     def middle(name: str) -> list[float]:
         return [median(values) for values in zip(*(one.per_stage(name, stages) for one in each), strict=True)]
@@ -135,7 +146,7 @@ def median_costs(timelines: Sequence[Measured]) -> Costs:
         forward=middle("forward"),
         backward_input=middle("backward_input"),
         backward_weight=middle("backward_weight"),
-        comm=median(lags) if lags else 0.0,
+        edges={ends: Edge(median(seconds)) for ends, seconds in lags.items()},
     )
 
 

@@ -16,7 +16,7 @@ from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline import arguments, assembly, transports
 from drumline.pipeline.assembly import Assembly, Checkpointing
-from drumline.pipeline.auto import Found
+from drumline.pipeline.auto import ChosenCut
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched, first_schedule
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
@@ -147,8 +147,8 @@ class Pipeline:
             self._intake.follow(model)
             stored, numbers = opened(weights), Precision(precision, self.device)
             self._agree({"weights": stored and stored.described()})
-            found = Found(model, example, example_target, self._intake, numbers)
-            stages, self.balance = found.stages(self._crew, program, balance, cuts)
+            chosen = ChosenCut(model, example, example_target, self._intake, numbers)
+            stages, self.balance = chosen.stages(self._crew, program, balance, cuts)
             ranks = [channel.rank for channel in self._crew.channels]
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
             self._frozen = Frozen(program, stages)

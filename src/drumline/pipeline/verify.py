@@ -10,8 +10,7 @@ stages share, the sums of copies are added at the end: there the two may differ 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from drumline.pipeline.one_process import LEARNING_RATE, Named, OneProcess, Step
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import program_for
 from drumline.runtime.pieces import Inputs
+from drumline.runtime.threads import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 
@@ -189,7 +189,7 @@ def verify(
         schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
-    with _one_thread():
+    with one_thread():
         one_process = OneProcess(case.material(), case.program, case.seed)
         case = replace(case, start=one_process.start, balance=tuple(one_process.counts))
         expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
@@ -201,17 +201,6 @@ def verify(
             one_process.load([pair for seen in found for pair in seen.steps[before].weights])
             expected.append(one_process.step())
     return _compared(case, found, expected, rounds=bool(program.placement.mirrored) or one_process.is_tied)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread, as every rank does: more would add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _small_mlp(program: Program, dropout: float) -> Material:

@@ -13,27 +13,13 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ScheduleError
+from drumline.core.finer import cut_finer
 from drumline.core.frozen import prune
 from drumline.core.idle import Limit
 from drumline.core.simulate import Simulation, simulate
 from drumline.report.summary import summarize
 from drumline.report.table import table
 from drumline.schedules import schedules
-
-_PER_STAGE = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward",
-    "overlapped",
-    "update",
-    "reduce",
-    "activation_bytes",
-    "held_until_weight_bytes",
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +69,7 @@ def compare(
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
     """
+    costs = _for_all(costs or Costs())
     rows = []
     for name, schedule in schedules().items():
         v = schedule.stages_per_rank
@@ -99,7 +86,7 @@ def compare(
         if not program.has_backward:
             continue
         program = prune(program, [stage // v not in frozen for stage in range(program.num_stages)])
-        timeline = simulate(program, _over_all_steps(_cut_finer(costs or Costs(), v), program.num_microbatches))
+        timeline = simulate(program, _over_all_steps(cut_finer(costs, v), program.num_microbatches))
         rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
     return sorted(rows, key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
 
@@ -120,24 +107,14 @@ def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
     return costs
 
 
-def _cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
-    changed: dict[str, Any] = {}
-    for name in _PER_STAGE:
-        value = getattr(costs, name)
-        if isinstance(value, Sequence):
-            raise CostsError(
-                f"{name} is given per stage", expected="one number: schedules cut the model into different stages"
-            )
-        if value is not None:
-            changed[name] = value / stages_per_rank
+def _for_all(costs: Costs) -> Costs:
+    """Return costs that hold for any cut; refuse those given per stage, of which schedules make different ones."""
     for field in fields(costs):
-        if (
-            field.name not in _PER_STAGE
-            and field.name != "microbatch_factor"
-            and isinstance(getattr(costs, field.name), Sequence)
-        ):
-            raise CostsError(f"{field.name} is given per stage", expected="one value for all stages")
-    return replace(costs, **changed) if stages_per_rank > 1 else costs
+        if field.name != "microbatch_factor" and isinstance(getattr(costs, field.name), Sequence):
+            raise CostsError(
+                f"{field.name} is given per stage", expected="one value: schedules cut the model into different stages"
+            )
+    return costs
 
 
 def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:

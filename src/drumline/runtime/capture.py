@@ -25,7 +25,7 @@ from drumline.runtime.executor import Executor, Step
 from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.recorder import Recorder
-from drumline.runtime.stage import Segment
+from drumline.runtime.segment import Segment
 from drumline.runtime.values import pack, unpack
 
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.runtime.contents import refuse_objects
 from drumline.runtime.cut import Block
 from drumline.runtime.emit import Emitter
 from drumline.runtime.graph import Crossing, Graph, crossings
 from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Skeleton
-from drumline.runtime.tracing import Known, Shapes, refuse_objects, trace
+from drumline.runtime.stand_ins import Known
+from drumline.runtime.tracing import Shapes, trace
 from drumline.runtime.values import pack
 
 

@@ -13,14 +13,9 @@ in through the block's arguments.
 
 from __future__ import annotations
 
-import enum
-import logging
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
-from pathlib import Path as Path_
 from typing import Any
 
 import torch
@@ -29,17 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Path, Value, may_draw
+from drumline.runtime.contents import found_in, refuse_objects, tensors_in
+from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Value, may_draw
+from drumline.runtime.own_line import line_here, line_of
 from drumline.runtime.skeleton import Skeleton
-from drumline.runtime.values import pack, plain_in, unpack
+from drumline.runtime.stand_ins import Known, StandIns
+from drumline.runtime.values import pack, unpack
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-Known = dict[Any, tuple[Any, tuple[int | tuple[torch.Size, torch.dtype], ...]]]
-
-_PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum, type(...), type, range,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo,
-)  # fmt: skip
 
 
 def trace(skeleton: Skeleton, inside: frozenset[str], form: Any, shapes: Shapes, *, train: bool, known: Known) -> Graph:
@@ -63,7 +55,7 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.skeleton = skeleton
         self.inside = inside
-        self.known = known
+        self.stand_ins = StandIns(skeleton, known)
         self.graph = Graph()
         self.numbers: dict[int, int] = {}  # of values, by their tensor's id
         self.kept: list[Any] = []  # what must live on, so that no id is taken twice
@@ -135,10 +127,10 @@ class _Tracer(TorchFunctionMode):
 
     def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function inside of a block, looking for tensors that did not come in through its arguments."""
-        for one in _tensors((args, kwargs)):
+        for one in tensors_in((args, kwargs)):
             self._look(one)
         made = func(*args, **kwargs)
-        for one in _tensors(made):
+        for one in tensors_in(made):
             self.where.setdefault(id(one), len(self.graph.calls))
             self.kept.append(one)
         return made
@@ -164,35 +156,35 @@ class _Tracer(TorchFunctionMode):
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.register_hook:
             raise ModelError(
-                f"the model's forward puts a hook on a tensor between its blocks{_line_here()}",
+                f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
                 expected="hooks on parameters or modules, or inside of a block",
                 fix="move it into a block",
             )
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         if self.drawn and _name(func) in _READS and any(id(one) in self.drawn for one in given):
             raise ModelError(
-                f"the model's forward decides by a random number between its blocks{_line_here()}",
+                f"the model's forward decides by a random number between its blocks{line_here()}",
                 expected="decisions that are the same in every step, between blocks",
                 fix="draw it inside of a block, or switch it off (layerdrop=0)",
             )
         versions = [one._version for one in given]
         made = func(*args, **kwargs)
         changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
-        if changed or any(id(one) not in self.numbers for one in _tensors(made)):
+        if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
             self._note(func, args, kwargs, made, changed)
         self._follow_chance(func, args, made)
         return made
 
     def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
         """Remember random tensors that Python could decide by, and what is made of them."""
-        given = [one for one in _tensors(args) if id(one) in self.drawn]
+        given = [one for one in tensors_in(args) if id(one) in self.drawn]
         if _name(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
             bound = args[1] if args[0] is given[0] else args[0]
             if isinstance(bound, int | float) and not 0 < bound < 1:
                 return  # it comes out alike, whatever is drawn
         if given or may_draw(func):
             evenly = func is torch.rand
-            self.drawn.update((id(one), evenly) for one in _tensors(made) if not isinstance(one, FakeTensor))
+            self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
 
     def _note(
         self,
@@ -210,7 +202,7 @@ class _Tracer(TorchFunctionMode):
         takes = tuple(self._number(one, what) for one in tensors)
         for one in changed:
             self._alone(self._number(one, what), what)
-        paths = [(path, one) for path, one in _found(made) if id(one) not in self.numbers]
+        paths = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
         self.graph.calls.append(
             Call(
                 None if block else func,
@@ -238,7 +230,7 @@ class _Tracer(TorchFunctionMode):
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and note it as one call."""
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         with torch._C.DisableTorchFunction():
             versions = [one._version for one in given]
         self.taken = {id(one) for one in given}
@@ -246,7 +238,7 @@ class _Tracer(TorchFunctionMode):
         self.reads = set()
         self.within.append(name)
         try:
-            made = self._run(module, name, call, args, kwargs)
+            made = self.stand_ins.run(module, name, call, args, kwargs)
         except Exception:
             self.broken = name
             raise
@@ -256,36 +248,6 @@ class _Tracer(TorchFunctionMode):
             changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
             self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
         return made
-
-    def _run(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what a block makes: from memory, by running it on stand-ins, or in the end on zeros."""
-        tensors, form = pack((args, kwargs))
-        shapes = tuple((one.shape, one.dtype) for one in tensors)
-        key = (name, str(form), shapes, module.training)
-        alike = (_kind(module), str(form), shapes, module.training)
-        if key in self.known:
-            return self._remembered(self.known[key], tensors)
-        if alike in self.known:  # one like it could not run on stand-ins
-            return self._remembered(self.known[alike], tensors)
-        try:
-            with _quiet(), self.skeleton.mode:
-                made = call(*args, **kwargs)
-        except ModelError:
-            raise
-        except Exception:
-            made = self.skeleton.really(module, args, kwargs)
-            key = alike
-        outputs, output_form = pack(made)
-        places = {id(one): at for at, one in enumerate(tensors)}
-        self.known[key] = (
-            output_form, tuple(places.get(id(one), (one.shape, one.dtype)) for one in outputs)
-        )  # fmt: skip
-        return made
-
-    def _remembered(self, memory: tuple[Any, Sequence[Any]], tensors: Sequence[Tensor]) -> Any:
-        form, outputs = memory
-        fakes = iter(self.skeleton.fakes(tuple(one for one in outputs if not isinstance(one, int))))
-        return unpack([tensors[one] if isinstance(one, int) else next(fakes) for one in outputs], form)
 
     # ---- around it all -----------------------------------------------------------------------------------------------
 
@@ -336,33 +298,16 @@ class _Tracer(TorchFunctionMode):
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             return ModelError(
-                f"the model's forward decides by the numbers in a tensor{where}{_line_of(error)}",
+                f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
                 expected="decisions by shapes and plain values only, between blocks",
                 fix="move it into a block",
             )
-        told = f"while it was followed: {kind}: {error}{_line_of(error)}"
+        told = f"while it was followed: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")
 
 
-_OTHERS = (Path_(torch.__file__).parent, Path_(__file__).parent)
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
 _COMPARES = ("lt", "le", "gt", "ge")
-
-
-def _line_of(error: Exception) -> str:
-    """Return the line of the model's own code that an error came up in."""
-    return _own_line(traceback.extract_tb(error.__traceback__))
-
-
-def _line_here() -> str:
-    """Return the line of the model's own code that runs now."""
-    return _own_line(traceback.extract_stack())
-
-
-def _own_line(frames: traceback.StackSummary) -> str:
-    own = [one for one in frames if not any(others in Path_(one.filename).parents for others in _OTHERS)]
-    frame = own[-1] if own else None
-    return "" if frame is None else f", in `{frame.line}` ({Path_(frame.filename).name}:{frame.lineno})"
 
 
 @contextmanager
@@ -395,25 +340,6 @@ def _calls_go_to(tracer: _Tracer) -> Iterator[None]:
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging that a function cannot run on stand-ins: there is another way."""
-    loggers = [logging.getLogger(f"torch._subclasses.{name}") for name in ("fake_tensor", "fake_impls")]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
-
-
-def _kind(module: nn.Module) -> str:
-    """Return what modules have in common that return the same kind of thing."""
-    shapes = [(name, tuple(one.shape), one.dtype) for name, one in module.named_parameters()]
-    return f"{type(module)} {module} {shapes}"
-
-
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     return name
@@ -421,36 +347,3 @@ def _name(func: Any) -> str:
 
 def _autocast(device: str) -> Autocast:
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for _, one in _found(value)]
-
-
-def _found(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor inside, with the way to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _found(one, (*path, ("item", key)))
-    elif isinstance(value, tuple | list):
-        for at, one in enumerate(value):
-            yield from _found(one, (*path, ("item", at)))
-    elif isinstance(value, slice):
-        for name in ("start", "stop", "step"):
-            yield from _found(getattr(value, name), (*path, ("field", name)))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _found(getattr(value, one.name, None), (*path, ("field", one.name)))
-
-
-def refuse_objects(form: Any, what: str) -> None:
-    """Refuse plain objects that can change: they would be shared by all microbatches and stay on this rank."""
-    for one in plain_in(form):
-        if not isinstance(one, _PLAIN) and not callable(one):
-            raise ModelError(
-                f"{what} gets or returns a {type(one).__name__}",
-                expected="tensors, plain values, and tuples, lists, dicts or dataclasses of these",
-                fix="pass what is inside of it instead",
-            )

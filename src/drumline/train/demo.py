@@ -14,14 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from drumline.core.costs import Costs
 from drumline.core.errors import RecordError
 from drumline.core.measured import Measured
 from drumline.core.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGRAM, Run, rank_file, read_run
 from drumline.core.simulate import simulate
 from drumline.pipeline.launch import launch
+from drumline.runtime.threads import one_thread
 from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
 
 TRIALS = (
@@ -118,7 +117,7 @@ def run_demo(
         _clear(one)
     counts = sorted({trial.num_microbatches for trial in trials})
     unsplit, total = {}, build.num_steps * (len(counts) + len(trials))
-    with _one_thread():
+    with one_thread():
         for at, count in enumerate(counts):
             progress(at * build.num_steps, total, f"one process, {count} microbatches")
             unsplit[count] = train_unsplit(build, count)
@@ -154,17 +153,6 @@ def _clear(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, *(rank_file(rank) for rank in range(NUM_RANKS))):
         (folder / name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute as a rank does: how a product is dealt to threads may change its last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -10,32 +10,16 @@ of them as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, nearest
+from drumline.core.finer import cut_finer
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.plan.search.search import Found, search
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")
-_CUT = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward",
-    "overlapped",
-    "update",
-    "reduce",
-    "activation_bytes",
-    "held_until_weight_bytes",
-    "weight_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-)
-_REPEATED = ("message_bytes", "checkpoint_bytes", "recompute")
 
 
 def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Placement:
@@ -63,23 +47,6 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
         return Placement.bidirectional(num_ranks, mirrored=range((num_microbatches + 1) // 2, num_microbatches))
     maker = Placement.v if name == "v" else Placement.loop
     return maker(num_ranks, stages_per_rank=stages_per_rank or 2)
-
-
-def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:
-    """Return the costs of the same model with every stage cut into so many equal parts.
-
-    >>> cut_finer(Costs(forward=[2, 4], backward_input=1), 2).forward
-    (1.0, 1.0, 2.0, 2.0)
-    """
-    changed: dict[str, Any] = {}
-    for name in (*_CUT, *_REPEATED):
-        value = getattr(costs, name)
-        share = stages_per_rank if name in _CUT else 1
-        if isinstance(value, Sequence):
-            changed[name] = tuple(one / share if share > 1 else one for one in value for _ in range(stages_per_rank))
-        elif value is not None and share > 1:
-            changed[name] = value / share
-    return replace(costs, **changed) if stages_per_rank > 1 else costs
 
 
 def search_all(
