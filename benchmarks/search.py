@@ -112,11 +112,12 @@ def main() -> None:
         for one in results
     ]
     print(table(["span bubble", "published", "ours", "ratio", "gap", "seconds", ""], rows))
-    oracle = against_oracle(args.optima)
-    print(
-        f"\n{oracle['optimal']} of {oracle['instances']} optima found, {oracle['proven_by_the_bound']} of them proven "
-        f"by the bound alone; at worst {oracle['worst']:.2%} above; {oracle['mean_seconds']:.2f} s each"
-    )
+    oracle = against_oracle(args.optima) if args.optima else None
+    if oracle is not None:
+        print(
+            f"\n{oracle['optimal']} of {oracle['instances']} optima found, {oracle['proven_by_the_bound']} of them"
+            f" proven by the bound alone; at worst {oracle['worst']:.2%} above; {oracle['mean_seconds']:.2f} s each"
+        )
     if args.json:
         report = {"machine": machine(), "published": results, "oracle": oracle}
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
