@@ -1,6 +1,6 @@
 """The search beside what was published, and beside proven optima.
 
-    python benchmarks/search.py [--json FILE] [--optima N] [--rows NAMES]
+    python benchmarks/search.py [--json FILE] [--optima N]
 
 The first table has the rows of the zero-bubble paper (arXiv 2401.10241): costs of its table 9, rates of tables 5 and 8,
 within its byte limits. "gap" is how far the result is at most from the best possible; 0 is a proof. The second counts,

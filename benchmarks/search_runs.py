@@ -170,16 +170,17 @@ def searched(case: Case, random: torch.Generator) -> tuple[dl.Costs, Any]:
         )
         told[0] = (costs, found)
     dist.broadcast_object_list(told)
-    return told[0]
+    found_for: tuple[dl.Costs, Any] = told[0]
+    return found_for
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Run one case on this rank."""
     if case.late_seconds:
-        middle = len(case.blocks) // 2
-        other = {middle - 1: middle, middle: middle - 1}.get(dist.get_rank())
+        half = len(case.blocks) // 2
+        other = {half - 1: half, half: half - 1}.get(dist.get_rank())
         LateChannel.late_ns = {} if other is None else {other: int(case.late_seconds * 1e9)}
-        transports.SharedMemoryChannel = LateChannel  # type: ignore[misc]
+        setattr(transports, "SharedMemoryChannel", LateChannel)  # noqa: B010 - mypy forbids it as an assignment
     random = torch.Generator().manual_seed(0)
     costs, found = searched(case, random)
     best = min(found.starts, key=lambda one: one.value)

@@ -11,37 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, RunError
-from drumline.core.lower import lower
 from drumline.core.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline import arguments, assembly, transports
-from drumline.pipeline.assembly import Assembly, Checkpointing
-from drumline.pipeline.auto import ChosenCut
-from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched, first_schedule
-from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
-from drumline.pipeline.frozen import Frozen
+from drumline.pipeline.assembly import Checkpointing
+from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
 from drumline.pipeline.guard import Guard
-from drumline.pipeline.holdings import Holdings
-from drumline.pipeline.intake import Intake
-from drumline.pipeline.materialise import materialise_stages, opened
-from drumline.pipeline.programs import attempt, program_for
-from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
+from drumline.pipeline.setup import Options, set_up
 from drumline.pipeline.tally import Ledger, Tally, Told
-from drumline.pipeline.updates import Updates
 from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
-from drumline.runtime.compiled import Compile, compiler_for
-from drumline.runtime.cuda import clock_for
+from drumline.runtime.compiled import Compile
 from drumline.runtime.cut import Model
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Step
 from drumline.runtime.finite import all_finite
-from drumline.runtime.precision import Precision
-from drumline.runtime.randomness import Randomness
-from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
 from drumline.runtime.weights import Weights
 
@@ -117,77 +102,17 @@ class Pipeline:
         compile: Compile = False,  # noqa: A002 - as torch calls it
         record: bool | str | Path = True,
     ) -> None:
-        given = dict(locals())
-        arguments.check(given)
-        transports.check(transport)
-        self.device = arguments.device_named(device) or assembly.device_of(model)
+        options = Options.checked(locals())
         self.check_finite = check_finite
         self._number = 0  # of the next step
         self._ledger = Ledger()
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._auto = AutoSchedule() if schedule == AUTO else None
-        if schedule == AUTO:
-            schedule = first_schedule(stages_per_rank)
-        program, problem = attempt(
-            program_for,
-            schedule,
-            num_ranks=transports.num_ranks(transport, num_ranks),
-            num_microbatches=num_microbatches,
-            stages_per_rank=stages_per_rank,
-        )
-        clock = clock_for(self.device)
-        self._crew = Crew.gathered(
-            transport, self.device, num_ranks=num_ranks, program=program, ahead=ahead, timeout=timeout, now=clock.now
-        )
-        with self._crew.together("the set-up"):
-            # A rank that was given something wrong connects all the same, so that the others learn of it.
-            if program is None:
-                raise problem
-            self._intake = Intake(loss_fn, loss_weight, self.device, num_microbatches=program.num_microbatches)
-            self._intake.follow(model)
-            stored, numbers = opened(weights), Precision(precision, self.device)
-            self._agree({"weights": stored and stored.described()})
-            chosen = ChosenCut(model, example, example_target, self._intake, numbers)
-            stages, self.balance = chosen.stages(self._crew, program, balance, cuts)
-            ranks = [channel.rank for channel in self._crew.channels]
-            materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)
-            self._frozen = Frozen(program, stages)
-            self.program = program = self._frozen.program
-            assembled = Assembly(
-                lower(program, ahead=ahead),
-                stages,
-                self.device,
-                Randomness(seed, self.device),
-                assembly.checkpointed(checkpoint, stages),
-                self._intake.loss if self._intake.has_loss else None,
-                Ties(stages, program.placement, model),
-                numbers,
-                compiler_for(compile, self.device),
-            )
-            self._updates = Updates(numbers, master_weights=master_weights, settle=self.settle)
-            more: dict[str, Any] = {"check_finite": check_finite, "master_weights": master_weights, "capture": capture}
-            more["record"] = record if isinstance(record, bool) else str(record)
-            self._agree(assembled.described(**more))
-            self._crew.connect(assembled.ties.edges)
-            self._recording = Recording(record, self._crew, self._ledger)
-            self._recording.describe(given, program, assembled, self.balance)
-            weighed = weigh or (self._recording.folder is not None and not compile)  # the first step, unless all
-            self._engine = engine = Engine(
-                self._crew,
-                assembled,
-                self._recording,
-                ahead=ahead,
-                merge=merge_weight_gradients,
-                weigh=weighed,
-                capture=capture,
-            )
-            self._crew.current = lambda: engine.action
-            self._recording.follow(engine.executors, weigh=weigh)
-            self._holdings = Holdings(assembled.ties, self._crew, engine.executors, list(engine.copies.values()))
-            self._intake.precise = any(one.dtype is torch.float64 for one in self.parameters())
-            self._frozen.forget_all_but(engine.assembly.cuts)
-            self._updates.follow(engine.parameters())
-            self._holdings.share()
+        parts = set_up(options, self._ledger, self.settle)
+        self.device, self.program, self.balance = parts.device, parts.program, parts.balance
+        self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
+        self._updates, self._recording = parts.updates, parts.recording
+        self._engine, self._holdings = parts.engine, parts.holdings
         self._guard = self._guarded()
 
     @property
@@ -204,12 +129,6 @@ class Pipeline:
     def transport(self) -> str:
         """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
-
-    # ---- setting up --------------------------------------------------------------------------------------------------
-
-    def _agree(self, described: dict[str, Any]) -> None:
-        """Raise, alike on all ranks, unless all were given the same."""
-        assembly.agree(self._crew.all_told("set-up", [described] * len(self._crew.channels)))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

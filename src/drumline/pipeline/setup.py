@@ -1,0 +1,207 @@
+"""From what a user gives to an engine that runs: looked at, cut, agreed upon and connected, alike on all ranks.
+
+options ──► program ──► crew ──► stages ──► assembly ──► recording, engine, holdings
+│ from here on a rank that fails tells all others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from drumline.pipeline import arguments, assembly, transports
+from drumline.pipeline.assembly import Assembly, Checkpointing
+from drumline.pipeline.auto import ChosenCut
+from drumline.pipeline.auto_schedule import AUTO, first_schedule
+from drumline.pipeline.balance import Balance
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.frozen import Frozen
+from drumline.pipeline.holdings import Holdings
+from drumline.pipeline.intake import Intake
+from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.programs import attempt, program_for
+from drumline.pipeline.recording import Recording
+from drumline.pipeline.tally import Ledger
+from drumline.pipeline.updates import Updates
+from drumline.runtime.compiled import Compile, compiler_for
+from drumline.runtime.cuda import clock_for
+from drumline.runtime.cut import Block, Model
+from drumline.runtime.precision import Precision
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.tied import Ties
+from drumline.runtime.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a pipeline is made with; `Pipeline` says what each means."""
+
+    model: Model
+    loss_fn: Callable[..., Tensor] | None
+    schedule: str | Path | Program
+    num_microbatches: int | None
+    num_ranks: int | None
+    stages_per_rank: int | None
+    balance: Sequence[int] | str | None
+    cuts: Sequence[str] | None
+    example: Any
+    example_target: Any
+    weights: str | Path | Weights | None
+    checkpoint: Checkpointing
+    loss_weight: Callable[[Any], float | Tensor] | None
+    transport: str
+    device: torch.device | str | None
+    seed: int
+    precision: str
+    master_weights: bool
+    check_finite: bool
+    merge_weight_gradients: bool
+    timeout: float
+    ahead: int
+    capture: bool
+    weigh: bool
+    compile: Compile
+    record: bool | str | Path
+
+    @staticmethod
+    def checked(given: Mapping[str, Any]) -> Options:
+        """Return what was given, every argument of its kind and in its range."""
+        arguments.check(given)
+        transports.check(given["transport"])
+        return Options(**{one.name: given[one.name] for one in fields(Options)})
+
+    def settings(self) -> dict[str, Any]:
+        """Return all of it by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a pipeline consists of on this process."""
+
+    device: torch.device
+    crew: Crew
+    intake: Intake
+    program: Program
+    balance: Balance | None
+    frozen: Frozen
+    updates: Updates
+    recording: Recording
+    engine: Engine
+    holdings: Holdings
+
+
+def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
+    """Return the parts, connected to those of all other ranks; raises alike on all of them."""
+    device = arguments.device_named(options.device) or assembly.device_of(options.model)
+    program, problem = attempt(
+        program_for,
+        first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
+        num_ranks=transports.num_ranks(options.transport, options.num_ranks),
+        num_microbatches=options.num_microbatches,
+        stages_per_rank=options.stages_per_rank,
+    )
+    crew = Crew.gathered(
+        options.transport,
+        device,
+        num_ranks=options.num_ranks,
+        program=program,
+        ahead=options.ahead,
+        timeout=options.timeout,
+        now=clock_for(device).now,
+    )
+    with crew.together("the set-up"):
+        # A rank that was given something wrong connects all the same, so that the others learn of it.
+        if program is None:
+            raise problem
+        return _SetUp(options, device, crew, program).parts(ledger, settle)
+
+
+@dataclass(frozen=True, slots=True)
+class _SetUp:
+    options: Options
+    device: torch.device
+    crew: Crew
+    program: Program
+
+    def parts(self, ledger: Ledger, settle: Callable[[], None]) -> Parts:
+        given, crew = self.options, self.crew
+        intake = Intake(given.loss_fn, given.loss_weight, self.device, num_microbatches=self.program.num_microbatches)
+        intake.follow(given.model)
+        numbers = Precision(given.precision, self.device)
+        stages, balance = self._stages(intake, numbers)
+        frozen = Frozen(self.program, stages)
+        assembled = self._assembled(frozen.program, stages, intake, numbers)
+        updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
+        recording = Recording(given.record, crew, ledger)
+        recording.describe(given.settings(), frozen.program, assembled, balance)
+        engine = self._engine(assembled, recording)
+        holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
+        intake.precise = any(one.dtype is torch.float64 for _, one in holdings.named_parameters())
+        frozen.forget_all_but(engine.assembly.cuts)
+        updates.follow(engine.parameters())
+        holdings.share()
+        return Parts(
+            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings
+        )  # fmt: skip
+
+    def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
+        """Return every stage's blocks, those of this process with their parameters."""
+        given = self.options
+        stored = opened(given.weights)
+        self._agree({"weights": stored and stored.described()})
+        chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers)
+        stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
+        ranks = [channel.rank for channel in self.crew.channels]
+        materialise_stages(stages, self.program.placement, ranks, given.model, stored, self.device, given.seed)
+        return stages, balance
+
+    def _assembled(
+        self, program: Program, stages: list[tuple[Block, ...]], intake: Intake, numbers: Precision
+    ) -> Assembly:
+        """Return what stages are made from, once all ranks agree on it."""
+        given = self.options
+        assembled = Assembly(
+            lower(program, ahead=given.ahead),
+            stages,
+            self.device,
+            Randomness(given.seed, self.device),
+            assembly.checkpointed(given.checkpoint, stages),
+            intake.loss if intake.has_loss else None,
+            Ties(stages, program.placement, given.model),
+            numbers,
+            compiler_for(given.compile, self.device),
+        )
+        more = {name: getattr(given, name) for name in ("check_finite", "master_weights", "capture")}
+        more["record"] = given.record if isinstance(given.record, bool) else str(given.record)
+        self._agree(assembled.described(**more))
+        self.crew.connect(assembled.ties.edges)
+        return assembled
+
+    def _engine(self, assembled: Assembly, recording: Recording) -> Engine:
+        """Return what runs the program on this process's ranks."""
+        given = self.options
+        engine = Engine(
+            self.crew,
+            assembled,
+            recording,
+            ahead=given.ahead,
+            merge=given.merge_weight_gradients,
+            weigh=given.weigh or (recording.folder is not None and not given.compile),  # the first step, unless all
+            capture=given.capture,
+        )
+        self.crew.current = lambda: engine.action
+        recording.follow(engine.executors, weigh=given.weigh)
+        return engine
+
+    def _agree(self, described: dict[str, Any]) -> None:
+        """Raise, alike on all ranks, unless all were given the same."""
+        assembly.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))
