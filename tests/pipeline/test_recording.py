@@ -378,10 +378,9 @@ class LaggingClock(Clock):
 
 def use(clock: Callable[[], Clock], patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let executors and channels of this process read another clock."""
-    from drumline.pipeline import engine
-    from drumline.pipeline import pipeline as module
+    from drumline.pipeline import engine, setup
 
-    for one in (engine, module):
+    for one in (engine, setup):
         patch(one, "clock_for", lambda device: clock())
 
 
