@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.costs import Costs
+from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.core.record import BETWEEN
 from drumline.core.simulate import Simulation, simulate
 from drumline.report.trace import trace
 from programs import NAMES, build, costs_for, programs
+from records import PROGRAM, two_ranks
 
 
 def parsed(timeline: Simulation) -> dict[str, Any]:
@@ -105,3 +109,13 @@ def test_idle_slices_say_why() -> None:
 
 def test_equal_timelines_give_equal_files() -> None:
     assert trace(simulate(build("zb-v", 3, 4))) == trace(simulate(build("zb-v", 3, 4)))
+
+
+def test_a_measured_step_shows_what_came_before_it() -> None:
+    waited = [BETWEEN.index("data"), 400, 900, BETWEEN.index("update"), 900, 990]
+    records = tuple(replace(one, between=waited) for one in two_ranks(begin_ns=1000))
+    document = json.loads(gzip.decompress(trace(Measured(PROGRAM, records))))
+    between = [event for event in document["traceEvents"] if event.get("cat") == "between steps"]
+    assert [event["name"] for event in between] == ["data", "update"] * 2
+    assert min(event["ts"] for event in document["traceEvents"] if "ts" in event) == 0.0
+    check(document)

@@ -18,7 +18,7 @@ from drumline.core.idle import Idle
 from drumline.core.memory import Holding, holdings
 from drumline.core.parts import NANO, Parts, summed_parts
 from drumline.core.record import BETWEEN, Record, decoded
-from drumline.core.timeline import Lane, Span, Timeline, Track, Transfer
+from drumline.core.timeline import Lane, Passed, Span, Timeline, Track, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,6 @@ class Waited:
     action: Action | None
     receive: Action
     source: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate"."""
-
-    rank: int
-    kind: str
     start: float
     end: float
 

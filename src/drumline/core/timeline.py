@@ -61,6 +61,16 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate"."""
+
+    rank: int
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
 class Track:
     """One rank's timed actions in order, with their starts and ends."""
 
@@ -117,6 +127,11 @@ class Timeline(ABC):
     @property
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
+        return ()
+
+    @property
+    def between(self) -> Sequence[Passed]:
+        """What ranks did since the step before, where that is known."""
         return ()
 
     def __repr__(self) -> str:

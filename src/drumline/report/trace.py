@@ -1,7 +1,8 @@
 """A timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: Chrome's JSON event format, gzipped.
 
     process     one per rank
-    threads     compute; exchange of gradients; messages to each other rank; idle time by cause
+    threads     compute; exchange of gradients; messages to each other rank; idle time by cause; of a measured step also
+                what came before it: waiting for data, the optimizer
     flows       from the action that made a message to the one that took it up
     counters    pairs and bytes held by the rank; messages waiting on each edge into it
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,14 +80,16 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
 
 def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
-    clock = _Clock(timeline.start, nanoseconds_per_unit)
-    lanes, messages, exchanges = _lanes(timeline, clock)
+    clock = _Clock(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
+    lanes, messages, exchanges, between = _lanes(timeline, clock)
     yield from _names(timeline, lanes)
     for rank, track in enumerate(timeline.tracks):
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             yield clock.slice(rank, _COMPUTE, str(action), start, end, category=action.op.value)
     for span, thread in zip(timeline.exchanges, exchanges, strict=True):
         yield clock.slice(span.rank, thread, str(span.action), span.start, span.end, category="exchange")
+    for passed, thread in zip(timeline.between, between, strict=True):
+        yield clock.slice(passed.rank, thread, passed.kind, passed.start, passed.end, category="between steps")
     for idle in timeline.causes:
         yield clock.slice(
             idle.rank, _IDLE, idle.cause.value, idle.start, idle.end, category="idle", args={"why": str(idle)}
@@ -138,8 +142,8 @@ class _Lanes:
         return self.numbers[rank, numbered]
 
 
-def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[int]]:
-    """Return the threads of messages and exchanges, in order of their start."""
+def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[int], list[int]]:
+    """Return the threads of messages, exchanges and what was between steps, in order of their start."""
     lanes = _Lanes()
     messages, exchanges = [0] * len(timeline.transfers), [0] * len(timeline.exchanges)
     for index in sorted(range(len(messages)), key=lambda at: timeline.transfers[at].start):
@@ -152,7 +156,11 @@ def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[i
         exchanges[index] = lanes.place(
             span.rank, "exchange", clock.nanoseconds(span.start), clock.nanoseconds(span.end)
         )
-    return lanes, messages, exchanges
+    between = [
+        lanes.place(one.rank, "between steps", clock.nanoseconds(one.start), clock.nanoseconds(one.end))
+        for one in timeline.between
+    ]
+    return lanes, messages, exchanges, between
 
 
 def _names(timeline: Timeline, lanes: _Lanes) -> Iterator[Event]:
@@ -177,10 +185,11 @@ def _transfers(timeline: Timeline, clock: _Clock, threads: list[int]) -> Iterato
         name = str(transfer.action)
         yield clock.slice(transfer.source, thread, name, transfer.start, transfer.end, category="transfer", args=args)
         made = _producer_start(timeline, transfer.action)
-        if made is not None:
+        used = _next_start(timeline, transfer.target, transfer.consumed)
+        if made is not None and used is not None:
             flow = {"name": name, "cat": "message", "id": index + 1, "tid": _COMPUTE}
             yield {**flow, "ph": "s", "pid": transfer.source, "ts": clock.at(made)}
-            yield {**flow, "ph": "f", "bp": "e", "pid": transfer.target, "ts": clock.at(transfer.consumed)}
+            yield {**flow, "ph": "f", "bp": "e", "pid": transfer.target, "ts": clock.at(used)}
 
 
 def _producer_start(timeline: Timeline, send: Action) -> float | None:
@@ -189,6 +198,13 @@ def _producer_start(timeline: Timeline, send: Action) -> float | None:
         if place is not None:
             return timeline.tracks[place[0]].starts[place[1]]
     return None
+
+
+def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
+    """Return when the rank's next action starts: an arrow has to end inside a slice, and messages come before it."""
+    starts = timeline.tracks[rank].starts
+    at = bisect_left(starts, time)
+    return starts[at] if at < len(starts) else None
 
 
 def _counters(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
