@@ -133,8 +133,8 @@ def test_overlapping_and_fusing_never_cost_time(case: tuple[Transformer, Cluster
 
     for name in ("overlap_tensor", "overlap_data", "duplex"):
         assert seconds(**{name: True}) <= seconds(**{name: False}) * (1.02 if layout.zero >= 2 else 1 + 1e-9)
-    # A longer W hides more of the gradients' exchange, and where a schedule has room for it, it costs nothing itself.
-    assert seconds(accumulation_bytes=0) <= seconds(accumulation_bytes=10) * 1.01
+    if not layout.practice.overlap_data:  # a longer W would hide more of the gradients' exchange
+        assert seconds(accumulation_bytes=0) <= seconds(accumulation_bytes=10) * 1.001
 
 
 @settings(deadline=None, max_examples=12)
