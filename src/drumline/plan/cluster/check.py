@@ -57,7 +57,10 @@ def _other_data(cluster: Cluster, layout: Layout) -> str:
 
 
 def _check_model(transformer: Transformer, layout: Layout) -> None:
-    for name, count in (("heads", transformer.num_heads), ("feed-forward width", transformer.feedforward)):
+    widths = [("heads", transformer.num_heads), ("feed-forward width", transformer.feedforward)]
+    if transformer.experts is not None:
+        widths.append(("width of experts", transformer.experts.feedforward))
+    for name, count in widths:
         if count % layout.tensor:
             raise PlanError(
                 f"{count} {name} of {transformer.name} on {layout.tensor} tensor-parallel ranks",

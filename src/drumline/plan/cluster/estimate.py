@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -23,7 +23,8 @@ class Seconds:
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        computing = self.compute + self.recompute + self.bubble + self.optimizer
+        return computing + self.tensor + self.context + self.expert + self.pipeline + self.data_exposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Bytes:
     @property
     def total(self) -> float:
         """Return the peak."""
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True, slots=True)

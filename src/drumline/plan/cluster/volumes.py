@@ -60,7 +60,9 @@ class Comparison:
         return self.sharded / self.pipeline
 
 
-def sharded_against_pipeline(transformer: Transformer, num_devices: int, *, tokens: int) -> Comparison:
+def sharded_against_pipeline(
+    transformer: Transformer, num_devices: int, *, tokens: int, gradient_bytes: int = PRACTICE.gradient_bytes
+) -> Comparison:
     """Compare FSDP (ZeRO 3) with a pipeline, both on `num_devices` devices and `tokens` tokens a step.
 
     FSDP gathers all weights for forward and again for backward, and sums all gradients: once a step, if a device's
@@ -73,5 +75,5 @@ def sharded_against_pipeline(transformer: Transformer, num_devices: int, *, toke
     (494, 17)
     """
     away = (num_devices - 1) / num_devices
-    sharded = num_parameters(transformer) * (2 * WEIGHT_BYTES + PRACTICE.gradient_bytes) * away
+    sharded = num_parameters(transformer) * (2 * WEIGHT_BYTES + gradient_bytes) * away
     return Comparison(sharded, 2.0 * WORD * tokens * transformer.hidden)
