@@ -14,13 +14,17 @@ GIB = 2**30
 
 
 def small_cluster(num_devices: int = 8, *, per_node: int = 4, memory: float = 2 * GIB) -> Cluster:
-    return Cluster(
-        Device("toy", 1e13, memory, 1e11), num_devices, per_node, Link(1e-6, 2e11), Link(5e-6, 2e10)
-    )
+    return Cluster(Device("toy", 1e13, memory, 1e11), num_devices, per_node, Link(1e-6, 2e11), Link(5e-6, 2e10))
 
 
 def small_transformer(**changes: object) -> Transformer:
-    numbers: dict[str, object] = {"num_layers": 12, "hidden": 1024, "num_heads": 8, "vocabulary": 32000, "sequence": 1024}
+    numbers: dict[str, object] = {
+        "num_layers": 12,
+        "hidden": 1024,
+        "num_heads": 8,
+        "vocabulary": 32000,
+        "sequence": 1024,
+    }
     return Transformer("small", **{**numbers, **changes})  # type: ignore[arg-type]
 
 

@@ -38,7 +38,9 @@ def best_svg(figures: Figures, *, width: int = 900) -> str:
         for one in figures["best"]
     ]
     hues = {SECONDS[item]: hue for item, hue in HUES.items()}
-    title = f"{figures['model']['name']} on {figures['cluster']['num_devices']} x {figures['cluster']['device']['name']}"
+    title = (
+        f"{figures['model']['name']} on {figures['cluster']['num_devices']} x {figures['cluster']['device']['name']}"
+    )
     return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)
 
 

@@ -79,7 +79,10 @@ def _seconds(figures: Figures) -> str:
     longest = max(one["step_seconds"] for one in figures["best"])
     rows = []
     for one in figures["best"]:
-        parts = [Part(item, one["seconds"][item], f"{name} {duration(one['seconds'][item])}") for item, name in SECONDS.items()]
+        parts = [
+            Part(item, one["seconds"][item], f"{name} {duration(one['seconds'][item])}")
+            for item, name in SECONDS.items()
+        ]
         said = f"{one['mesh']}: {', '.join(part.title for part in parts if part.size > 0)}"
         rows.append(_row(one["mesh"], bar(parts, longest, said=said), duration(one["step_seconds"])))
     used = [(item, name) for item, name in SECONDS.items() if any(one["seconds"][item] > 0 for one in figures["best"])]
@@ -99,7 +102,9 @@ def _bytes(figures: Figures) -> str:
     limit = figures["limit_bytes"]
     rows = []
     for one in figures["best"]:
-        parts = [Part(item, one["bytes"][item], f"{name} {size_text(one['bytes'][item])}") for item, name in BYTES.items()]
+        parts = [
+            Part(item, one["bytes"][item], f"{name} {size_text(one['bytes'][item])}") for item, name in BYTES.items()
+        ]
         said = f"{one['mesh']}: {', '.join(part.title for part in parts if part.size > 0)}"
         rows.append(_row(one["mesh"], bar(parts, limit, said=said), size_text(one["peak_bytes"])))
     chosen = figures["chosen"]
@@ -140,11 +145,16 @@ def _changes(figures: Figures) -> str:
         [one["what"], duration(one["step_seconds"]), size_text(one["peak_bytes"]), one["why"]]
         for one in figures["changes"]
     ]
-    return _wide("The choice with one setting changed", _table(["change", "a step", "a device", "result"], rows, words=(3,)))
+    return _wide(
+        "The choice with one setting changed", _table(["change", "a step", "a device", "result"], rows, words=(3,))
+    )
 
 
 def _more(figures: Figures) -> str:
-    items = "".join(f"<li><b class='gain'>{one['gain']:+.1%}</b><span>{safe(one['sentence'])}</span></li>" for one in figures["more"])
+    items = "".join(
+        f"<li><b class='gain'>{one['gain']:+.1%}</b><span>{safe(one['sentence'])}</span></li>"
+        for one in figures["more"]
+    )
     return _card("What more would buy", f'<ol class="remedies">{items}</ol>')
 
 

@@ -95,7 +95,11 @@ def _items(figures: Figures, width: int) -> str:
         if chosen["bytes"][item] > 0
     ]
     held.append(["a device", size_text(chosen["peak_bytes"]), ""])
-    return table(["time", "seconds", "share"], rows, width=width) + "\n\n" + table(["memory", "bytes", "share"], held, width=width)
+    return (
+        table(["time", "seconds", "share"], rows, width=width)
+        + "\n\n"
+        + table(["memory", "bytes", "share"], held, width=width)
+    )
 
 
 def _best(figures: Figures, width: int) -> str:
@@ -134,7 +138,12 @@ def _scaling(figures: Figures, width: int) -> str:
             cells = (
                 ["does not fit", "", "", ""]
                 if best is None
-                else [best["mesh"], duration(best["step_seconds"]), f"{one['tokens_per_second']:,.0f}", f"{one['efficiency']:.1%}"]
+                else [
+                    best["mesh"],
+                    duration(best["step_seconds"]),
+                    f"{one['tokens_per_second']:,.0f}",
+                    f"{one['efficiency']:.1%}",
+                ]
             )
             rows.append([name, str(one["devices"]), str(one["batch"]), *cells])
     return table(header, rows, width=width)

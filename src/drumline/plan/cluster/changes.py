@@ -74,9 +74,22 @@ def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Candidate]]:
     except PlanError:  # fewer sequences than devices, even with all of a node on one of them
         return rows
     sharded = [
-        _exact(plan, Layout(plan.batch, size, mesh.tensor, 1, mesh.data, mesh.context, mesh.expert, zero=3,
-                            sequence_parallel=mesh.tensor > 1, recompute=recompute,
-                            counts=(plan.transformer.num_layers,)))
+        _exact(
+            plan,
+            Layout(
+                plan.batch,
+                size,
+                mesh.tensor,
+                1,
+                mesh.data,
+                mesh.context,
+                mesh.expert,
+                zero=3,
+                sequence_parallel=mesh.tensor > 1,
+                recompute=recompute,
+                counts=(plan.transformer.num_layers,),
+            ),
+        )
         for mesh in found
         for size in microbatch_sizes(plan.batch, mesh, Pins())
         for recompute in RECOMPUTE

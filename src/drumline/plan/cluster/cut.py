@@ -42,9 +42,7 @@ def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b"
     weights = stage_weights(transformer, counts)
     ranks = rank_weights(transformer, counts, pipeline, schedule)
     for _ in range(transformer.num_layers - num_stages):
-        stage = min(
-            range(num_stages), key=lambda one: (ranks[owners[one]], weights[one], abs(one - middle), one)
-        )
+        stage = min(range(num_stages), key=lambda one: (ranks[owners[one]], weights[one], abs(one - middle), one))
         counts[stage] += 1
         weights[stage] += 1
         ranks[owners[stage]] += 1

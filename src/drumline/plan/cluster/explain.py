@@ -35,7 +35,9 @@ class Explanation:
         """Return all of it as one object."""
         return {
             **plan_json(self.plan),
-            "changes": [{"what": one.what, "why": one.why, **candidate_json(self.plan, one.candidate)} for one in self.changes],
+            "changes": [
+                {"what": one.what, "why": one.why, **candidate_json(self.plan, one.candidate)} for one in self.changes
+            ],
             "more": [self._margin(one) for one in self.margins],
             "pareto": [candidate_json(self.plan, one) for one in self.pareto],
             "scaling": {"strong": self._curve(self.strong), "weak": self._curve(self.weak)},

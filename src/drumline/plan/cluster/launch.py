@@ -57,7 +57,9 @@ class Launch:
         """Return them by name."""
         names = ("command", "file", "text", "missing")
         return {
-            one.framework: {name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names}
+            one.framework: {
+                name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names
+            }
             for one in self.configs
         }
 
@@ -69,7 +71,12 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
     megatron_text, megatron_missing = megatron(transformer, layout)
     return Launch(
         (
-            Config("drumline", f"{start} -m drumline.cli.main train plan.toml", "plan.toml", train_config(transformer, layout)),
+            Config(
+                "drumline",
+                f"{start} -m drumline.cli.main train plan.toml",
+                "plan.toml",
+                train_config(transformer, layout),
+            ),
             Config(
                 "torchtitan",
                 f"{start} -m torchtitan.train --job.config_file plan.toml",
@@ -106,7 +113,11 @@ def torchrun(cluster: Cluster) -> str:
 
 def train_config(transformer: Transformer, layout: Layout) -> str:
     """Return the config of `drumline train`; `read_train_config` reads it back."""
-    model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in ("experts", "sequence")}
+    model = {
+        one.name: getattr(transformer, one.name)
+        for one in fields(transformer)
+        if one.name not in ("experts", "sequence")
+    }
     if transformer.experts is not None:
         experts = transformer.experts
         model |= {f"experts_{one.name}": getattr(experts, one.name) for one in fields(experts)}
@@ -164,4 +175,6 @@ def read_train_config(text: str) -> Layout:
             **read["memory"],
         )
     except (KeyError, TypeError) as error:
-        raise PlanError(f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists") from None
+        raise PlanError(
+            f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists"
+        ) from None

@@ -13,7 +13,12 @@ _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
     """Return the arguments, one to a line, and a sentence for everything that they cannot say."""
     missing: list[str] = []
-    lines = [*_model(transformer), *_batch(transformer, layout), *_degrees(transformer, layout), *_stages(layout, missing)]
+    lines = [
+        *_model(transformer),
+        *_batch(transformer, layout),
+        *_degrees(transformer, layout),
+        *_stages(layout, missing),
+    ]
     lines += [*_sharding(layout, missing), *_memory(layout), "--bf16"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer that you choose")
     head = ["# A plan of `drumline plan`, for Megatron-LM. What it cannot say:", *(f"# - {one}" for one in missing)]

@@ -100,5 +100,3 @@ def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Candidat
 
 def _roomier(smallest: Candidate, headroom: float) -> str:
     return f"or {smallest.bytes / (1 - headroom) / _GIB:.0f} GiB a device"
-
-

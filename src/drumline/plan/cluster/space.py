@@ -93,7 +93,9 @@ class Mesh:
 
     def __str__(self) -> str:
         text = f"TP{self.tensor} PP{self.pipeline} DP{self.data}"
-        return text + (f" CP{self.context}" if self.context > 1 else "") + (f" EP{self.expert}" if self.expert > 1 else "")
+        return (
+            text + (f" CP{self.context}" if self.context > 1 else "") + (f" EP{self.expert}" if self.expert > 1 else "")
+        )
 
 
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Mesh]:

@@ -99,9 +99,7 @@ class Survey:
     def num_layouts(self) -> int:
         """Return how many layouts there are."""
         settings = len(recomputations(self.pins))
-        return sum(
-            len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families
-        )
+        return sum(len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families)
 
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
         """Return the `each` best layouts of each of the `top` best meshes that stay within the limit, best first."""

@@ -32,7 +32,9 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if layout.pipeline > 1:
         parallelism |= _pipeline(layout, missing)
     if layout.tensor > 1 and not layout.sequence_parallel:
-        missing.append("no sequence parallelism: tensor parallelism has it in torchtitan, unless a newer one is told otherwise")
+        missing.append(
+            "no sequence parallelism: tensor parallelism has it in torchtitan, unless a newer one is told otherwise"
+        )
     mode: dict[str, Any] = {"mode": layout.recompute}
     if layout.recompute == "selective":
         mode["selective_ac_option"] = "op"
@@ -40,7 +42,9 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     # Without a pipeline, a forward takes the local batch whole and the rest is accumulated.
     local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
     missing.append(f"the model: choose the flavor that is {transformer.name}, with {transformer.num_layers} layers")
-    comment = "\n".join(["A plan of `drumline plan`, for torchtitan. What it cannot say:", *(f"- {one}" for one in missing)])
+    comment = "\n".join(
+        ["A plan of `drumline plan`, for torchtitan. What it cannot say:", *(f"- {one}" for one in missing)]
+    )
     text = written(
         {
             "training": {

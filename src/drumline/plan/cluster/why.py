@@ -51,7 +51,9 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
-def _differences(chosen: Seconds, other: Seconds, least: float) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+def _differences(
+    chosen: Seconds, other: Seconds, least: float
+) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
     """Return what `other` loses and what it saves, item by item, the largest first."""
     by = {item.name: getattr(other, item.name) - getattr(chosen, item.name) for item in fields(Seconds)}
     lost = sorted(((item, delta) for item, delta in by.items() if delta > least), key=lambda one: -one[1])
