@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from drumline.core.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,20 @@ class Link:
 
     latency_seconds: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_seconds < math.inf:
+            raise PlanError(f"the latency of a link is {self.latency_seconds}", expected="0 or more seconds")
+        if not self.bytes_per_second > 0:
+            raise PlanError(f"a link carries {self.bytes_per_second} bytes per second", expected="more than 0")
+
+    def seconds(self, size: float) -> float:
+        """Return what a message of `size` bytes takes.
+
+        >>> Link(1e-6, 1e9).seconds(1e6)
+        0.001001
+        """
+        return self.latency_seconds + size / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +38,12 @@ class Device:
     flops_per_second: float
     memory_bytes: float
     memory_bytes_per_second: float
+    num_processors: int = 108
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "num_processors"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +55,26 @@ class Cluster:
     devices_per_node: int
     intra_node: Link
     inter_node: Link
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}", expected="1 or more")
+
+    def link(self, size: int, stride: int) -> Link:
+        """Return the link that a ring of `size` devices, `stride` apart, sees.
+
+        A ring that leaves its node shares the node's adapters among those of its members that are there.
+
+        >>> fast, slow = Link(0.0, 200e9), Link(0.0, 20e9)
+        >>> cluster = Cluster(Device("any", 1e15, 8e10, 2e12), 64, 8, fast, slow)
+        >>> cluster.link(8, 1).bytes_per_second, cluster.link(8, 8).bytes_per_second, cluster.link(16, 2).bytes_per_second
+        (200000000000.0, 20000000000.0, 80000000000.0)
+        """
+        if size * stride <= self.devices_per_node:
+            return self.intra_node
+        together = max(self.devices_per_node // stride, 1)
+        if together == 1:
+            return self.inter_node
+        speed = min(self.intra_node.bytes_per_second, together * self.inter_node.bytes_per_second)
+        return Link(self.inter_node.latency_seconds, speed)

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Practice:
+    """What the software that runs a layout does at the same time, fuses, or leaves out.
+
+    - `flash_attention`: one kernel for attention; the scores are never stored, and only half of them are computed.
+    - `fused_accumulation`: the product that makes a weight's gradient adds it to the sum in 32 bits by itself. Without,
+      another kernel reads and writes the sum, for every microbatch.
+    - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed.
+    - `overlap_pipeline`: a rank computes while messages between stages travel; where not, it waits for each.
+    - `scatter_gather`: of a message between stages each tensor-parallel rank sends its part only, and the receivers
+      gather it over the faster links of their node.
+    - `duplex`: messages between stages travel both ways at once.
+    - `overlap_data`: gradients are exchanged while the last backwards run.
+    """
+
+    flash_attention: bool = True
+    fused_accumulation: bool = True
+    overlap_tensor: bool = True
+    overlap_pipeline: bool = True
+    scatter_gather: bool = True
+    duplex: bool = True
+    overlap_data: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +36,9 @@ class Layout:
     """Degrees of parallelism and everything else that decides what a device does and holds.
 
     `tensor * pipeline * data * context` is the number of devices; `expert` divides `data * context`. `batch` and
-    `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches.
+    `microbatch` count sequences; a data-parallel rank runs `batch / (data * microbatch)` microbatches. `counts` are the
+    layers of every stage, where they are not to be as even as possible. Ranks are numbered with tensor parallelism
+    innermost, then context, then data, then the pipeline.
     """
 
     batch: int
@@ -26,11 +54,17 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"
     counts: tuple[int, ...] = ()
+    practice: Practice = field(default=Practice())
 
     @property
     def num_devices(self) -> int:
         """Return how many devices it takes."""
         return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def num_stages(self) -> int:
+        """Return into how many stages the layers are cut."""
+        return self.pipeline * self.stages_per_rank
 
     @property
     def num_microbatches(self) -> int:
