@@ -25,7 +25,7 @@ _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what planning for a cluster takes; the subject is the dispatcher's."""
     group = parser.add_argument_group("a model on a cluster")
-    whole, number = flags.whole_number, flags.number
+    whole = flags.whole_number
     group.add_argument("--hardware", metavar="NAME", help="of a device, like h100, or a JSON file of its numbers")
     group.add_argument("--gpus", type=whole, metavar="N", help="devices of the cluster")
     group.add_argument("--nodes", type=whole, metavar="N", help="nodes of the cluster, instead of --gpus")
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
     pins.add_argument("--recompute", metavar="HOW", help="none, selective or full")
     pins.add_argument("--no-sequence-parallel", action="store_true", help="keep it out of tensor parallelism")
+    pins.add_argument("--schedule", metavar="NAME[,...]", help="choose among these")
+    pins.add_argument("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank")
+    parser.add_argument("--memory-gib", type=flags.number, metavar="X", help="memory of a device")
+    parser.add_argument("--headroom", type=flags.number, metavar="SHARE", help="of the memory to leave free (0.1)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.html, .svg, .json; .toml or .args: a config")
+    flags.add_json(parser)
 
 
 _PINS = {

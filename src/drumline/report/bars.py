@@ -72,7 +72,8 @@ def _drawn(row: Bar, hues: Mapping[str, str], top: float, scale: float) -> Itera
         if length <= 0:
             continue
         note = f"<title>{_safe(f'{row.name}, {part}: {row.parts[part]:.4g}')}</title>"
-        yield f'<rect x="{x:.2f}" y="{top + 4:.1f}" width="{length:.2f}" height="{_ROW - 10}" fill="{hue}">{note}</rect>'
+        place = f'x="{x:.2f}" y="{top + 4:.1f}" width="{length:.2f}" height="{_ROW - 10}"'
+        yield f'<rect {place} fill="{hue}">{note}</rect>'
         x += length
     yield f'<text x="{x + 8:.1f}" y="{middle:.1f}" fill="{MUTED}">{_safe(row.note)}</text>'
 

@@ -10,7 +10,16 @@ from drumline.core.timeline import Timeline
 from drumline.report.html import asset, page_with
 from drumline.report.markup import Part, bar, legend, safe
 from drumline.report.plan_charts import pareto_chart, scaling_chart
-from drumline.report.plan_text import BYTES, SECONDS, VOLUMES, headline, settings_text
+from drumline.report.plan_text import (
+    BYTES,
+    SCALING,
+    SECONDS,
+    VOLUMES,
+    headline,
+    scaling_rows,
+    settings_text,
+    traffic_rows,
+)
 from drumline.report.remedy import duration
 from drumline.report.scene import document
 from drumline.report.svg import size_text
@@ -35,7 +44,8 @@ def plan_page(figures: Figures, timeline: Timeline | None = None, *, drawn: str 
 
 
 def _above(figures: Figures) -> str:
-    return f'<section class="report plan">{_cards(figures)}<div class="pair">{_seconds(figures)}{_bytes(figures)}</div></section>'
+    pair = f'<div class="pair">{_seconds(figures)}{_bytes(figures)}</div>'
+    return f'<section class="report plan">{_cards(figures)}{pair}</section>'
 
 
 def _below(figures: Figures) -> str:
@@ -159,36 +169,12 @@ def _more(figures: Figures) -> str:
 
 
 def _traffic(figures: Figures) -> str:
-    rows = [
-        [
-            one["name"],
-            one["mesh"],
-            *(size_text(one["volumes"][name]) for name in VOLUMES),
-            duration(one["step_seconds"]),
-            "yes" if one["fits"] else "no",
-        ]
-        for one in figures["traffic"]
-    ]
-    return _card("Bytes a device sends in a step", _table(["", "mesh", *VOLUMES, "a step", "fits"], rows))
+    header = ["", "mesh", *VOLUMES, "a step", "fits"]
+    return _card("Bytes a device sends in a step", _table(header, traffic_rows(figures)))
 
 
 def _scaling(figures: Figures) -> str:
-    rows = []
-    for name, points in figures["scaling"].items():
-        for one in points:
-            best = one["best"]
-            cells = (
-                ["does not fit", "", "", ""]
-                if best is None
-                else [
-                    best["mesh"],
-                    duration(best["step_seconds"]),
-                    f"{one['tokens_per_second']:,.0f}",
-                    f"{one['efficiency']:.1%}",
-                ]
-            )
-            rows.append([name, str(one["devices"]), str(one["batch"]), *cells])
-    return _table(["scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency"], rows)
+    return _table(SCALING, scaling_rows(figures))
 
 
 def _ranks(figures: Figures) -> str:

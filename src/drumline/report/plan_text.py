@@ -34,6 +34,7 @@ BYTES = {
     "activations": "activations",
     "buffers": "buffers",
 }
+SCALING = ("scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency")
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
 
@@ -43,8 +44,10 @@ def plan_text(figures: Figures, *, width: int = 100, framework: str = "drumline"
     if "more" in figures:
         parts += [
             _wrapped(["What more would buy:", *(f"- {one['sentence']}" for one in figures["more"])], width),
-            _scaling(figures, width),
-            _traffic(figures, width),
+            table(SCALING, scaling_rows(figures), width=width),
+            table(
+                ["bytes sent a step", "mesh", *VOLUMES, "a step", "fits"], traffic_rows(figures), width=width, left=2
+            ),
         ]
     if "launch" in figures:
         parts.append(_launch(figures["launch"][framework], width))
@@ -96,9 +99,9 @@ def _items(figures: Figures, width: int) -> str:
     ]
     held.append(["a device", size_text(chosen["peak_bytes"]), ""])
     return (
-        table(["time", "seconds", "share"], rows, width=width)
+        table(["time", "takes", "share"], rows, width=width)
         + "\n\n"
-        + table(["memory", "bytes", "share"], held, width=width)
+        + table(["memory", "holds", "share"], held, width=width)
     )
 
 
@@ -129,29 +132,23 @@ def _best(figures: Figures, width: int) -> str:
     return "\n".join(shown)
 
 
-def _scaling(figures: Figures, width: int) -> str:
-    header = ["scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency"]
+def scaling_rows(figures: Figures) -> list[list[str]]:
+    """Return strong and weak scaling as rows of text."""
     rows = []
     for name, points in figures["scaling"].items():
         for one in points:
             best = one["best"]
-            cells = (
-                ["does not fit", "", "", ""]
-                if best is None
-                else [
-                    best["mesh"],
-                    duration(best["step_seconds"]),
-                    f"{one['tokens_per_second']:,.0f}",
-                    f"{one['efficiency']:.1%}",
-                ]
-            )
+            cells = ["does not fit", "", "", ""]
+            if best is not None:
+                rate = f"{one['tokens_per_second']:,.0f}"
+                cells = [best["mesh"], duration(best["step_seconds"]), rate, f"{one['efficiency']:.1%}"]
             rows.append([name, str(one["devices"]), str(one["batch"]), *cells])
-    return table(header, rows, width=width)
+    return rows
 
 
-def _traffic(figures: Figures, width: int) -> str:
-    header = ["bytes a device sends in a step", "mesh", *VOLUMES, "a step", "fits"]
-    rows = [
+def traffic_rows(figures: Figures) -> list[list[str]]:
+    """Return what a device sends, as rows of text."""
+    return [
         [
             one["name"],
             one["mesh"],
@@ -161,7 +158,6 @@ def _traffic(figures: Figures, width: int) -> str:
         ]
         for one in figures["traffic"]
     ]
-    return table(header, rows, width=width, left=2)
 
 
 def _launch(config: Figures, width: int) -> str:

@@ -2,9 +2,9 @@
 
     126 layers on 16 stages, a head worth two thirds of a layer:   7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
 
-Layers are equal, so handing them out one by one, each to the rank that has least so far and there to the stage that has
-least, gives the smallest largest rank there is. Ties go to the middle: the first stage holds the embedding, the last one
-the head.
+Layers are equal, so handing them out one by one, each to the rank that has least so far and there to the stage that
+has least, gives the smallest largest rank there is. Ties go to the middle: the first stage holds the embedding, the
+last one the head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What more would buy, found by planning again: a GPU, a node, a GiB; twice the cluster; the memory of the fast ones."""
+"""What more would buy, found by planning again: a GPU, a node, a larger cluster, a GiB, as much memory as pays."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Candidate | None:
         return None
     cluster = replace(plan.cluster, num_devices=devices, devices_per_node=per_node)
     pins = replace(plan.pins, data=None, pipeline=None)
-    found = _best(plan, cluster, pins, batch, plan.limit_bytes)
-    return found
+    return _best(plan, cluster, pins, batch, plan.limit_bytes)
 
 
 def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Candidate | None:

@@ -3,13 +3,14 @@
 What is enumerated, unless a pin says otherwise:
 
     tensor      degrees within a node that divide heads, key/value heads and the feed-forward width
-    context     1, and degrees that leave a device at least 4,096 tokens in two equal pieces
+    context     1, and degrees that leave a device at least 8,192 tokens, in two equal pieces
     pipeline    any number of ranks up to the layers, stages as even as they go (`cut`)
     data        what is left of the devices; it divides the batch
     expert      degrees that divide data x context and the experts
     microbatch  1, 2, 4, 8 or 16 sequences
     schedule    the ones of `SCHEDULES`; interleaved ones with 2 to 8 stages per rank where ranks divide microbatches
-    ZeRO        0 to 3; sequence parallelism wherever there is tensor parallelism (the same bytes sent, fewer kept)
+    ZeRO        1 to 3: stage 0 sends gradients back in 32 bits where stage 1 sends weights in 16, and holds more
+    sequence    parallel wherever there is tensor parallelism: the same bytes sent, fewer kept
     recompute   none, selective, full
 """
 
@@ -38,7 +39,7 @@ SCHEDULES: dict[str, tuple[int, ...]] = {
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 MICROBATCHES = (1, 2, 4, 8, 16)
-SHORTEST = 4096  # tokens that a context-parallel rank keeps at least
+SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,12 @@ def _context(transformer: Transformer, cluster: Cluster, tensor: int, pins: Pins
                 expected=f"a sequence that is a multiple of {2 * pins.context}: every rank takes two equal pieces",
             )
         return [pins.context]
-    degrees = [1]
-    for degree in divisors(cluster.num_devices // tensor)[1:]:
-        if transformer.sequence % (2 * degree) == 0 and transformer.sequence // degree >= SHORTEST:
-            degrees.append(degree)
-    return degrees
+    longest = transformer.sequence // SHORTEST
+    return [
+        degree
+        for degree in divisors(cluster.num_devices // tensor)
+        if degree == 1 or (degree <= longest and transformer.sequence % (2 * degree) == 0)
+    ]
 
 
 def _expert(transformer: Transformer, ranks: int, pins: Pins) -> list[int]:
@@ -241,29 +243,28 @@ def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pi
     if mesh.pipeline == 1:
         wanted = (not pins.schedules or "1f1b" in pins.schedules) and pins.stages_per_rank in (None, 1)
         return [("1f1b", 1)] if wanted else []
-    found = []
-    for name in pins.schedules or SCHEDULES:
-        for stages in SCHEDULES[name] if pins.stages_per_rank is None else (pins.stages_per_rank,):
-            if _admits(name, stages, mesh.pipeline, num_microbatches, transformer.num_layers):
-                found.append((name, stages))
-    return found
+    return [
+        (name, stages)
+        for name in pins.schedules or SCHEDULES
+        for stages in (SCHEDULES[name] if pins.stages_per_rank is None else (pins.stages_per_rank,))
+        if _admits(name, stages, mesh.pipeline, num_microbatches, transformer.num_layers)
+    ]
 
 
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
+    if pipeline * stages > num_layers:
+        return False
     if name == "interleaved-1f1b":
-        fits = stages > 1 and num_microbatches % pipeline == 0
-    else:
-        fits = stages in SCHEDULES[name]
-    if name == "dualpipe-v":
-        fits = fits and num_microbatches >= 2 * pipeline
-    return fits and pipeline * stages <= num_layers
+        return stages > 1 and num_microbatches % pipeline == 0
+    enough = 2 * pipeline if name == "dualpipe-v" else 1
+    return stages in SCHEDULES[name] and num_microbatches >= enough
 
 
 def zero_stages(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
     """Return the ZeRO stages worth a look: with nobody to share with, only none."""
     if pins.zero is not None:
         return (pins.zero,)
-    return ZERO if mesh.data * mesh.context > 1 else (0,)
+    return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
 
 
 def recomputations(pins: Pins) -> tuple[str, ...]:

@@ -1,12 +1,12 @@
 """The best layouts under a memory limit, without a look at most of them.
 
-Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Four
+Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Some
 things are taken for true of any estimate, and let a search pass by what cannot win:
 
-    what a family computes and sends within a microbatch is paid by all of its layouts  →  a floor of their seconds
-    only the gradient exchange and the optimizer know of the ZeRO stage                 →  the rest is a floor, too
-    recomputing more never saves time                                                   →  the first that fits is best
-    recomputing more, or ZeRO 2 after 1 after 0, never holds more                       →  if those do not fit, none does
+    what a family computes and sends within a microbatch is paid by all of its layouts   →  a floor of their seconds
+    only the gradient exchange and the optimizer know of the ZeRO stage                  →  the rest is a floor, too
+    recomputing more never saves time, and never holds more                              →  the first that fits is best
+    a schedule that is made to hold less (`SAVERS`) is not faster than the one it is made from
 
 Estimates are kept, so that another limit costs only what was passed by before.
 """
@@ -38,6 +38,8 @@ from drumline.plan.cluster.transformer import Transformer
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 
+# Schedules that are made to hold less, and what they are made from.
+SAVERS = {("v-half", 2): ("zb-v", 2)}
 _SLACK = 0.97  # of a floor: stages of other schedules may be a little more even than the weights say
 
 
@@ -83,6 +85,32 @@ class _Family:
     seen: dict[tuple[tuple[str, int], int, str], Candidate] = field(default_factory=dict)
 
 
+class _Best:
+    """The best candidates so far: some of each mesh, and how fast another must be to count."""
+
+    def __init__(self, top: int, each: int) -> None:
+        self.top, self.each = top, each
+        self.threshold = math.inf
+        self._held: dict[Mesh, list[Candidate]] = {}
+
+    def bound(self, mesh: Mesh) -> float:
+        """Return the seconds above which nothing of this mesh counts."""
+        held = self._held.get(mesh, ())
+        return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
+
+    def add(self, one: Candidate) -> None:
+        held = self._held.setdefault(one.mesh, [])
+        insort(held, one, key=lambda one: one.rank)
+        del held[self.each :]
+        firsts = sorted(held[0].seconds for held in self._held.values())
+        if len(firsts) >= self.top:
+            self.threshold = firsts[self.top - 1]
+
+    def candidates(self) -> list[Candidate]:
+        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)[: self.top]
+        return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
+
+
 class Survey:
     """All layouts of a transformer on a cluster, evaluated as far as was needed."""
 
@@ -103,19 +131,15 @@ class Survey:
 
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
         """Return the `each` best layouts of each of the `top` best meshes that stay within the limit, best first."""
-        found: dict[Mesh, list[Candidate]] = {}
-        bound = math.inf
+        found = _Best(top, each)
         for family in self._families:
-            if family.floor > bound:
-                break
-            held = found.setdefault(family.mesh, [])
-            for candidate in self._within(family, limit_bytes, bound):
-                insort(held, candidate, key=lambda one: one.rank)
-                del held[each:]
-            firsts = sorted(held[0].seconds for held in found.values() if held)
-            bound = firsts[top - 1] if len(firsts) >= top else math.inf
-        chosen = sorted((held for held in found.values() if held), key=lambda held: held[0].rank)[:top]
-        return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
+            if family.floor > found.bound(family.mesh):
+                if family.floor > found.threshold:
+                    break
+                continue
+            for schedule in family.schedules:
+                self._search(family, schedule, limit_bytes, found)
+        return found.candidates()
 
     def smallest(self) -> Candidate | None:
         """Return the layout that holds the least, or None where the pins admit none."""
@@ -147,24 +171,28 @@ class Survey:
         family.floor = _SLACK * even * (took.compute + took.recompute + took.tensor + took.context + took.expert)
         return family
 
-    def _within(self, family: _Family, limit: float, bound: float) -> Iterator[Candidate]:
-        """Yield what stays within the limit and may be faster than the bound."""
-        zeros, again = zero_stages(family.mesh, self.pins), recomputations(self.pins)
-        for schedule in family.schedules:
-            if all(self._seen(family, schedule, zero, again[-1]).bytes > limit for zero in zeros[-2:]):
+    def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
+        """Add what stays within the limit and may be among the best."""
+        again = recomputations(self.pins)
+        larger = SAVERS.get(schedule, schedule)
+        if larger not in family.schedules:
+            larger = schedule
+        for zero in zero_stages(family.mesh, self.pins):
+            first = self._seen(family, larger, zero, again[0])
+            if larger != schedule and first.bytes <= limit:
                 continue
-            for zero in zeros:
-                first = self._seen(family, schedule, zero, again[0])
-                took = first.estimate.seconds
-                if took.total - took.data_exposed - took.optimizer > bound:
+            took = first.estimate.seconds
+            if took.total - took.data_exposed - took.optimizer > found.bound(family.mesh):
+                return
+            if min(self._seen(family, schedule, zero, one).bytes for one in (again[0], again[-1])) > limit:
+                continue
+            for recompute in again:
+                one = self._seen(family, schedule, zero, recompute)
+                if one.seconds > found.bound(family.mesh):
                     break
-                for recompute in again:
-                    one = self._seen(family, schedule, zero, recompute)
-                    if one.seconds > bound:
-                        break
-                    if one.bytes <= limit:
-                        yield one
-                        break
+                if one.bytes <= limit:
+                    found.add(one)
+                    break
 
     def _seen(self, family: _Family, schedule: tuple[str, int], zero: int, recompute: str) -> Candidate:
         key = (schedule, zero, recompute)

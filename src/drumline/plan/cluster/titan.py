@@ -32,9 +32,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     if layout.pipeline > 1:
         parallelism |= _pipeline(layout, missing)
     if layout.tensor > 1 and not layout.sequence_parallel:
-        missing.append(
-            "no sequence parallelism: tensor parallelism has it in torchtitan, unless a newer one is told otherwise"
-        )
+        missing.append("no sequence parallelism: torchtitan has it wherever there is tensor parallelism")
     mode: dict[str, Any] = {"mode": layout.recompute}
     if layout.recompute == "selective":
         mode["selective_ac_option"] = "op"
