@@ -141,9 +141,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             fix="leave one of them out",
         )
     found = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
-    if args.memory_gib is not None:
-        found = replace(found, device=replace(found.device, memory_bytes=args.memory_gib * _GIB))
-    return found
+    memory = getattr(args, "memory", None) if args.memory_gib is None else args.memory_gib * _GIB
+    return found if memory is None else replace(found, device=replace(found.device, memory_bytes=memory))
 
 
 def _pins(args: argparse.Namespace) -> Pins:
@@ -155,7 +154,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         zero=args.zero,
         recompute=args.recompute,
         sequence_parallel=False if args.no_sequence_parallel else None,
-        schedules=tuple(args.schedule.split(",")) if args.schedule else (),
+        schedules=tuple(args.schedule.split(",")) if args.schedule else (getattr(args, "schedules", None) or ()),
     )
 
 
