@@ -13,7 +13,7 @@ from drumline.plan.cluster.space import (
     RECOMPUTE,
     ZERO,
     Pins,
-    meshes,
+    layouts,
     microbatch_sizes,
     schedules_of,
 )
@@ -34,7 +34,7 @@ def changes(plan: ClusterPlan) -> list[Change]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     found = []
     for what, layout in _changed(plan):
-        one = _exact(plan, layout)
+        one = plan.survey.exact(layout)
         found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
     return sorted(found, key=lambda one: (one.candidate.bytes > plan.limit_bytes, one.candidate.seconds))
 
@@ -61,38 +61,18 @@ def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
         yield "no sequence parallelism", replace(layout, sequence_parallel=False)
 
 
-def _exact(plan: ClusterPlan, layout: Layout) -> Candidate:
-    return Candidate(layout, plan.refine(plan.transformer, plan.cluster, layout), plan.chosen.is_exact)
-
-
 def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Candidate]]:
-    """Return the choice beside the fastest layout that shards everything and has no pipeline, fitting or not."""
+    """Return the choice beside the fastest layout that shards everything and has no pipeline, fitting or not.
+
+    Where the choice itself has no pipeline, the fastest of those that have one stands beside it, too.
+    """
     rows = [("chosen", plan.chosen)]
-    pins = Pins(pipeline=1, zero=3)
+    if plan.chosen.layout.pipeline == 1:
+        rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
     try:
-        found = meshes(plan.transformer, plan.cluster, plan.batch, pins)
+        every = list(layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3)))
     except PlanError:  # fewer sequences than devices, even with all of a node on one of them
         return rows
-    sharded = [
-        _exact(
-            plan,
-            Layout(
-                plan.batch,
-                size,
-                mesh.tensor,
-                1,
-                mesh.data,
-                mesh.context,
-                mesh.expert,
-                zero=3,
-                sequence_parallel=mesh.tensor > 1,
-                recompute=recompute,
-                counts=(plan.transformer.num_layers,),
-            ),
-        )
-        for mesh in found
-        for size in microbatch_sizes(plan.batch, mesh, Pins())
-        for recompute in RECOMPUTE
-    ]
+    sharded = [plan.survey.exact(layout) for layout in every]
     fitting = [one for one in sharded if one.bytes <= plan.limit_bytes] or sharded
     return [*rows, ("FSDP, no pipeline", min(fitting, key=lambda one: one.rank))]

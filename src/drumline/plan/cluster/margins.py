@@ -8,7 +8,7 @@ from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.planner import ClusterPlan, chosen_of
 from drumline.plan.cluster.space import Pins
-from drumline.plan.cluster.survey import Candidate, Survey
+from drumline.plan.cluster.survey import Candidate
 
 _GIB = 2**30
 _STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster
@@ -58,8 +58,6 @@ def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
     devices = plan.cluster.num_devices + more
     best = planned(plan, devices, plan.batch)
     gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    if best is None and more < plan.cluster.devices_per_node:
-        return Margin(what, devices, plan.limit_bytes, None, 0.0)
     return Margin(what, devices, plan.limit_bytes, best, gain)
 
 
@@ -75,15 +73,15 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Candidate | None:
 
 def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Candidate | None:
     try:
-        survey = Survey(plan.transformer, cluster, batch=batch, pins=pins, evaluate=plan.survey.evaluate)
+        survey = plan.survey.asked(cluster, batch=batch, pins=pins)
     except PlanError:  # no mesh at all
         return None
-    return next(iter(chosen_of(survey, limit, plan.refine)), None)
+    return next(iter(chosen_of(survey, limit)), None)
 
 
 def _memory(plan: ClusterPlan, more: float, what: str) -> Margin:
     limit = plan.limit_bytes + more
-    best = next(iter(chosen_of(plan.survey, limit, plan.refine)), None)
+    best = next(iter(chosen_of(plan.survey, limit)), None)
     gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
     return Margin(what, plan.cluster.num_devices, limit, best, gain)
 
@@ -107,7 +105,7 @@ def pareto(plan: ClusterPlan) -> list[Candidate]:
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
     found: list[Candidate] = [plan.chosen]
     for limit in limits:
-        found += chosen_of(plan.survey, limit, plan.refine)
+        found += chosen_of(plan.survey, limit)
     front: list[Candidate] = []
     for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or one.seconds < front[-1].seconds:

@@ -20,7 +20,7 @@ from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.refusal import nothing_fits
-from drumline.plan.cluster.space import Pins
+from drumline.plan.cluster.space import Mesh, Pins
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 
@@ -44,7 +44,6 @@ class ClusterPlan:
     headroom: float
     best: tuple[Candidate, ...]
     survey: Survey = field(repr=False)
-    refine: Evaluator = field(repr=False)
     seconds: float
 
     @property
@@ -84,33 +83,23 @@ def plan(
     if evaluate is None:
         evaluate, refine = estimate, partial(estimate, exact=True)
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate)
+    survey = Survey(transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate, refine=refine)
     limit = limit_of(cluster, headroom)
-    best = chosen_of(survey, limit, refine, top=top)
+    best = chosen_of(survey, limit, top=top, more=_MORE, each=_EACH)
     if not best:
         raise nothing_fits(survey, limit, headroom)
-    return ClusterPlan(
-        transformer,
-        cluster,
-        batch,
-        survey.pins,
-        headroom,
-        tuple(best),
-        survey,
-        refine or evaluate,
-        clock() - began,
-    )
+    return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, clock() - began)
 
 
-def chosen_of(survey: Survey, limit: float, refine: Evaluator | None, *, top: int = 1) -> list[Candidate]:
-    """Return the best layout of each of the `top` best meshes, simulated exactly and within the limit."""
-    if refine is None:
+def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Candidate]:
+    """Return the best layout of each of the `top` best meshes within the limit.
+
+    `each` layouts of as many meshes and `more` are simulated: one that came after may come out ahead.
+    """
+    if survey.refine is None:
         return survey.best(limit, top=top)
-    found = survey.best(limit, top=top + _MORE, each=_EACH)
-    exact = [
-        Candidate(one.layout, refine(survey.transformer, survey.cluster, one.layout), is_exact=True) for one in found
-    ]
-    first = {}
+    exact = [survey.exact(one.layout) for one in survey.best(limit, top=top + more, each=each)]
+    first: dict[Mesh, Candidate] = {}
     for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
         first.setdefault(one.mesh, one)
     return list(first.values())[:top]

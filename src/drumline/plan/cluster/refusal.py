@@ -91,7 +91,7 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
 def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Candidate | None:
     """Return the smallest layout of another question if it fits."""
     try:
-        other = Survey(survey.transformer, cluster, batch=survey.batch, pins=pins, evaluate=survey.evaluate)
+        other = survey.asked(cluster, batch=survey.batch, pins=pins)
     except PlanError:  # pins that this cluster cannot meet
         return None
     found = other.smallest()

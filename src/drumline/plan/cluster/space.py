@@ -26,6 +26,7 @@ from drumline.plan.cluster.cut import layer_counts
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
+from drumline.schedules.registry import MAX_PAIRS
 
 # By name: how many stages a rank may hold.
 SCHEDULES: dict[str, tuple[int, ...]] = {
@@ -252,7 +253,7 @@ def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pi
 
 
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
-    if pipeline * stages > num_layers:
+    if pipeline * stages > num_layers or pipeline * stages * num_microbatches > MAX_PAIRS:
         return False
     if name == "interleaved-1f1b":
         return stages > 1 and num_microbatches % pipeline == 0

@@ -40,6 +40,7 @@ Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 
 # Schedules that are made to hold less, and what they are made from.
 SAVERS = {("v-half", 2): ("zb-v", 2)}
+MOST_PAIRS = 40_000  # (stage, microbatch) pairs of a pipeline that is simulated
 _SLACK = 0.97  # of a floor: stages of other schedules may be a little more even than the weights say
 
 
@@ -115,13 +116,33 @@ class Survey:
     """All layouts of a transformer on a cluster, evaluated as far as was needed."""
 
     def __init__(
-        self, transformer: Transformer, cluster: Cluster, *, batch: int, pins: Pins, evaluate: Evaluator
+        self,
+        transformer: Transformer,
+        cluster: Cluster,
+        *,
+        batch: int,
+        pins: Pins,
+        evaluate: Evaluator,
+        refine: Evaluator | None = None,
     ) -> None:
         self.transformer, self.cluster, self.batch, self.pins = transformer, cluster, batch, pins
-        self.evaluate = evaluate
+        self.evaluate, self.refine = evaluate, refine
         self.num_evaluated = 0
+        self._exact: dict[Layout, Candidate] = {}
         self._families = [self._floored(one) for one in self._enumerated()]
         self._families.sort(key=lambda one: one.floor)
+
+    def asked(self, cluster: Cluster, *, batch: int, pins: Pins) -> Survey:
+        """Return the survey of another question about the same transformer."""
+        return Survey(self.transformer, cluster, batch=batch, pins=pins, evaluate=self.evaluate, refine=self.refine)
+
+    def exact(self, layout: Layout) -> Candidate:
+        """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""
+        if layout not in self._exact:
+            known = self.refine if layout.num_microbatches * layout.num_stages <= MOST_PAIRS else None
+            estimate = (known or self.evaluate)(self.transformer, self.cluster, layout)
+            self._exact[layout] = Candidate(layout, estimate, is_exact=known is not None)
+        return self._exact[layout]
 
     @property
     def num_layouts(self) -> int:
