@@ -10,7 +10,7 @@ from drumline.plan.cluster.kernels import gather_seconds, memory_seconds
 from drumline.plan.cluster.layers import WORD, embedding_ops, head_ops, layer_ops, tokens_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import device_bytes
-from drumline.plan.cluster.shape import makespan, pairs_held, simulated, stages_of
+from drumline.plan.cluster.shape import makespan, simulated, stages_of
 from drumline.plan.cluster.slices import Slices, slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.volumes import message_bytes, volumes_of
@@ -34,9 +34,8 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     stages = stage_ops(transformer, cluster, layout, slices)
     hop, blocked = hop_seconds(transformer, cluster, layout)
     times = layout.num_microbatches
-    alike = _alike(layout, slices)
-    ranks = {rank: _of_rank(layout, stages, rank) for rank in alike}
-    busiest = max(ranks.values(), key=lambda one: one.total.total)
+    ranks = [_of_rank(layout, stages, rank) for rank in range(layout.pipeline)]
+    busiest = max(ranks, key=lambda one: one.total.total)
     # A rank that waits for its messages is as good as one that computes meanwhile.
     waits = [one + Ops(Work(blocked / 2), Work(), Work(blocked / 2)) for one in stages] if blocked else stages
     timed = simulated if exact else makespan
@@ -46,7 +45,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     steady = times * (work.total + blocked * layout.stages_per_rank)
     exchanged = [
         data_exchange(cluster, layout, slices.parameters(rank), ops.forward.total, ops.backward.total)
-        for rank, ops in ranks.items()
+        for rank, ops in enumerate(ranks)
     ]
     exchange = max(exchanged, key=lambda one: one.seconds)
     tied = tied_exchange(transformer, cluster, layout)
@@ -59,11 +58,10 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
         pipeline=times * blocked * layout.stages_per_rank,
         data_exposed=exchange.seconds + tied.seconds,
         bubble=max(taken - steady, 0.0),
-        optimizer=max(_step(cluster, layout, slices, rank) for rank in alike),
+        optimizer=max(_step(cluster, layout, slices, rank) for rank in range(layout.pipeline)),
     )
-    mean = sum(len(alike[rank]) * one.total.total for rank, one in ranks.items()) / layout.pipeline
-    ahead = [max(same, key=lambda rank: _pairs(layout, rank)) for same in alike.values()]
-    fullest = max((device_bytes(transformer, layout, slices, rank) for rank in ahead), key=_total)
+    mean = sum(one.total.total for one in ranks) / len(ranks)
+    fullest = max((device_bytes(transformer, layout, slices, rank) for rank in range(layout.pipeline)), key=_total)
     num_layers = max(a + b for a, b in zip(slices.dense_layers, slices.expert_layers, strict=True))
     volumes = volumes_of(
         transformer,
@@ -122,23 +120,6 @@ def model_flops(transformer: Transformer, batch: int) -> float:
     attention = transformer.num_layers * (transformer.hidden * (2 * width + keys) + 2 * transformer.sequence * width)
     weights = attention + kinds * transformer.hidden * inner + transformer.hidden * transformer.vocabulary
     return 6.0 * batch * transformer.sequence * weights
-
-
-def _alike(layout: Layout, slices: Slices) -> dict[int, list[int]]:
-    """Return the ranks whose stages are alike, under the first of them: most ranks of a long pipeline are."""
-    last = layout.num_stages - 1
-    found: dict[tuple[tuple[int, int, bool, bool, float], ...], list[int]] = {}
-    for rank in range(layout.pipeline):
-        kind = tuple(
-            (slices.dense_layers[stage], slices.expert_layers[stage], stage == 0, stage == last, part)
-            for stage, part in stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)
-        )
-        found.setdefault(kind, []).append(rank)
-    return {ranks[0]: ranks for ranks in found.values()}
-
-
-def _pairs(layout: Layout, rank: int) -> int:
-    return pairs_held(layout.schedule, rank, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
 
 
 def _of_rank(layout: Layout, stages: list[Ops], rank: int) -> Ops:

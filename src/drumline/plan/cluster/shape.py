@@ -20,7 +20,6 @@ MIRRORED = ("dualpipe", "chimera")
 LOOPED = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
 
 
-@lru_cache(maxsize=65536)
 def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, float], ...]:
     """Return a rank's stages, each with the part of its microbatches that runs there.
 
