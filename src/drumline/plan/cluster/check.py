@@ -75,7 +75,7 @@ def _check_model(transformer: Transformer, layout: Layout) -> None:
             f"{num_experts} experts of {transformer.name} on {layout.expert} expert-parallel ranks",
             expected="a divisor of the number of experts" if num_experts else "expert=1 for a model without experts",
         )
-    if transformer.num_layers < layout.num_stages:
+    if transformer.num_layers < layout.num_stages and not layout.counts:
         raise PlanError(
             f"{transformer.num_layers} layers of {transformer.name} in {layout.num_stages} stages",
             expected="at least one layer per stage",

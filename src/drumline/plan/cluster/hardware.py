@@ -31,14 +31,45 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """What part of a data sheet's numbers kernels reach.
+
+    `product` is for a product that is deep and large; `depth` is how many steps of the inner sum it takes to start and
+    to write out a tile. `memory` is for kernels that pass over memory, `attention` for fused attention.
+    `launch_seconds` is the gap between two kernels.
+    """
+
+    product: float
+    depth: float
+    memory: float
+    attention: float
+    launch_seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("product", "memory", "attention"):
+            if not 0 < getattr(self, name) <= 1:
+                raise PlanError(
+                    f"{name} that is reached is {getattr(self, name)}", expected="a part, above 0 and up to 1"
+                )
+        for name in ("depth", "launch_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} is {getattr(self, name)}", expected="0 or more")
+
+
+# Taken from the ten rows of Table 1 of Megatron-LM's SC'21 paper (A100) and from nothing else: see docs/published.md.
+REACH = Reach(product=0.8, depth=128.0, memory=0.63, attention=0.5, launch_seconds=4e-6)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: what its data sheet says. How much of it kernels reach is `kernels`' business."""
+    """One accelerator: what its data sheet says, and what kernels reach of that."""
 
     name: str
     flops_per_second: float
     memory_bytes: float
     memory_bytes_per_second: float
     num_processors: int = 108
+    reach: Reach = REACH
 
     def __post_init__(self) -> None:
         for name in ("flops_per_second", "memory_bytes", "memory_bytes_per_second", "num_processors"):
@@ -68,8 +99,8 @@ class Cluster:
 
         >>> fast, slow = Link(0.0, 200e9), Link(0.0, 20e9)
         >>> cluster = Cluster(Device("any", 1e15, 8e10, 2e12), 64, 8, fast, slow)
-        >>> cluster.link(8, 1).bytes_per_second, cluster.link(8, 8).bytes_per_second, cluster.link(16, 2).bytes_per_second
-        (200000000000.0, 20000000000.0, 80000000000.0)
+        >>> [cluster.link(size, stride).bytes_per_second / 1e9 for size, stride in ((8, 1), (8, 8), (16, 2))]
+        [200.0, 20.0, 80.0]
         """
         if size * stride <= self.devices_per_node:
             return self.intra_node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -12,23 +12,28 @@ class Practice:
     """What the software that runs a layout does at the same time, fuses, or leaves out.
 
     - `flash_attention`: one kernel for attention; the scores are never stored, and only half of them are computed.
-    - `fused_accumulation`: the product that makes a weight's gradient adds it to the sum in 32 bits by itself. Without,
-      another kernel reads and writes the sum, for every microbatch.
+    - `accumulation_bytes`: what is read and written per parameter and microbatch to add a gradient to its sum. Nothing
+      where the product that makes the gradient adds it by itself.
+    - `gradient_bytes`: of a gradient's sum over the microbatches, which is also what is exchanged.
     - `overlap_tensor`: in backward, tensor-parallel messages travel while weight gradients are computed.
     - `overlap_pipeline`: a rank computes while messages between stages travel; where not, it waits for each.
     - `scatter_gather`: of a message between stages each tensor-parallel rank sends its part only, and the receivers
       gather it over the faster links of their node.
-    - `duplex`: messages between stages travel both ways at once.
-    - `overlap_data`: gradients are exchanged while the last backwards run.
+    - `duplex`: messages between two ranks travel both ways at once.
+    - `overlap_data`: gradients are exchanged while the last backward runs, weights while the next forward does.
     """
 
     flash_attention: bool = True
-    fused_accumulation: bool = True
+    accumulation_bytes: int = 0
+    gradient_bytes: int = 4
     overlap_tensor: bool = True
     overlap_pipeline: bool = True
     scatter_gather: bool = True
     duplex: bool = True
     overlap_data: bool = True
+
+
+PRACTICE = Practice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"
     counts: tuple[int, ...] = ()
-    practice: Practice = field(default=Practice())
+    practice: Practice = PRACTICE
 
     @property
     def num_devices(self) -> int:

@@ -48,7 +48,7 @@ MODELS = {
         _gpt("gpt-530b", 105, 20480, 128),
         _gpt("gpt-1t", 128, 25600, 160),
         _gpt("mt-nlg-530b", 105, 20480, 128, 50304),
-        Transformer("bloom-176b", 70, 14336, 112, 250880, sequence=2048, learned_positions=False, dropout=False),
+        Transformer("bloom-176b", 70, 14336, 112, 250880, sequence=2048, learned_positions=False),
         _llama("llama-3-8b", 32, 4096, 32, 14336),
         _llama("llama-3-70b", 80, 8192, 64, 28672),
         _llama("llama-3-405b", 126, 16384, 128, 53248),

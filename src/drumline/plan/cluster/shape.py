@@ -1,12 +1,13 @@
 """What a schedule does with ranks, as formulas: which stages a rank has, how many pairs it holds, how long it is idle.
 
-Where there is no formula the program is made and counted or simulated, for as few microbatches as show everything: a step's
-middle repeats itself.
+Where there is no formula the program is made, and counted or simulated, for as few microbatches as show everything: a
+step's middle repeats itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from drumline.core.costs import Costs
@@ -17,7 +18,6 @@ from drumline.schedules import find, generate
 
 V_PLACED = ("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo")
 MIRRORED = ("dualpipe", "chimera")
-LOOPED = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
 
 
 def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, float], ...]:
@@ -26,14 +26,30 @@ def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) ->
     >>> stages_of("interleaved-1f1b", 1, 4, 2), stages_of("zb-v", 1, 4, 2), stages_of("dualpipe", 1, 4, 1)
     (((1, 1.0), (5, 1.0)), ((1, 1.0), (6, 1.0)), ((1, 0.5), (2, 0.5)))
     """
+    if stages_per_rank == 1 and schedule not in MIRRORED:
+        return ((rank, 1.0),)
     if schedule in MIRRORED:
         return (rank, 0.5), (num_ranks - 1 - rank, 0.5)
     if schedule in V_PLACED:
         turn = 2 * num_ranks
-        return tuple(
-            (wave * turn + place, 1.0) for wave in range(stages_per_rank // 2) for place in (rank, turn - 1 - rank)
-        )
+        places = (rank, turn - 1 - rank)
+        return tuple((wave * turn + place, 1.0) for wave in range(stages_per_rank // 2) for place in places)
     return tuple((rank + turn * num_ranks, 1.0) for turn in range(stages_per_rank))
+
+
+def num_sides(schedule: str, stage: int, num_ranks: int, num_stages: int) -> int:
+    """Return on how many sides a stage has a neighbour on another rank.
+
+    >>> [num_sides("1f1b", stage, 4, 4) for stage in range(4)], [num_sides("zb-v", stage, 2, 4) for stage in range(4)]
+    ([1, 2, 2, 1], [1, 1, 1, 1])
+    """
+    if num_ranks == 1:
+        return 0
+    sides = 2 - (stage == 0) - (stage == num_stages - 1)
+    if schedule in V_PLACED:  # the wave turns around inside of the first and the last rank
+        turns_before, turns_after = stage % num_ranks == 0, (stage + 1) % num_ranks == 0
+        sides -= (turns_before and stage > 0) + (turns_after and stage < num_stages - 1)
+    return sides
 
 
 def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
@@ -44,11 +60,12 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
     """
     most = num_microbatches * stages_per_rank
     after = num_ranks - 1 - rank
+    if schedule == "1f1b":
+        return min(after + 1, most)
     formulas = {
         "naive": 1,
         "gpipe": most,
         "looped-bfs": most,
-        "1f1b": after + 1,
         "interleaved-1f1b": (stages_per_rank - 1) * num_ranks + 2 * after + 1,
         "zb-h1": num_ranks,
         "zb-h2": 2 * num_ranks - 1,
@@ -58,94 +75,110 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
     }
     found = formulas.get(schedule)
     if found is None:
-        found = _counted(schedule, num_ranks, min(num_microbatches, _enough(num_ranks)), stages_per_rank)[rank]
+        found = _counted(schedule, num_ranks, _few(num_ranks, num_microbatches), stages_per_rank)[rank]
     return min(found, most)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Ranks that take the same for a microbatch: how many, and the seconds of F, of I with what it recomputes, of W."""
+
+    count: int
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+    @property
+    def total(self) -> float:
+        """Return all seconds of a microbatch."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+FORMULAS = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "dualpipe",
+    "dualpipe-v",
+)
+
+
 def makespan(
-    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
+    schedule: str,
+    paces: Sequence[Pace],
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    hop_seconds: float = 0.0,
 ) -> float:
-    """Return how long the ranks take, by formula where there is one; `hop_seconds` is the latency between two ranks.
+    """Return how long the ranks take, by formula; `hop_seconds` is the latency between two ranks.
 
     All microbatches at the pace of the busiest rank, and before and after that what the others take for one.
 
-    >>> from drumline.plan.cluster.work import Work
-    >>> equal = [Ops(Work(1.0), Work(), Work(1.0), Work(1.0))] * 4
-    >>> [makespan(name, equal, 4, 8) for name in ("1f1b", "zb-h1")]
+    >>> [makespan(name, [Pace(4, 1.0, 1.0, 1.0)], 8) for name in ("1f1b", "zb-h1")]
     [33.0, 27.0]
+    >>> makespan("zb-v", [Pace(4, 2.0, 2.0, 2.0)], 8, stages_per_rank=2)
+    51.0
     """
-    stages_per_rank = max(len(stages) // num_ranks, 1)
-    forward, middle, last = (
-        _by_rank(schedule, [getattr(one, part).total for one in stages], num_ranks, stages_per_rank)
-        for part in ("forward", "backward_input", "backward_weight")
-    )
-    again = _by_rank(schedule, [one.again.total for one in stages], num_ranks, stages_per_rank)
-    middle = [a + b for a, b in zip(middle, again, strict=True)]
-    whole = [f + i + w for f, i, w in zip(forward, middle, last, strict=True)]
-    busiest = max(range(num_ranks), key=lambda rank: whole[rank])
-    steady = num_microbatches * whole[busiest]
-    others = [rank for rank in range(num_ranks) if rank != busiest]
+    num_ranks = sum(one.count for one in paces)
+    busiest = max(paces, key=_total)
+    others = [(one, one.count - (one is busiest)) for one in paces]
+    steady = num_microbatches * busiest.total
     hops = (num_ranks - 1) * hop_seconds
     if schedule == "naive":
-        return num_microbatches * (sum(whole) + 2 * hops)
-    if schedule in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"):
-        waits = 2 * hops * num_microbatches / num_ranks if schedule == "1f1b" else 0.0
-        return steady + sum(whole[rank] for rank in others) / stages_per_rank + 2 * hops + waits
-    if schedule in ("zb-h1", "zb-h2", "zb-v"):
-        idle = sum(max(forward[rank] + middle[rank] - last[rank], 0.0) for rank in others) / stages_per_rank
-        return steady + idle + 4 * hops
-    if schedule in ("dualpipe", "dualpipe-v"):
-        idle = sum(max(forward[rank] + 2 * middle[rank] - last[rank], 0.0) for rank in others) / stages_per_rank
+        return num_microbatches * (sum(one.count * one.total for one in paces) + 2 * hops)
+    if schedule.startswith("zb-"):
+        idle = sum(count * max(one.forward + one.backward_input - one.backward_weight, 0.0) for one, count in others)
+        return steady + idle / stages_per_rank + 4 * hops
+    if schedule.startswith("dualpipe"):
+        idle = sum(
+            count * max(one.forward + 2 * one.backward_input - one.backward_weight, 0.0) for one, count in others
+        )
         part = 1.0 if schedule == "dualpipe-v" else (num_ranks / 2 - 1) / max(num_ranks - 1, 1)
-        return steady + idle * part + 4 * hops
-    return _simulated(schedule, stages, num_ranks, num_microbatches, stages_per_rank, hop_seconds)
+        return steady + idle / stages_per_rank * part + 4 * hops
+    waits = 2 * hops * num_microbatches / num_ranks if schedule == "1f1b" else 0.0
+    return steady + sum(count * one.total for one, count in others) / stages_per_rank + 2 * hops + waits
+
+
+def _total(pace: Pace) -> float:
+    return pace.total
 
 
 def simulated(
     schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
 ) -> float:
-    """Return how long the ranks take by the simulator, every microbatch of it."""
-    stages_per_rank = max(len(stages) // num_ranks, 1)
-    program = generate(
-        schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
-    )
-    return simulate(program, _costs(stages, hop_seconds)).makespan
+    """Return how long the ranks take by the simulator, every microbatch of it.
 
-
-def _costs(stages: Sequence[Ops], hop_seconds: float) -> Costs:
-    return Costs(
+    >>> from drumline.plan.cluster.work import Work
+    >>> simulated("zb-h1", [Ops(Work(1.0), Work(), Work(1.0), Work(1.0))] * 4, 4, 8)
+    27.0
+    """
+    costs = Costs(
         forward=[one.forward.total for one in stages],
         backward_input=[one.again.total + one.backward_input.total for one in stages],
         backward_weight=[one.backward_weight.total for one in stages],
         comm=hop_seconds,
     )
+    per_rank = max(len(stages) // num_ranks, 1)
+    program = generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=per_rank)
+    return simulate(program, costs).makespan
 
 
-def _simulated(
-    schedule: str,
-    stages: Sequence[Ops],
-    num_ranks: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    hop_seconds: float,
+def simulated_few(
+    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, slowest: float, hop_seconds: float
 ) -> float:
-    """Simulate as many microbatches as show everything, and add the others at the pace of the busiest rank."""
-    few = min(num_microbatches, _enough(num_ranks))
-    few -= (few - num_microbatches) % 2  # two directions want an even count where the whole has one
-    whole = _by_rank(schedule, [one.total.total for one in stages], num_ranks, stages_per_rank)
-    found = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
-    return found + (num_microbatches - few) * max(whole)
+    """Simulate as many microbatches as show everything, and add the others at the pace of the slowest rank."""
+    few = _few(num_ranks, num_microbatches)
+    return simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds) + (num_microbatches - few) * slowest
 
 
-def _by_rank(schedule: str, values: Sequence[float], num_ranks: int, stages_per_rank: int) -> list[float]:
-    return [
-        sum(part * values[stage] for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
-        for rank in range(num_ranks)
-    ]
-
-
-def _enough(num_ranks: int) -> int:
-    return 4 * num_ranks
+def _few(num_ranks: int, num_microbatches: int) -> int:
+    """Return a smaller count that shows the same; two directions want an even one where the whole is even."""
+    return num_microbatches if num_microbatches <= 4 * num_ranks else 4 * num_ranks + num_microbatches % 2
 
 
 @lru_cache(maxsize=256)

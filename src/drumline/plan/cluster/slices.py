@@ -1,19 +1,11 @@
-"""A transformer cut into a layout's stages: layers, parameters and activations of each."""
+"""A transformer cut into a layout's stages: the layers of each, and which ranks are alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from drumline.plan.cluster.activations import activation_bytes
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.parameters import (
-    dense_layer_parameters,
-    embedding_parameters,
-    expert_parameters,
-    head_parameters,
-    shared_parameters,
-)
 from drumline.plan.cluster.shape import stages_of
 from drumline.plan.cluster.transformer import Transformer
 
@@ -26,6 +18,8 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     ((5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5), (7, 7))
     """
     base, rest = divmod(num_layers, num_stages)
+    if not rest:
+        return (base,) * num_stages
     counts = [base + 1] * num_stages
     for turn in range(num_stages - rest):
         counts[-1 - turn // 2 if turn % 2 == 0 else turn // 2] -= 1
@@ -33,54 +27,58 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
-    """For every stage the layers with and without experts, and on one device its parameters and activations."""
+class Slice:
+    """A stage: how many of its layers are dense and how many have experts, and whether it is the first or the last."""
 
-    layout: Layout
-    dense_layers: tuple[int, ...]
-    expert_layers: tuple[int, ...]
-    dense: tuple[float, ...]
-    experts: tuple[float, ...]
-    activations: tuple[float, ...]
-    largest_layer: float
+    dense: int
+    experts: int
+    is_first: bool = False
+    is_last: bool = False
 
     @property
-    def has_experts(self) -> bool:
-        """Whether any layer has experts."""
-        return any(self.expert_layers)
-
-    def parameters(self, rank: int) -> tuple[float, float]:
-        """Return how many a device of this pipeline rank has: those that all use, and its experts'."""
-        layout = self.layout
-        stages = [stage for stage, _ in stages_of(layout.schedule, rank, layout.pipeline, layout.stages_per_rank)]
-        return sum(self.dense[stage] for stage in stages), sum(self.experts[stage] for stage in stages)
+    def num_layers(self) -> int:
+        """Return all its layers."""
+        return self.dense + self.experts
 
 
-def slices_of(transformer: Transformer, layout: Layout) -> Slices:
-    """Return the stages of a layout."""
-    counts = layout.counts or even_counts(transformer.num_layers, layout.num_stages)
-    dense_layers, expert_layers, first = [], [], 0
-    for count in counts:
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """`count` ranks with equal stages; `rank` is the first of them, which holds no less than the others.
+
+    `slices` are its stages, each with the part of its microbatches that runs there.
+    """
+
+    rank: int
+    count: int
+    slices: tuple[tuple[Slice, float], ...]
+
+
+@lru_cache(maxsize=1024)
+def slices_of(transformer: Transformer, counts: tuple[int, ...]) -> tuple[Slice, ...]:
+    """Return the stages with these numbers of layers."""
+    found, first = [], 0
+    for stage, count in enumerate(counts):
         dense = min(max(transformer.num_dense_layers - first, 0), count)
-        dense_layers.append(dense)
-        expert_layers.append(count - dense)
+        found.append(Slice(dense, count - dense, stage == 0, stage == len(counts) - 1))
         first += count
-    plain = dense_layer_parameters(transformer) / layout.tensor
-    shared = shared_parameters(transformer) / layout.tensor if transformer.experts else 0.0
-    local = transformer.experts.num_experts / layout.expert if transformer.experts else 0.0
-    expert = local * expert_parameters(transformer) / layout.tensor
-    kept = activation_bytes(transformer, layout)
-    kept_experts = activation_bytes(transformer, layout, experts=True) if transformer.experts else 0.0
-    parameters = [a * plain + b * shared for a, b in zip(dense_layers, expert_layers, strict=True)]
-    parameters[0] += embedding_parameters(transformer) / layout.tensor
-    if layout.pipeline > 1 or not transformer.tied:
-        parameters[-1] += head_parameters(transformer) / layout.tensor
-    return Slices(
-        layout,
-        tuple(dense_layers),
-        tuple(expert_layers),
-        tuple(parameters),
-        tuple(count * expert for count in expert_layers),
-        tuple(a * kept + b * kept_experts for a, b in zip(dense_layers, expert_layers, strict=True)),
-        max(plain if any(dense_layers) else 0.0, shared + expert if any(expert_layers) else 0.0),
-    )
+    return tuple(found)
+
+
+def counts_of(transformer: Transformer, layout: Layout) -> tuple[int, ...]:
+    """Return the layers of every stage of a layout."""
+    return layout.counts or even_counts(transformer.num_layers, layout.num_stages)
+
+
+@lru_cache(maxsize=1024)
+def alike(
+    transformer: Transformer, counts: tuple[int, ...], schedule: str, num_ranks: int, stages_per_rank: int
+) -> tuple[Alike, ...]:
+    """Return the ranks of a pipeline, those with equal stages as one."""
+    slices = slices_of(transformer, counts)
+    first: dict[tuple[tuple[Slice, float], ...], int] = {}
+    numbers: dict[tuple[tuple[Slice, float], ...], int] = {}
+    for rank in range(num_ranks):
+        key = tuple((slices[stage], part) for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
+        first.setdefault(key, rank)
+        numbers[key] = numbers.get(key, 0) + 1
+    return tuple(Alike(rank, numbers[key], key) for key, rank in first.items())
