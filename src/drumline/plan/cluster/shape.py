@@ -103,6 +103,7 @@ FORMULAS = (
     "zb-h1",
     "zb-h2",
     "zb-v",
+    "v-half",
     "dualpipe",
     "dualpipe-v",
 )
@@ -121,6 +122,8 @@ def makespan(
 
     >>> [makespan(name, [Pace(4, 1.0, 1.0, 1.0)], 8) for name in ("1f1b", "zb-h1")]
     [33.0, 27.0]
+    >>> makespan("v-half", [Pace(4, 2.0, 2.0, 2.0)], 8, stages_per_rank=2)
+    57.0
     >>> makespan("zb-v", [Pace(4, 2.0, 2.0, 2.0)], 8, stages_per_rank=2)
     51.0
     """
@@ -134,6 +137,11 @@ def makespan(
     if schedule.startswith("zb-"):
         idle = sum(count * max(one.forward + one.backward_input - one.backward_weight, 0.0) for one, count in others)
         return steady + idle / stages_per_rank + 4 * hops
+    if schedule == "v-half":
+        # Its pattern is made for equal F, I and W: where I is longer than F and half of W, every microbatch waits.
+        idle = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in others)
+        wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
+        return steady + (idle + num_microbatches * wait) / stages_per_rank + 8 * hops
     if schedule.startswith("dualpipe"):
         idle = sum(
             count * max(one.forward + 2 * one.backward_input - one.backward_weight, 0.0) for one, count in others
