@@ -12,6 +12,7 @@ import pytest
 
 from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
 from drumline.core.errors import PlanError
+from drumline.core.simulate import simulate
 from drumline.plan.cluster.changes import against_fsdp, changes
 from drumline.plan.cluster.cut import FOLDED, layer_counts, rank_weights
 from drumline.plan.cluster.estimate import Estimate
@@ -27,10 +28,14 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.planner import ClusterPlan, plan
 from drumline.plan.cluster.ranks import AXES, group, links, place
 from drumline.plan.cluster.scaling import strong, weak
+from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
 from drumline.plan.cluster.space import Mesh, Pins, layouts, meshes
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.weigh import peak_bytes
 from drumline.plan.cluster.why import why
+from drumline.plan.cluster.work import Ops, Work
+from drumline.schedules import generate
 
 PLAIN = small_transformer()
 
@@ -74,9 +79,14 @@ def test_survey_finds_what_brute_force_finds() -> None:
 
 
 def test_survey_looks_at_few_layouts_for_one_answer() -> None:
-    survey = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough())
-    assert survey.best(GIB)
-    assert survey.num_evaluated < survey.num_layouts / 3
+    def weigh(transformer: Transformer, layout: Layout) -> float:
+        return Rough()(transformer, small_cluster(16), layout).bytes.total
+
+    survey = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough(), weigh=weigh)
+    found = survey.best(GIB)
+    assert survey.num_evaluated < survey.num_layouts / 6
+    plain = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough())
+    assert found == plain.best(GIB)
 
 
 def test_smallest_layout_is_the_smallest_of_all() -> None:
@@ -223,7 +233,6 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
 
 def test_folded_schedules_lie_where_their_programs_put_them() -> None:
     from drumline.plan.cluster.cut import rank_of
-    from drumline.schedules import generate
 
     for name in (*FOLDED, "interleaved-1f1b"):
         placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement
@@ -405,6 +414,26 @@ def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
     survey = Survey(transformer, machines, batch=32, pins=Pins(microbatch=2), evaluate=estimate)
     expected = brute_force(transformer, machines, 32, Pins(microbatch=2), estimate, limit)
     assert [one.layout for one in survey.best(limit, top=4)] == [one.layout for one in expected[:4]]
+
+
+def test_what_is_weighed_is_what_is_estimated() -> None:
+    for name in ("gpt-1.7b", "mixtral-8x7b"):
+        every = list(layouts(model(name), cluster("a100-40", 16), 16, Pins(microbatch=1)))
+        for layout in every[::37]:
+            held = estimate(model(name), cluster("a100-40", 16), layout).bytes.total
+            assert peak_bytes(model(name), layout) == pytest.approx(held)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 8), (5, 20), (8, 8)])
+def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatches: int) -> None:
+    for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9)):
+        stages = [Ops(Work(forward), Work(), Work(middle), Work(weight))] * (2 * num_ranks)
+        pace = Pace(num_ranks, 2 * forward, 2 * middle, 2 * weight)
+        found = makespan("v-half", [pace], num_microbatches, 2)
+        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.02)
+    program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))
+    assert held == max(simulate(program).peak_activations)
 
 
 def test_the_choice_is_as_good_as_the_exact_best_of_all() -> None:

@@ -23,6 +23,7 @@ from drumline.plan.cluster.refusal import nothing_fits
 from drumline.plan.cluster.space import Mesh, Pins
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.weigh import peak_bytes
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "
@@ -79,11 +80,13 @@ def plan(
     `evaluate` is quick and sees every layout that may matter, `refine` is exact and sees the best of them; they are
     `estimate` by formulas and by simulation unless given.
     """
-    began = clock()
+    began, weigh = clock(), None
     if evaluate is None:
-        evaluate, refine = estimate, partial(estimate, exact=True)
+        evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
     check(cluster, batch, headroom, top)
-    survey = Survey(transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate, refine=refine)
+    survey = Survey(
+        transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate, refine=refine, weigh=weigh
+    )
     limit = limit_of(cluster, headroom)
     best = chosen_of(survey, limit, top=top, more=_MORE, each=_EACH)
     if not best:

@@ -70,6 +70,7 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
         "zb-h1": num_ranks,
         "zb-h2": 2 * num_ranks - 1,
         "zb-v": 2 * num_ranks,
+        "v-half": 2 * (num_ranks // 2 + 1) if num_ranks > 1 else 2,
         "dualpipe": num_ranks + 1,
         "dualpipe-v": 2 * num_ranks + 1,
     }

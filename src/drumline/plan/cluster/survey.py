@@ -1,14 +1,17 @@
 """The best layouts under a memory limit, without a look at most of them.
 
-Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Some
-things are taken for true of any estimate, and let a search pass by what cannot win:
+Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Memory
+comes first: bytes are quickly weighed, and say how much has to be computed again. Then some things that are taken for
+true of any estimate let a search pass by what cannot win:
 
-    what a family computes and sends within a microbatch is paid by all of its layouts   →  a floor of their seconds
-    only the gradient exchange and the optimizer know of the ZeRO stage                  →  the rest is a floor, too
-    recomputing more never saves time, and never holds more                              →  the first that fits is best
-    a schedule that is made to hold less (`SAVERS`) is not faster than the one it is made from
+    recomputing more never saves time, and never holds more             the first that fits is the best
+    larger microbatches never hold less                                 where the smallest do not fit, none do
+    what a family computes, recomputes and sends is paid by all of      a floor of their seconds, and a higher one for
+    its layouts, and the bubble of (interleaved) 1f1b is known          1f1b and interleaved-1f1b
+    only the gradient exchange and the optimizer know of ZeRO           the rest is a floor of the other stages
+    what is made to hold less (`SAVERS`) is not faster                  it is tried where the other does not fit
 
-Estimates are kept, so that another limit costs only what was passed by before.
+What was found is kept, so that another limit costs only what was passed by before.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from drumline.plan.cluster.space import (
 from drumline.plan.cluster.transformer import Transformer
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
+Weigher = Callable[[Transformer, Layout], float]
+_Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
 # Schedules that are made to hold less, and what they are made from.
 SAVERS = {("v-half", 2): ("zb-v", 2)}
@@ -77,13 +82,22 @@ class Candidate:
 
 @dataclass(slots=True)
 class _Family:
-    """Layouts of one mesh and one microbatch size."""
+    """Layouts of one mesh and one microbatch size, and what is known of them."""
 
     mesh: Mesh
     microbatch: int
+    num_microbatches: int
     schedules: list[tuple[str, int]]
-    floor: float = 0.0
-    seen: dict[tuple[tuple[str, int], int, str], Candidate] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
+    weighed: dict[_Key, float] = field(default_factory=dict)
+    seen: dict[_Key, Candidate] = field(default_factory=dict)
+
+    def bubble(self, schedule: tuple[str, int]) -> float:
+        """Return the least bubble, as a part of the work: for (interleaved) 1f1b it is known, of others nothing is."""
+        name, stages = schedule
+        if name not in ("1f1b", "interleaved-1f1b"):
+            return 0.0
+        return (self.mesh.pipeline - 1) / (self.num_microbatches * stages)
 
 
 class _Best:
@@ -101,6 +115,8 @@ class _Best:
 
     def add(self, one: Candidate) -> None:
         held = self._held.setdefault(one.mesh, [])
+        if one in held:
+            return
         insort(held, one, key=lambda one: one.rank)
         del held[self.each :]
         firsts = sorted(held[0].seconds for held in self._held.values())
@@ -124,17 +140,31 @@ class Survey:
         pins: Pins,
         evaluate: Evaluator,
         refine: Evaluator | None = None,
+        weigh: Weigher | None = None,
     ) -> None:
         self.transformer, self.cluster, self.batch, self.pins = transformer, cluster, batch, pins
-        self.evaluate, self.refine = evaluate, refine
+        self.evaluate, self.refine, self.weigh = evaluate, refine, weigh
         self.num_evaluated = 0
         self._exact: dict[Layout, Candidate] = {}
-        self._families = [self._floored(one) for one in self._enumerated()]
-        self._families.sort(key=lambda one: one.floor)
+        lightest = recomputations(pins)[0]
+        self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
+        # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
+        self._least: dict[Mesh, _Family] = {}
+        for one in self._families:
+            if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
+                self._least[one.mesh] = one
 
     def asked(self, cluster: Cluster, *, batch: int, pins: Pins) -> Survey:
         """Return the survey of another question about the same transformer."""
-        return Survey(self.transformer, cluster, batch=batch, pins=pins, evaluate=self.evaluate, refine=self.refine)
+        return Survey(
+            self.transformer,
+            cluster,
+            batch=batch,
+            pins=pins,
+            evaluate=self.evaluate,
+            refine=self.refine,
+            weigh=self.weigh,
+        )
 
     def exact(self, layout: Layout) -> Candidate:
         """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""
@@ -153,74 +183,88 @@ class Survey:
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
         """Return the `each` best layouts of each of the `top` best meshes that stay within the limit, best first."""
         found = _Best(top, each)
+        lightest = recomputations(self.pins)[0]
+        for family in self._least.values():  # some layout of every mesh, so that there are bounds from the beginning
+            self._search(family, family.schedules[-1], limit_bytes, found)
         for family in self._families:
-            if family.floor > found.bound(family.mesh):
-                if family.floor > found.threshold:
-                    break
-                continue
+            if self._floor(family, lightest) > found.threshold:
+                break
             for schedule in family.schedules:
                 self._search(family, schedule, limit_bytes, found)
         return found.candidates()
 
     def smallest(self) -> Candidate | None:
         """Return the layout that holds the least, or None where the pins admit none."""
-        least: dict[Mesh, _Family] = {}
-        for family in self._families:
-            if family.mesh not in least or family.microbatch < least[family.mesh].microbatch:
-                least[family.mesh] = family
+        most = recomputations(self.pins)[-1]
         every = (
-            self._seen(family, schedule, zero, recomputations(self.pins)[-1])
-            for family in least.values()
+            (self._bytes(family, (schedule, zero, most)), at, family, (schedule, zero, most))
+            for at, family in enumerate(self._least.values())
             for schedule in family.schedules
             for zero in zero_stages(family.mesh, self.pins)[-2:]
         )
-        return min(every, key=lambda one: (one.bytes, one.seconds), default=None)
+        found = min(every, key=lambda one: one[:2], default=None)
+        return None if found is None else self._seen(found[2], found[3])
 
     def _enumerated(self) -> Iterator[_Family]:
         for mesh in meshes(self.transformer, self.cluster, self.batch, self.pins):
             for size in microbatch_sizes(self.batch, mesh, self.pins):
-                admitted = schedules_of(self.transformer, mesh, self.batch // (mesh.data * size), self.pins)
+                count = self.batch // (mesh.data * size)
+                admitted = schedules_of(self.transformer, mesh, count, self.pins)
                 if admitted:
-                    yield _Family(mesh, size, admitted)
+                    yield _Family(mesh, size, count, admitted)
 
-    def _floored(self, family: _Family) -> _Family:
-        """Note what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
-        zero, recompute = zero_stages(family.mesh, self.pins)[0], recomputations(self.pins)[0]
-        took = self._seen(family, ("1f1b", 1), zero, recompute).estimate.seconds
-        weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
-        even = sum(weights) / (len(weights) * max(weights))
-        family.floor = _SLACK * even * (took.compute + took.recompute + took.tensor + took.context + took.expert)
-        return family
+    def _floor(self, family: _Family, recompute: str) -> float:
+        """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
+        if recompute not in family.floors:
+            zero = zero_stages(family.mesh, self.pins)[0]
+            took = self._seen(family, (("1f1b", 1), zero, recompute)).estimate.seconds
+            weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
+            even = sum(weights) / (len(weights) * max(weights))
+            work = took.compute + took.recompute + took.tensor + took.context + took.expert
+            family.floors[recompute] = _SLACK * even * work
+        return family.floors[recompute]
 
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
         """Add what stays within the limit and may be among the best."""
-        again = recomputations(self.pins)
-        larger = SAVERS.get(schedule, schedule)
-        if larger not in family.schedules:
-            larger = schedule
+        lightest = recomputations(self.pins)[0]
+        larger = SAVERS.get(schedule)
         for zero in zero_stages(family.mesh, self.pins):
-            first = self._seen(family, larger, zero, again[0])
-            if larger != schedule and first.bytes <= limit:
+            if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
-            took = first.estimate.seconds
-            if took.total - took.data_exposed - took.optimizer > found.bound(family.mesh):
+            recompute = self._first_within(family, schedule, zero, limit)
+            bound = found.bound(family.mesh)
+            if recompute is None or self._floor(family, recompute) * (1 + family.bubble(schedule)) > bound:
+                continue
+            one = self._seen(family, (schedule, zero, recompute))
+            if one.seconds <= bound:
+                found.add(one)
+            took = one.estimate.seconds
+            if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
                 return
-            if min(self._seen(family, schedule, zero, one).bytes for one in (again[0], again[-1])) > limit:
-                continue
-            for recompute in again:
-                one = self._seen(family, schedule, zero, recompute)
-                if one.seconds > found.bound(family.mesh):
-                    break
-                if one.bytes <= limit:
-                    found.add(one)
-                    break
 
-    def _seen(self, family: _Family, schedule: tuple[str, int], zero: int, recompute: str) -> Candidate:
-        key = (schedule, zero, recompute)
+    def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
+        """Return the least recomputation that stays within the limit, if any does."""
+        again = recomputations(self.pins)
+        least = self._least[family.mesh]
+        for one in (least, family):
+            if schedule in one.schedules and self._bytes(one, (schedule, zero, again[-1])) > limit:
+                return None
+        return next(one for one in again if self._bytes(family, (schedule, zero, one)) <= limit)
+
+    def _bytes(self, family: _Family, key: _Key) -> float:
+        if key not in family.weighed:
+            if self.weigh is None:
+                family.weighed[key] = self._seen(family, key).bytes
+            else:
+                family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
+        return family.weighed[key]
+
+    def _seen(self, family: _Family, key: _Key) -> Candidate:
         if key not in family.seen:
-            layout = layout_of(
-                self.transformer, self.batch, self.pins, family.mesh, family.microbatch, schedule, zero, recompute
-            )
+            layout = self._layout(family, key)
             family.seen[key] = Candidate(layout, self.evaluate(self.transformer, self.cluster, layout))
             self.num_evaluated += 1
         return family.seen[key]
+
+    def _layout(self, family: _Family, key: _Key) -> Layout:
+        return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)
