@@ -91,7 +91,7 @@ def test_page_holds_the_same_json() -> None:
 
 def test_every_number_of_the_page_is_in_the_json() -> None:
     """Return what the tables show, and find each number in the JSON as the page writes it."""
-    written = set()
+    written: set[str] = set()
 
     def walk(value: Any) -> None:
         if isinstance(value, dict):

@@ -8,7 +8,6 @@ from drumline.core.simulate import Simulation, simulate
 from drumline.plan.cluster.evaluate import hop_seconds, stage_ops
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.slices import slices_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import generate
 
@@ -30,8 +29,8 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple
         num_microbatches=min(shown, whole),
         stages_per_rank=layout.stages_per_rank,
     )
-    stages = stage_ops(transformer, cluster, layout, slices_of(transformer, layout))
-    hop, _ = hop_seconds(transformer, cluster, layout)
+    hop, waiting = hop_seconds(transformer, cluster, layout)
+    stages = stage_ops(transformer, cluster, layout, waiting)
     costs = Costs(
         forward=[one.forward.total for one in stages],
         backward_input=[one.again.total + one.backward_input.total for one in stages],

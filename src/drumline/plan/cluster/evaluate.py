@@ -61,7 +61,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     ]
     busiest = max(range(len(paces)), key=lambda at: paces[at].total)
     if exact or layout.schedule not in FORMULAS:
-        stages = _stages(transformer, cluster, layout, waiting)
+        stages = stage_ops(transformer, cluster, layout, waiting)
         if exact:
             taken = simulated(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
         else:
@@ -122,7 +122,7 @@ def _stage(transformer: Transformer, cluster: Cluster, layout: Layout, slice_: S
     return ops
 
 
-def _stages(transformer: Transformer, cluster: Cluster, layout: Layout, waiting: float) -> list[Ops]:
+def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout, waiting: float) -> list[Ops]:
     """Return what a microbatch takes in every stage, with what a rank waits for messages, for the simulator."""
     slices = slices_of(transformer, counts_of(transformer, layout))
     known = {slice_: _stage(transformer, cluster, layout, slice_) for slice_ in set(slices)}

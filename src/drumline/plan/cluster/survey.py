@@ -110,7 +110,7 @@ class _Best:
 
     def bound(self, mesh: Mesh) -> float:
         """Return the seconds above which nothing of this mesh counts."""
-        held = self._held.get(mesh, ())
+        held = self._held.get(mesh, [])
         return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
 
     def add(self, one: Candidate) -> None:
