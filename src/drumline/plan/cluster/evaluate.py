@@ -62,10 +62,8 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     busiest = max(range(len(paces)), key=lambda at: paces[at].total)
     if exact or layout.schedule not in FORMULAS:
         stages = stage_ops(transformer, cluster, layout, waiting)
-        if exact:
-            taken = simulated(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
-        else:
-            taken = simulated_few(layout.schedule, stages, layout.pipeline, times, paces[busiest].total, hop)
+        run = simulated if exact else simulated_few
+        taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
     else:
         taken = makespan(layout.schedule, paces, times, layout.stages_per_rank, hop)
     work, again = ranks[busiest].total, ranks[busiest].again

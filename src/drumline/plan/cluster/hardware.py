@@ -48,16 +48,14 @@ class Reach:
     def __post_init__(self) -> None:
         for name in ("product", "memory", "attention"):
             if not 0 < getattr(self, name) <= 1:
-                raise PlanError(
-                    f"{name} that is reached is {getattr(self, name)}", expected="a part, above 0 and up to 1"
-                )
+                raise PlanError(f"the reach of {name} is {getattr(self, name)}", expected="above 0 and up to 1")
         for name in ("depth", "launch_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PlanError(f"{name} is {getattr(self, name)}", expected="0 or more")
 
 
 # Taken from the ten rows of Table 1 of Megatron-LM's SC'21 paper (A100) and from nothing else: see docs/published.md.
-REACH = Reach(product=0.8, depth=128.0, memory=0.63, attention=0.5, launch_seconds=4e-6)
+REACH = Reach(product=0.805, depth=128.0, memory=0.63, attention=0.5, launch_seconds=4e-6)
 
 
 @dataclass(frozen=True, slots=True)

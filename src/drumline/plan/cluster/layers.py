@@ -35,12 +35,12 @@ LOSS_BYTES = 50  # passes over the logits in 32 bits: cast, maximum, difference,
 
 
 class Product(NamedTuple):
-    """`count` products side by side: tokens in rows, what comes out in columns, what goes in as depth."""
+    """`times` products side by side: tokens in rows, what comes out in columns, what goes in as depth."""
 
     rows: float
     columns: float
     depth: float
-    count: float = 1.0
+    times: float = 1.0
 
 
 def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
@@ -137,18 +137,18 @@ def _layer_products(transformer: Transformer, layout: Layout, experts: bool) -> 
     return [*products, Product(tokens, found.num_experts, hidden)]
 
 
-def _feedforward(transformer: Transformer, tokens: float, width: float, count: float) -> list[Product]:
+def _feedforward(transformer: Transformer, tokens: float, width: float, times: float) -> list[Product]:
     up = (2 if transformer.gated else 1) * width
-    return [Product(tokens, up, transformer.hidden, count), Product(tokens, transformer.hidden, width, count)]
+    return [Product(tokens, up, transformer.hidden, times), Product(tokens, transformer.hidden, width, times)]
 
 
 def _products(cluster: Cluster, products: list[Product]) -> tuple[float, float, float]:
     """Return the seconds of products forward, of their inputs' gradients, and of their weights' gradients."""
     forward = by_input = by_weight = 0.0
-    for rows, columns, depth, count in products:
-        forward += product_seconds(cluster.device, rows, columns, depth, count)
-        by_input += product_seconds(cluster.device, rows, depth, columns, count)
-        by_weight += product_seconds(cluster.device, depth, columns, rows, count)
+    for rows, columns, depth, times in products:
+        forward += product_seconds(cluster.device, rows, columns, depth, times)
+        by_input += product_seconds(cluster.device, rows, depth, columns, times)
+        by_weight += product_seconds(cluster.device, depth, columns, rows, times)
     return forward, by_input, by_weight
 
 

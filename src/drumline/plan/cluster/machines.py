@@ -13,15 +13,16 @@ from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.hardware import REACH, Cluster, Device, Link
+from drumline.plan.cluster.tables import checked, required
 
 _GIB = 2.0**30
 # As REACH, from the SC'21 paper: the first from the rows of its Table 1, the second from what it says of its largest
 # run, 892 GB/s between the two halves of a pipeline over 8 x 6 adapters of 25 GB/s each.
-NODE_REACH = 0.65
+NODE_REACH = 0.615
 NETWORK_REACH = 0.74
 # A Hopper's tensor cores outrun its power. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. There is no
 # published row for a B200, which is taken to be alike.
-HOPPER = replace(REACH, product=0.57)
+HOPPER = replace(REACH, product=0.575)
 _NODE_LATENCY = 3e-6
 _NETWORK_LATENCY = 8e-6
 
@@ -97,11 +98,10 @@ def machine(table: Any) -> Machine:
     Traceback (most recent call last):
     drumline.core.errors.PlanError: memory_bytes_per_second of the machine is missing; expected a number
     """
-    values = _checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
-    reach = _checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
-    for name in ("name", *list(_DEVICE)[1:4], *list(_LINKS)[:2]):
-        if name not in values:
-            raise PlanError(f"{name} of the machine is missing", expected=_WORDS[(_DEVICE | _LINKS)[name]])
+    values = checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
+    reach = checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
+    needed = ("name", "flops_per_second", "memory_bytes", "memory_bytes_per_second", *list(_LINKS)[:2])
+    required(values, {name: (_DEVICE | _LINKS)[name] for name in needed}, "machine")
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
     return Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
 
@@ -130,17 +130,3 @@ _LINKS: dict[str, type] = {
     "node_reach": float,
     "network_reach": float,
 }
-_KINDS: dict[type, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), dict: (dict,)}
-_WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an object"}
-
-
-def _checked(table: Any, known: dict[str, type], what: str) -> dict[str, Any]:
-    """Return a copy of the object, having refused keys and kinds of values that do not belong there."""
-    if not isinstance(table, dict):
-        raise PlanError(f"the {what} is a {type(table).__name__}", expected="an object with its numbers")
-    for key, value in table.items():
-        if key not in known:
-            raise PlanError(f"unknown key {key!r} of a {what}", fix=nearest(str(key), known))
-        if isinstance(value, bool) or not isinstance(value, _KINDS[known[key]]):
-            raise PlanError(f"{key} of the {what} is {value!r}", expected=_WORDS[known[key]])
-    return dict(table)

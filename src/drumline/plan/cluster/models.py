@@ -68,7 +68,7 @@ MODELS = {
             biased=False,
             dropout=False,
         ),
-        # Its attention goes through narrow projections; here it is taken for 128 plain heads with few keys and values.
+        # Its attention goes through narrow projections; here it is taken for plain heads with as many parameters.
         Transformer(
             "deepseek-v3",
             61,
@@ -83,7 +83,7 @@ MODELS = {
             learned_positions=False,
             experts=Experts(256, 8, 2048, num_shared=1),
             num_dense_layers=3,
-            head_width=128,
+            head_width=96,
             biased=False,
             dropout=False,
         ),

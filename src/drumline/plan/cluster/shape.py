@@ -102,7 +102,6 @@ FORMULAS = (
     "interleaved-1f1b",
     "looped-bfs",
     "zb-h1",
-    "zb-h2",
     "zb-v",
     "v-half",
     "dualpipe",
@@ -178,11 +177,16 @@ def simulated(
 
 
 def simulated_few(
-    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, slowest: float, hop_seconds: float
+    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
 ) -> float:
-    """Simulate as many microbatches as show everything, and add the others at the pace of the slowest rank."""
+    """Simulate as many microbatches as show everything, and add the others at the pace that these have at last."""
     few = _few(num_ranks, num_microbatches)
-    return simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds) + (num_microbatches - few) * slowest
+    taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
+    if few == num_microbatches:
+        return taken
+    fewer = few - max(num_ranks // 2 * 2, 2)
+    before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds)
+    return taken + (num_microbatches - few) * (taken - before) / (few - fewer)
 
 
 def _few(num_ranks: int, num_microbatches: int) -> int:
