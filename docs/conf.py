@@ -66,7 +66,7 @@ found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches
 drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
 front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
 drawn["search-pareto"] = pareto_svg(front, width=900)
-planned = explain(plan(model("gpt-18.4b"), cluster("a100-80", 64), batch=256)).to_json()
+planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64)).to_json()
 drawn |= {"plan-best": best_svg(planned), "plan-pareto": pareto_chart(planned, width=900)}
 drawn["plan-scaling"] = scaling_chart(planned, width=900)
 for name, picture in drawn.items():

@@ -17,7 +17,7 @@ from drumline.plan.cluster.changes import against_fsdp, changes
 from drumline.plan.cluster.cut import FOLDED, layer_counts, rank_weights
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.explain import explain, plan_json
+from drumline.plan.cluster.explain import plan_json
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.launch import launch, read_train_config, torchrun
@@ -339,9 +339,8 @@ def test_fsdp_sends_more_than_a_pipeline() -> None:
 
 
 def test_train_config_reads_back_as_the_layout() -> None:
-    found = explain(planned())
-    layout = found.plan.chosen.layout
-    text = found.launch.of("drumline").text
+    layout = planned().chosen.layout
+    text = launch(PLAIN, small_cluster(), layout).of("drumline").text
     assert read_train_config(text) == layout
     assert tomllib.loads(text)["model"]["num_layers"] == 12
     with pytest.raises(PlanError, match="version 2"):

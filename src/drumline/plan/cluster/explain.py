@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from drumline.plan.cluster.changes import Change, against_fsdp, changes
-from drumline.plan.cluster.launch import Launch, launch
+from drumline.plan.cluster.launch import launch
 from drumline.plan.cluster.margins import Margin, margins, pareto
 from drumline.plan.cluster.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.cluster.ranks import AXES, links, place
@@ -29,7 +29,6 @@ class Explanation:
     strong: list[Point]
     weak: list[Point]
     traffic: list[tuple[str, Candidate]]
-    launch: Launch
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as one object."""
@@ -42,7 +41,6 @@ class Explanation:
             "pareto": [candidate_json(self.plan, one) for one in self.pareto],
             "scaling": {"strong": self._curve(self.strong), "weak": self._curve(self.weak)},
             "traffic": [{"name": name, **candidate_json(self.plan, one)} for name, one in self.traffic],
-            "launch": self.launch.to_json(),
         }
 
     def _margin(self, one: Margin) -> dict[str, Any]:
@@ -80,7 +78,6 @@ def explain(plan: ClusterPlan) -> Explanation:
         strong(plan),
         weak(plan),
         against_fsdp(plan),
-        launch(plan.transformer, plan.cluster, plan.chosen.layout),
     )
 
 
@@ -112,6 +109,7 @@ def plan_json(plan: ClusterPlan) -> dict[str, Any]:
             "nodes": -(-plan.cluster.num_devices // plan.cluster.devices_per_node),
             "shown": _shown(plan),
         },
+        "launch": launch(plan.transformer, plan.cluster, layout).to_json(),
     }
 
 

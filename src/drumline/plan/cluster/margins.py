@@ -9,10 +9,12 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.planner import ClusterPlan, chosen_of
 from drumline.plan.cluster.space import Pins
 from drumline.plan.cluster.survey import Candidate
+from drumline.plan.cluster.why import settings
 
 _GIB = 2**30
 _STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster
 _LIMITS = 12  # of the picture of throughput against memory
+_NOTHING = 5e-4  # of the throughput: less is no gain
 _ROOMIEST = 1.5  # times the limit, where that picture ends
 
 
@@ -25,13 +27,14 @@ class Margin:
     limit_bytes: float
     best: Candidate | None
     gain: float
+    how: str = ""
 
     def __str__(self) -> str:
         if self.best is None:
-            return f"{self.what}: nothing, no layout uses it"
-        if self.gain < 5e-4:
-            return f"{self.what}: nothing, the same layout stays the best"
-        return f"{self.what}: {self.gain:.1%} more tokens a second, as {self.best.mesh}"
+            return f"{self.what}: nothing, no layout uses them all"
+        if self.gain < _NOTHING:
+            return f"{self.what}: nothing, no layout is faster then"
+        return f"{self.what}: {self.gain:.1%} more tokens a second, as {self.how}"
 
 
 def margins(plan: ClusterPlan) -> list[Margin]:
@@ -46,7 +49,7 @@ def margins(plan: ClusterPlan) -> list[Margin]:
         if more <= per_node:
             continue
         one = _devices(plan, more, f"{more} more GPUs")
-        if one.gain >= 5e-4:
+        if one.gain >= _NOTHING:
             found.append(one)
             break
     found.append(_memory(plan, _GIB, "one more GiB a device"))
@@ -56,9 +59,14 @@ def margins(plan: ClusterPlan) -> list[Margin]:
 def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
     """Plan on more devices; those that no layout uses stay idle."""
     devices = plan.cluster.num_devices + more
-    best = planned(plan, devices, plan.batch)
-    gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    return Margin(what, devices, plan.limit_bytes, best, gain)
+    return _margin(plan, what, devices, plan.limit_bytes, planned(plan, devices, plan.batch))
+
+
+def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Candidate | None) -> Margin:
+    if best is None:
+        return Margin(what, devices, limit, None, 0.0)
+    gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
+    return Margin(what, devices, limit, best, gain, settings(best, plan.chosen))
 
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Candidate | None:
@@ -82,8 +90,7 @@ def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: fl
 def _memory(plan: ClusterPlan, more: float, what: str) -> Margin:
     limit = plan.limit_bytes + more
     best = next(iter(chosen_of(plan.survey, limit)), None)
-    gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    return Margin(what, plan.cluster.num_devices, limit, best, gain)
+    return _margin(plan, what, plan.cluster.num_devices, limit, best)
 
 
 def _next_memory(plan: ClusterPlan) -> list[Margin]:
@@ -93,7 +100,8 @@ def _next_memory(plan: ClusterPlan) -> list[Margin]:
         if point.bytes > plan.limit_bytes and gain > 5e-3:
             more = point.bytes - plan.limit_bytes
             what = f"{more / _GIB:.1f} GiB more a device"
-            return [Margin(what, plan.cluster.num_devices, point.bytes, point, gain)] if more > _GIB else []
+            found = _margin(plan, what, plan.cluster.num_devices, point.bytes, point)
+            return [found] if more > _GIB else []
     return []
 
 

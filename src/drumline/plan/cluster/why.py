@@ -10,7 +10,7 @@ from drumline.plan.cluster.survey import Candidate
 _GIB = 2**30
 _EVEN = 5e-4  # of a step; less than that is no difference
 _MORE = {
-    "compute": "its kernels take {} more",
+    "compute": "its busiest rank computes {} more",
     "recompute": "it recomputes {} more",
     "tensor": "TP exposes {} more",
     "context": "CP exposes {} more",
@@ -49,6 +49,24 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
         item, by = saved[0]
         reasons.append("in spite of " + _LESS[item].format(_seconds(by)))
     return f"{slower:.1%} slower: {', '.join(reasons)}"
+
+
+def settings(one: Candidate, than: Candidate | None = None) -> str:
+    """Return a layout in words, of its settings only those that differ from another's."""
+    layout, known = one.layout, None if than is None else than.layout
+    parts = [str(one.mesh)]
+    if layout.pipeline > 1 and (
+        known is None or (layout.schedule, layout.stages_per_rank) != (known.schedule, known.stages_per_rank)
+    ):
+        stages = f" with {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
+        parts.append(layout.schedule + stages)
+    if known is None or layout.microbatch != known.microbatch:
+        parts.append(f"microbatches of {layout.microbatch}")
+    if known is None or layout.zero != known.zero:
+        parts.append(f"ZeRO {layout.zero}")
+    if known is None or layout.recompute != known.recompute:
+        parts.append("no recomputation" if layout.recompute == "none" else f"{layout.recompute} recomputation")
+    return ", ".join(parts)
 
 
 def _differences(
