@@ -55,17 +55,18 @@ def pareto_chart(figures: Figures, *, width: int = 720) -> str:
     shown = [point for point in others if point[0] <= most]
     series = [
         Series("the fastest layout in so much memory", front),
-        Series("chosen", [(chosen["peak_bytes"] / _GIB, chosen["tokens_per_second"] / 1e3)], marks=True),
         Series("what a device may hold", [(limit, 0.0), (limit, max(y for _, y in front))], dashed=True),
     ]
     if shown:
         series.append(Series("other meshes, and the choice with one setting changed", shown, marks=True))
+    series.append(Series("chosen", [(chosen["peak_bytes"] / _GIB, chosen["tokens_per_second"] / 1e3)], marks=True))
     return chart(
         series,
         title="Throughput against memory",
         x_label="GiB that the fullest device holds",
         y_label="thousand tokens a second",
         width=width,
+        x_from=0.0,
     )
 
 

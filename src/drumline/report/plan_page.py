@@ -26,6 +26,8 @@ from drumline.report.svg import size_text
 
 Figures = Mapping[str, Any]
 
+_STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
+
 
 def plan_page(figures: Figures, timeline: Timeline | None = None, *, drawn: str = "") -> str:
     """Return the page; `timeline` is the chosen pipeline, and `drawn` says what of it is shown."""
@@ -33,10 +35,11 @@ def plan_page(figures: Figures, timeline: Timeline | None = None, *, drawn: str 
     data = document(
         [] if timeline is None else [timeline],
         title=title,
-        advice=" — ".join(choice),
+        advice=". ".join(choice) + ".",
         names=None if timeline is None else [drawn],
         seconds=True,
     )
+    data["strips"] = timeline is not None and timeline.num_ranks <= _STRIPS  # the toolbar shows and hides them
     style = asset("report.css") + asset("plan.css")
     if timeline is None:
         style += ".toolbar, #overview, .legend, footer { display: none; }"
@@ -51,10 +54,10 @@ def _above(figures: Figures) -> str:
 def _below(figures: Figures) -> str:
     cards = [_best(figures), _changes(figures), _more(figures), _traffic(figures)]
     pictures = [
-        _card("Throughput against memory", pareto_chart(figures)),
-        _card("Strong and weak scaling", scaling_chart(figures) + _scaling(figures)),
+        f'<div class="card">{pareto_chart(figures)}</div>',
+        f'<div class="card">{scaling_chart(figures)}</div>',
     ]
-    rest = [_ranks(figures), _launch(figures)]
+    rest = [_ranks(figures), _scaling(figures), _launch(figures)]
     return f'<section class="report plan"><div class="pair">{"".join([*cards, *pictures, *rest])}</div></section>'
 
 
@@ -102,6 +105,7 @@ def _seconds(figures: Figures) -> str:
         [
             [name, duration(chosen["seconds"][item]), f"{chosen['seconds'][item] / chosen['step_seconds']:.1%}"]
             for item, name in used
+            if chosen["seconds"][item] > 0
         ],
     )
     return _card("Where a step goes", "".join(rows) + legend(used) + table)
@@ -147,7 +151,7 @@ def _best(figures: Figures) -> str:
         f'<p class="note">The best layout of each mesh, out of {counted(figures["num_layouts"], "layout")}; '
         f"{figures['num_evaluated']} had to be looked at.</p>"
     )
-    return _wide(f"The {len(rows)} best" if len(rows) > 1 else "The best", _table(header, rows, words=(2, 6)) + note)
+    return _wide(f"The {len(rows)} best" if len(rows) > 1 else "The best", _table(header, rows, words=(1, 2, 6)) + note)
 
 
 def _changes(figures: Figures) -> str:
@@ -174,7 +178,7 @@ def _traffic(figures: Figures) -> str:
 
 
 def _scaling(figures: Figures) -> str:
-    return _table(SCALING, scaling_rows(figures))
+    return _card("Strong and weak scaling", _table(SCALING, scaling_rows(figures)))
 
 
 def _ranks(figures: Figures) -> str:
@@ -218,11 +222,10 @@ def _wide(title: str, body: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    head = "".join(f'<th scope="col">{safe(name)}</th>' for name in header)
+    left = [' class="words"' if at in words else "" for at in range(len(header))]
+    head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
     lines = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=words' if at in words else ''}>{safe(cell)}</td>" for at, cell in enumerate(row))
-        + "</tr>"
+        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
