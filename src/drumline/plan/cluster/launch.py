@@ -86,7 +86,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
             ),
             Config(
                 "megatron",
-                f"{start} pretrain_gpt.py $(grep -v '^#' plan.args)",
+                f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py",
                 "plan.args",
                 megatron_text,
                 megatron_missing,

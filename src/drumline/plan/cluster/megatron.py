@@ -19,7 +19,7 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_degrees(transformer, layout),
         *_stages(layout, missing),
     ]
-    lines += [*_sharding(layout, missing), *_memory(layout), "--bf16"]
+    lines += [*_sharding(layout, missing), *_memory(layout), "--attention-backend flash", "--bf16"]
     missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer that you choose")
     head = ["# A plan of `drumline plan`, for Megatron-LM. What it cannot say:", *(f"# - {one}" for one in missing)]
     return "\n".join([*head, *lines]), tuple(missing)
@@ -41,6 +41,12 @@ def _model(transformer: Transformer) -> Iterator[str]:
         yield "--untie-embeddings-and-output-weights"
     if not transformer.learned_positions:
         yield "--position-embedding-type rope"
+    if not transformer.biased:
+        yield "--disable-bias-linear"
+        yield "--normalization RMSNorm"
+    if not transformer.dropout:
+        yield "--attention-dropout 0"
+        yield "--hidden-dropout 0"
     if transformer.experts is not None:
         experts = transformer.experts
         yield f"--num-experts {experts.num_experts}"
@@ -110,6 +116,8 @@ def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
     yield "--overlap-param-gather"
     if layout.zero > 1 and layout.pipeline == 1:
         yield "--use-megatron-fsdp"
+        yield "--no-gradient-accumulation-fusion"
+        yield "--ckpt-format fsdp_dtensor"
         yield f"--data-parallel-sharding-strategy {_SHARDED[layout.zero]}"
     elif layout.zero > 1:
         missing.append(f"ZeRO {layout.zero} within a pipeline: the distributed optimizer is ZeRO 1, which holds more")
