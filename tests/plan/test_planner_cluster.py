@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shlex
 import tomllib
 from dataclasses import replace
@@ -201,7 +202,7 @@ def test_nothing_fits_says_how_much_less_and_which_pin_would_do() -> None:
     text = str(caught.value)
     assert "small does not fit on 8 x toy: the smallest layout, TP1 PP1 DP8 with ZeRO 3 and no recomputation" in text
     assert "less activation memory" in text
-    assert "full recomputation would fit" in text
+    assert re.search(r"full recomputation[\w ,]* would fit", text)
     freed = planned(0.5 * GIB, pins=Pins(recompute="full", tensor=1, pipeline=1))
     assert freed.chosen.layout.recompute == "full"
 

@@ -27,7 +27,7 @@ def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
         f"{name} does not fit on {devices} x {survey.cluster.device.name}: the smallest layout, {described(smallest)}, "
         f"holds {smallest.bytes / _GIB:.1f} GiB on a device",
         expected=f"at most {limit / _GIB:.1f} GiB with {headroom:.0%} headroom: {_short_of(smallest, limit)}",
-        fix="; ".join([*_unpinned(survey, limit), *_larger(survey, limit), _roomier(smallest, headroom)]),
+        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), _roomier(smallest, headroom)]),
     )
     error.smallest_bytes = int(smallest.bytes)
     return error
@@ -46,6 +46,12 @@ def _short_of(smallest: Candidate, limit: float) -> str:
         return f"needs {over / held.activations:.0%} less activation memory"
     state = (held.weights + held.gradients + held.optimizer) / _GIB
     return f"weights, gradients and optimizer alone take {state:.1f} GiB"
+
+
+def _mends(survey: Survey, limit: float) -> Iterator[str]:
+    found = list(_unpinned(survey, limit))
+    if found:
+        yield f"{', '.join(found[:-1]) + ' or ' if found[:-1] else ''}{found[-1]} would fit"
 
 
 def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
@@ -72,7 +78,7 @@ def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
         if found is not None:
             layout = found.layout
             values = {name: getattr(layout, name) for name in layout.__slots__}
-            yield words.format(**values) + " would fit"
+            yield words.format(**values)
 
 
 def _larger(survey: Survey, limit: float) -> Iterator[str]:

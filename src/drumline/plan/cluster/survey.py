@@ -227,13 +227,15 @@ class Survey:
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
         """Add what stays within the limit and may be among the best."""
         lightest = recomputations(self.pins)[0]
-        larger = SAVERS.get(schedule)
+        larger, idle = SAVERS.get(schedule), 1 + family.bubble(schedule)
+        if self._floor(family, lightest) * idle > found.bound(family.mesh):
+            return
         for zero in zero_stages(family.mesh, self.pins):
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
             recompute = self._first_within(family, schedule, zero, limit)
             bound = found.bound(family.mesh)
-            if recompute is None or self._floor(family, recompute) * (1 + family.bubble(schedule)) > bound:
+            if recompute is None or self._floor(family, recompute) * idle > bound:
                 continue
             one = self._seen(family, (schedule, zero, recompute))
             if one.seconds <= bound:
