@@ -29,8 +29,8 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple
         num_microbatches=min(shown, whole),
         stages_per_rank=layout.stages_per_rank,
     )
-    hop, waiting = hop_seconds(transformer, cluster, layout)
-    stages = stage_ops(transformer, cluster, layout, waiting)
+    hop, _ = hop_seconds(transformer, cluster, layout)
+    stages = stage_ops(transformer, cluster, layout)
     costs = Costs(
         forward=[one.forward.total for one in stages],
         backward_input=[one.again.total + one.backward_input.total for one in stages],

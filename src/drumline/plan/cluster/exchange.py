@@ -13,10 +13,16 @@ from drumline.plan.cluster.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds that are exposed, and bytes that a device sends."""
+    """Seconds that are exposed in every forward, in every backward, and once a step; and bytes that a device sends."""
 
-    seconds: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    once: float = 0.0
     bytes: float = 0.0
+
+    def seconds(self, num_microbatches: int) -> float:
+        """Return all exposed seconds of a step."""
+        return num_microbatches * (self.forward + self.backward) + self.once
 
 
 def data_exchange(
@@ -43,18 +49,16 @@ def data_exchange(
             reduced += there * count * (size - 1) / size
             gathered += back * count * (size - 1) / size
     times = layout.num_microbatches
-    num_reduces = times if layout.zero >= 2 else 1
-    num_gathers = 2 * times if layout.zero >= 3 else 1
-    sent = num_reduces * reduced + num_gathers * gathered
-    if not layout.practice.overlap_data:
-        return Exchange(num_reduces * reduce + num_gathers * gather, sent)
-    if layout.zero >= 3:
-        exposed = max(gather - forward_seconds, 0.0) + max(gather + reduce - backward_seconds, 0.0)
-        return Exchange(times * exposed, sent)
-    if layout.zero >= 1:
-        exposed = num_reduces * max(reduce - backward_seconds, 0.0) + max(gather - forward_seconds, 0.0)
-        return Exchange(exposed, sent)
-    return Exchange(max(reduce + gather - backward_seconds, 0.0), sent)
+    hidden, hidden_back = (forward_seconds, backward_seconds) if layout.practice.overlap_data else (0.0, 0.0)
+    if layout.zero == 3:
+        sent = times * (reduced + 2 * gathered)
+        return Exchange(max(gather - hidden, 0.0), max(gather + reduce - hidden_back, 0.0), 0.0, sent)
+    if layout.zero == 2:
+        sent = times * reduced + gathered
+        return Exchange(0.0, max(reduce - hidden_back, 0.0), max(gather - hidden, 0.0), sent)
+    if layout.zero == 1:
+        return Exchange(0.0, 0.0, max(reduce - hidden_back, 0.0) + max(gather - hidden, 0.0), reduced + gathered)
+    return Exchange(0.0, 0.0, max(reduce + gather - hidden_back, 0.0), reduced + gathered)
 
 
 def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) -> Exchange:
@@ -62,7 +66,7 @@ def tied_exchange(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     if layout.pipeline == 1 or not transformer.tied:
         return Exchange()
     size = layout.practice.gradient_bytes * transformer.vocabulary * transformer.hidden / layout.tensor
-    return Exchange(reduce_seconds(pipeline_link(cluster, layout), 2, size), size)
+    return Exchange(once=reduce_seconds(pipeline_link(cluster, layout), 2, size), bytes=size)
 
 
 def pipeline_link(cluster: Cluster, layout: Layout) -> Link:

@@ -51,7 +51,7 @@ def device_bytes(transformer: Transformer, layout: Layout, rank: Alike) -> Bytes
     """
     parameters = device_parameters(transformer, layout, rank)
     whole, part = sum(parameters), sharded(layout, parameters)
-    pairs = pairs_held(layout.schedule, rank.rank, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
+    pairs = pairs_held(layout.schedule, rank.first, layout.pipeline, layout.num_microbatches, layout.stages_per_rank)
     dense = sum(slice_.dense for slice_, _ in rank.slices) / len(rank.slices)
     experts = sum(slice_.experts for slice_, _ in rank.slices) / len(rank.slices)
     kept = dense * activation_bytes(transformer, layout) if dense else 0.0
@@ -76,7 +76,7 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     size = 4.0 * tokens * transformer.hidden / along if layout.pipeline > 1 else 0.0
     if layout.recompute == "full":
         size += tokens * (between(transformer) / along + inside(transformer, layout, has_experts) / layout.tensor)
-    if layout.zero >= 3:
+    if layout.zero >= 3 and layout.data * layout.context > 1:
         layer = dense_layer_parameters(transformer)
         if has_experts and transformer.experts:
             local = transformer.experts.num_experts / layout.expert

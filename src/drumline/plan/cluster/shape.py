@@ -6,7 +6,7 @@ step's middle repeats itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -122,8 +122,6 @@ def makespan(
 
     >>> [makespan(name, [Pace(4, 1.0, 1.0, 1.0)], 8) for name in ("1f1b", "zb-h1")]
     [33.0, 27.0]
-    >>> makespan("v-half", [Pace(4, 2.0, 2.0, 2.0)], 8, stages_per_rank=2)
-    57.0
     >>> makespan("zb-v", [Pace(4, 2.0, 2.0, 2.0)], 8, stages_per_rank=2)
     51.0
     """
@@ -134,26 +132,53 @@ def makespan(
     hops = (num_ranks - 1) * hop_seconds
     if schedule == "naive":
         return num_microbatches * (sum(one.count * one.total for one in paces) + 2 * hops)
-    if schedule.startswith("zb-"):
-        idle = sum(count * max(one.forward + one.backward_input - one.backward_weight, 0.0) for one, count in others)
-        return steady + idle / stages_per_rank + 4 * hops
     if schedule == "v-half":
         # Its pattern is made for equal F, I and W: where I is longer than F and half of W, every microbatch waits.
-        idle = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in others)
+        lost = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in others)
         wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
-        return steady + (idle + num_microbatches * wait) / stages_per_rank + 8 * hops
-    if schedule.startswith("dualpipe"):
-        idle = sum(
-            count * max(one.forward + 2 * one.backward_input - one.backward_weight, 0.0) for one, count in others
-        )
-        part = 1.0 if schedule == "dualpipe-v" else (num_ranks / 2 - 1) / max(num_ranks - 1, 1)
-        return steady + idle / stages_per_rank * part + 4 * hops
+        return steady + (lost + num_microbatches * wait) / stages_per_rank + 8 * hops
+    if schedule in _IDLE:
+        idle = _IDLE[schedule]
+        mean = sum(count * idle(one, num_ranks) for one, count in others) / max(num_ranks - 1, 1)
+        return steady + mean / stages_per_rank + 4 * hops
     waits = 2 * hops * num_microbatches / num_ranks if schedule == "1f1b" else 0.0
     return steady + sum(count * one.total for one, count in others) / stages_per_rank + 2 * hops + waits
 
 
 def _total(pace: Pace) -> float:
     return pace.total
+
+
+def _zb_h1(pace: Pace, num_ranks: int) -> float:
+    """Return (P-1)(F+I-W); a W that is longer than F or I fills no more than they leave."""
+    fills = min(pace.forward, pace.backward_input, pace.backward_weight)
+    return (num_ranks - 1) * (pace.forward + pace.backward_input - fills)
+
+
+def _zb_v(pace: Pace, num_ranks: int) -> float:
+    """Return what the hand-made order is idle, by a formula that was read off the simulator; (P-1)F at F = I = W."""
+    forward, back = pace.forward, pace.backward_input
+    each = max(back, pace.backward_weight, 2 * forward - back)
+    return (num_ranks - 2) * each + max(forward, back) if num_ranks > 1 else 0.0
+
+
+def _dualpipe(pace: Pace, num_ranks: int) -> float:
+    """Return (P/2-1)(F&B+B-3W), where an F&B takes as long as both; no W shortens it below 2F."""
+    each = pace.forward + 2 * pace.backward_input - pace.backward_weight
+    return (num_ranks / 2 - 1) * max(each, 2 * pace.forward)
+
+
+def _dualpipe_v(pace: Pace, num_ranks: int) -> float:
+    """Return the same of twice as many ranks, folded."""
+    return _dualpipe(pace, 2 * num_ranks)
+
+
+_IDLE: dict[str, Callable[[Pace, int], float]] = {
+    "zb-h1": _zb_h1,
+    "zb-v": _zb_v,
+    "dualpipe": _dualpipe,
+    "dualpipe-v": _dualpipe_v,
+}
 
 
 def simulated(

@@ -43,14 +43,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """`count` ranks with equal stages; `rank` is the first of them, which holds no less than the others.
+    """Ranks with equal stages: `slices`, each with the part of its microbatches that runs there."""
 
-    `slices` are its stages, each with the part of its microbatches that runs there.
-    """
-
-    rank: int
-    count: int
+    ranks: tuple[int, ...]
     slices: tuple[tuple[Slice, float], ...]
+
+    @property
+    def first(self) -> int:
+        """Return the first of them, which holds no less than the others."""
+        return self.ranks[0]
 
 
 @lru_cache(maxsize=1024)
@@ -75,10 +76,8 @@ def alike(
 ) -> tuple[Alike, ...]:
     """Return the ranks of a pipeline, those with equal stages as one."""
     slices = slices_of(transformer, counts)
-    first: dict[tuple[tuple[Slice, float], ...], int] = {}
-    numbers: dict[tuple[tuple[Slice, float], ...], int] = {}
+    found: dict[tuple[tuple[Slice, float], ...], list[int]] = {}
     for rank in range(num_ranks):
         key = tuple((slices[stage], part) for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
-        first.setdefault(key, rank)
-        numbers[key] = numbers.get(key, 0) + 1
-    return tuple(Alike(rank, numbers[key], key) for key, rank in first.items())
+        found.setdefault(key, []).append(rank)
+    return tuple(Alike(tuple(ranks), key) for key, ranks in found.items())
