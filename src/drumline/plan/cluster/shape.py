@@ -70,6 +70,7 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
         "zb-h1": num_ranks,
         "zb-h2": 2 * num_ranks - 1,
         "zb-v": 2 * num_ranks,
+        "v-half": 2 * (num_ranks // 2 + 1) if num_ranks > 1 else 2,
         "dualpipe": num_ranks + 1,
         "dualpipe-v": 2 * num_ranks + 1,
     }
@@ -102,6 +103,7 @@ FORMULAS = (
     "looped-bfs",
     "zb-h1",
     "zb-v",
+    "v-half",
     "dualpipe",
     "dualpipe-v",
 )
@@ -130,6 +132,11 @@ def makespan(
     hops = (num_ranks - 1) * hop_seconds
     if schedule == "naive":
         return num_microbatches * (sum(one.count * one.total for one in paces) + 2 * hops)
+    if schedule == "v-half":
+        # Its pattern is made for equal F, I and W: where I is longer than F and half of W, every microbatch waits.
+        lost = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in others)
+        wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
+        return steady + (lost + num_microbatches * wait) / stages_per_rank + 8 * hops
     if schedule in _IDLE:
         idle = _IDLE[schedule]
         mean = sum(count * idle(one, num_ranks) for one, count in others) / max(num_ranks - 1, 1)
