@@ -424,13 +424,13 @@ def test_what_is_weighed_is_what_is_estimated() -> None:
             assert peak_bytes(model(name), layout) == pytest.approx(held)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 8), (5, 20), (8, 8)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 4), (4, 8), (5, 20), (8, 16)])
 def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatches: int) -> None:
-    for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9)):
+    for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 2.1, 0.9)):
         stages = [Ops(Work(forward), Work(), Work(middle), Work(weight))] * (2 * num_ranks)
         pace = Pace(num_ranks, 2 * forward, 2 * middle, 2 * weight)
         found = makespan("v-half", [pace], num_microbatches, 2)
-        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.02)
+        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.04)
     program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
     held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))
     assert held == max(simulate(program).peak_activations)

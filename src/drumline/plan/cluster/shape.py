@@ -132,11 +132,12 @@ def makespan(
     hops = (num_ranks - 1) * hop_seconds
     if schedule == "naive":
         return num_microbatches * (sum(one.count * one.total for one in paces) + 2 * hops)
-    if schedule == "v-half":
+    if schedule == "v-half" and num_ranks > 1:
         # Its pattern is made for equal F, I and W: where I is longer than F and half of W, every microbatch waits.
         lost = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in others)
         wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
-        return steady + (lost + num_microbatches * wait) / stages_per_rank + 8 * hops
+        late = max(num_microbatches - num_ranks / 2 - 1, 0.0) * wait
+        return steady + (lost + late) / stages_per_rank + 8 * hops
     if schedule in _IDLE:
         idle = _IDLE[schedule]
         mean = sum(count * idle(one, num_ranks) for one, count in others) / max(num_ranks - 1, 1)
