@@ -56,6 +56,7 @@ bench: $(VENV)/full.stamp
 	@mkdir -p out
 	$(BIN)/python benchmarks/simulate.py --json out/simulate.json
 	$(BIN)/python benchmarks/search.py --json out/search.json
+	$(BIN)/python benchmarks/published.py --fit --json out/published.json
 	$(BIN)/python benchmarks/pictures.py --json out/pictures.json
 	$(BIN)/python benchmarks/advice.py --json out/advice.json
 	$(BIN)/python benchmarks/messages.py --json out/messages.json

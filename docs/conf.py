@@ -7,12 +7,17 @@ from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.simulate import simulate
+from drumline.plan.cluster.explain import explain
+from drumline.plan.cluster.machines import cluster
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.planner import plan
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
 from drumline.report.analysis import analyze
 from drumline.report.chart import Series, chart
 from drumline.report.compare import compare
 from drumline.report.pareto import pareto_svg
+from drumline.report.plan_charts import best_svg, pareto_chart, scaling_chart
 from drumline.report.svg import svg
 from drumline.schedules import schedules
 
@@ -61,6 +66,9 @@ found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches
 drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
 front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
 drawn["search-pareto"] = pareto_svg(front, width=900)
+planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64)).to_json()
+drawn |= {"plan-best": best_svg(planned), "plan-pareto": pareto_chart(planned, width=900)}
+drawn["plan-scaling"] = scaling_chart(planned, width=900)
 for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:

@@ -22,6 +22,7 @@ VERBS = {
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",
     "search": "the best program under a memory limit, with a bound and the gap",
+    "plan": "what to run: the layout of a model on a cluster, with its reasons",
     "check": "prove that a program can run, or list every violation",
     "verify": "run a model pipelined and in one process, and compare the two",
     "report": "recorded runs as a page: where the time went, and what to change",

@@ -62,8 +62,11 @@ def chart(
     width: int = 720,
     height: int = 400,
     log_x: bool = False,
+    x_from: float | None = None,
 ) -> str:
     """Return an SVG document with all series; a point's own numbers are its tooltip. `log_x` doubles from mark to mark.
+
+    The first x is that of the first point, or `x_from`.
 
     >>> bound = Series("M / (M + 1)", [(1, 0.5), (4, 0.8)])
     >>> picture = chart([bound], title="Bound", x_label="M", y_label="utilisation")
@@ -76,7 +79,10 @@ def chart(
     if log_x and min(x for x, _ in points) <= 0:
         raise UsageError(f"x is {min(x for x, _ in points):g} on an axis that doubles", expected="x above 0")
     names = len(series) * _ENTRY
-    across = _Axis(min(x for x, _ in points), max(x for x, _ in points), _LEFT, width - _RIGHT, log_x)
+    first = min(x for x, _ in points)
+    across = _Axis(
+        first if x_from is None else min(x_from, first), max(x for x, _ in points), _LEFT, width - _RIGHT, log_x
+    )
     up = _Axis(min(0.0, *(y for _, y in points)), max(y for _, y in points), height - _BOTTOM, _TOP)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + names}" '

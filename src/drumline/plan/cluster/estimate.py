@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Seconds:
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        computing = self.compute + self.recompute + self.bubble + self.optimizer
+        return computing + self.tensor + self.context + self.expert + self.pipeline + self.data_exposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Bytes:
     @property
     def total(self) -> float:
         """Return the peak."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,22 @@ class Estimate:
     volumes: Volumes
     flops_per_device: float
     bubble: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object for JSON, with sums.
+
+        >>> zeros = Estimate(Seconds(*[1.0] * 9), Bytes(*[2.0] * 5), Volumes(*[0.0] * 5), 18.0, 0.1)
+        >>> zeros.to_json()["seconds"]["total"], zeros.to_json()["flops_per_second"]
+        (9.0, 2.0)
+        """
+        return {
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "bytes": {**asdict(self.bytes), "total": self.bytes.total},
+            "volumes": asdict(self.volumes),
+            "bubble": self.bubble,
+            "flops_per_device": self.flops_per_device,
+            "flops_per_second": self.flops_per_second,
+        }
 
     @property
     def flops_per_second(self) -> float:

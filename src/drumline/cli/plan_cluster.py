@@ -1,0 +1,199 @@
+"""`drumline plan MODEL`: the layout of a transformer on a cluster, with its reasons."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, save, terminal_width
+from drumline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from drumline.plan.cluster.hardware import Cluster
+    from drumline.plan.cluster.planner import ClusterPlan
+    from drumline.plan.cluster.space import Pins
+    from drumline.plan.cluster.transformer import Transformer
+
+_GIB = 2**30
+_DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what planning for a cluster takes; the subject is the dispatcher's."""
+    group = parser.add_argument_group("a model on a cluster")
+    whole = flags.whole_number
+    group.add_argument("--hardware", metavar="NAME", help="of a device, like h100, or a JSON file of its numbers")
+    group.add_argument("--gpus", type=whole, metavar="N", help="devices of the cluster")
+    group.add_argument("--nodes", type=whole, metavar="N", help="nodes of the cluster, instead of --gpus")
+    group.add_argument("--gpus-per-node", type=whole, metavar="N", help="devices of a node (default: the hardware's)")
+    group.add_argument("--batch", type=whole, metavar="N", help="sequences of a step")
+    group.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
+    group.add_argument("--top", type=whole, metavar="N", default=10, help="how many meshes to explain (default 10)")
+    group.add_argument("--brief", action="store_true", help="the plan alone, without the plans that explain it")
+    group.add_argument(
+        "--launch",
+        choices=("drumline", "torchtitan", "megatron"),
+        default="drumline",
+        help="whose command to print, and whose config --out FILE.toml writes (default drumline)",
+    )
+    pins = parser.add_argument_group("what is decided already")
+    for name in _DEGREES:
+        pins.add_argument(f"--{name}", type=whole, metavar="N", help=_PINS[name])
+    pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
+    pins.add_argument("--recompute", metavar="HOW", help="none, selective or full")
+    pins.add_argument("--no-sequence-parallel", action="store_true", help="keep it out of tensor parallelism")
+    pins.add_argument("--schedule", metavar="NAME[,...]", help="choose among these")
+    pins.add_argument("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank")
+    parser.add_argument("--memory-gib", type=flags.number, metavar="X", help="memory of a device")
+    parser.add_argument("--headroom", type=flags.number, metavar="SHARE", help="of the memory to leave free (0.1)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.html, .svg, .json; .toml or .args: a config")
+    flags.add_json(parser)
+
+
+_PINS = {
+    "tensor": "tensor parallelism",
+    "pipeline": "pipeline ranks",
+    "data": "data parallelism",
+    "context": "context parallelism",
+    "expert": "expert parallelism",
+    "microbatch": "sequences of a microbatch",
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, explain, print and write."""
+    from drumline.plan.cluster.explain import explain, plan_json
+
+    _check(args)
+    planned = _planned(args)
+    if args.brief:
+        figures = plan_json(planned)
+    else:
+        progress("planning what more would buy")
+        figures = explain(planned).to_json()
+        progress("")
+    if args.out is not None:
+        save(args.out, _WRITERS[args.out.suffix](args, planned, figures))
+    if args.json:
+        print_json({**figures, **({} if args.out is None else {"out": str(args.out)})})
+    else:
+        from drumline.report.plan_text import plan_text
+
+        print(plan_text(figures, width=terminal_width(), framework=args.launch))
+        if args.out is not None:
+            print(f"\nwrote {args.out}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    example = f"for example: drumline plan {args.subject} --hardware h100 --gpus 64 --batch 256"
+    for flag, value in (("--hardware", args.hardware), ("--batch", args.batch)):
+        if value is None:
+            raise UsageError(f"{flag} missing", fix=example)
+    if args.gpus is None and args.nodes is None:
+        raise UsageError("--gpus missing", fix=example)
+    counts = ("gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
+    for name in counts:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}", expected="a whole number of 1 or more")
+    if args.memory_gib is not None and args.memory_gib <= 0:
+        raise UsageError(f"--memory-gib is {args.memory_gib:g}", expected="more than 0")
+    if args.out is not None and args.out.suffix not in _WRITERS:
+        raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_WRITERS)}")
+    if args.out is not None and args.brief and args.out.suffix in (".html", ".svg"):
+        raise UsageError(f"--out is {args.out}, with --brief", fix="a page shows the reasons: leave --brief out")
+
+
+def _planned(args: argparse.Namespace) -> ClusterPlan:
+    from drumline.plan.cluster.planner import HEADROOM, plan
+
+    headroom = HEADROOM if args.headroom is None else args.headroom
+    return plan(_model(args), _cluster(args), batch=args.batch, pins=_pins(args), headroom=headroom, top=args.top)
+
+
+def _model(args: argparse.Namespace) -> Transformer:
+    from drumline.plan.cluster.hugging_face import read_config
+    from drumline.plan.cluster.models import model
+
+    subject = str(args.subject)
+    path = Path(subject)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    found = read_config(path) if path.suffix == ".json" else model(subject)
+    return found if args.sequence is None else replace(found, sequence=args.sequence)
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    from drumline.plan.cluster.machines import cluster
+
+    per_node = args.gpus_per_node or cluster(args.hardware, 1).devices_per_node
+    gpus = args.gpus if args.gpus is not None else args.nodes * per_node
+    if args.nodes is not None and args.gpus_per_node is None and gpus % args.nodes == 0:
+        per_node = gpus // args.nodes
+    if args.nodes is not None and args.nodes * per_node != gpus:
+        raise UsageError(
+            f"--nodes {args.nodes} x --gpus-per-node {per_node} are {args.nodes * per_node} devices, --gpus is {gpus}",
+            fix="leave one of them out",
+        )
+    found = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
+    memory = getattr(args, "memory", None) if args.memory_gib is None else args.memory_gib * _GIB
+    return found if memory is None else replace(found, device=replace(found.device, memory_bytes=memory))
+
+
+def _pins(args: argparse.Namespace) -> Pins:
+    from drumline.plan.cluster.space import Pins
+
+    return Pins(
+        **{name: getattr(args, name) for name in _DEGREES},
+        stages_per_rank=args.stages_per_rank,
+        zero=args.zero,
+        recompute=args.recompute,
+        sequence_parallel=False if args.no_sequence_parallel else None,
+        schedules=tuple(args.schedule.split(",")) if args.schedule else (getattr(args, "schedules", None) or ()),
+    )
+
+
+def _html(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+    from drumline.plan.cluster.drawing import drawing
+    from drumline.report.plan_page import plan_page
+
+    drawn = drawing(planned.transformer, planned.cluster, planned.chosen.layout)
+    return plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1])
+
+
+def _svg(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+    from drumline.report.plan_charts import best_svg
+
+    return best_svg(figures).rstrip("\n")
+
+
+def _json(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(figures, indent=2, allow_nan=False)
+
+
+def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+    from drumline.plan.cluster.launch import launch
+
+    config = launch(planned.transformer, planned.cluster, planned.chosen.layout).of(args.launch)
+    if Path(config.file).suffix != args.out.suffix:
+        raise UsageError(
+            f"--out is {args.out}, and {args.launch} takes {config.file}",
+            fix=f"give --out {args.out.with_suffix(Path(config.file).suffix)}",
+        )
+    return config.text
+
+
+_WRITERS: dict[str, Callable[[argparse.Namespace, ClusterPlan, dict[str, Any]], str]] = {
+    ".html": _html,
+    ".svg": _svg,
+    ".json": _json,
+    ".toml": _config,
+    ".args": _config,
+}

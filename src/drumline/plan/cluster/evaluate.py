@@ -1,0 +1,74 @@
+"""What a layout of a transformer on a cluster takes: `estimate`.
+
+Every rank does a microbatch's work of its stages at its own pace. The schedule makes a step of it: all microbatches at
+the pace of the busiest rank, and a bubble around them, by formula or by the simulator. After that gradients are
+exchanged, as far as this was not hidden, and the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from drumline.plan.cluster.check import check
+from drumline.plan.cluster.estimate import Bytes, Estimate, Seconds
+from drumline.plan.cluster.exchange import tied_exchange
+from drumline.plan.cluster.flops import model_flops
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.kernels import memory_seconds
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.loads import hop_seconds, loads_of, stages_of_loads
+from drumline.plan.cluster.memory import device_bytes, sharded
+from drumline.plan.cluster.shape import FORMULAS, makespan, simulated, simulated_few
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.volumes import device_volumes
+
+STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
+
+
+def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exact: bool = False) -> Estimate:
+    """Return what the layout takes; `exact` simulates every microbatch where otherwise a formula does.
+
+    >>> from drumline.plan.cluster.machines import cluster
+    >>> from drumline.plan.cluster.models import model
+    >>> layout = Layout(batch=1536, tensor=8, pipeline=8, data=24, recompute="selective", sequence_parallel=True)
+    >>> found = estimate(model("gpt-175b"), cluster("a100-80", 1536), layout)
+    >>> found.bytes.total < 80 * 2**30
+    True
+    """
+    check(transformer, cluster, layout)
+    times = layout.num_microbatches
+    hop, waiting = hop_seconds(transformer, cluster, layout)
+    loads = loads_of(transformer, cluster, layout, waiting)
+    paces = [load.pace for load in loads]
+    pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
+    if exact or layout.schedule not in FORMULAS:
+        stages = stages_of_loads(transformer, cluster, layout, loads, waiting)
+        run = simulated if exact else simulated_few
+        taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
+    else:
+        taken = makespan(layout.schedule, paces, times, layout.stages_per_rank, hop)
+    work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
+    tied = tied_exchange(transformer, cluster, layout)
+    once = max(load.exchange.once for load in loads) + tied.once
+    sent = max(load.exchange.bytes for load in loads) + tied.bytes
+    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
+    busy = times * sum(one.count * one.total for one in paces) / layout.pipeline
+    return Estimate(
+        Seconds(
+            compute=times * (work.compute - again.compute),
+            recompute=times * again.total,
+            tensor=times * (work.tensor - again.tensor),
+            context=times * (work.context - again.context),
+            expert=times * (work.expert - again.expert),
+            pipeline=times * busiest.waiting,
+            data_exposed=times * (exchange.forward + exchange.backward) + once,
+            bubble=max(taken - times * pace.total, 0.0),
+            optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
+        ),
+        max((device_bytes(transformer, layout, load.alike) for load in loads), key=_total),
+        device_volumes(transformer, layout, busiest.alike, sent),
+        model_flops(transformer, layout.batch) / layout.num_devices,
+        1.0 - busy / max(taken, busy),
+    )
+
+
+def _total(size: Bytes) -> float:
+    return size.total

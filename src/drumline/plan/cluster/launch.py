@@ -1,0 +1,180 @@
+"""How a plan is started: the torchrun line, and what Drumline, torchtitan and Megatron-LM are to be told.
+
+`drumline train` takes all of a plan, as TOML of which this is version 1:
+
+    format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
+    version = 1                      [mesh]      tensor, pipeline, data, context, expert
+    [model]  name and its numbers    [pipeline]  schedule, stages_per_rank, layers (of every stage, in order)
+                                     [memory]    zero, recompute, sequence_parallel
+
+The others take what they can express. The rest is said in `missing`, a sentence each, and never left out in silence.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.megatron import megatron
+from drumline.plan.cluster.titan import titan
+from drumline.plan.cluster.toml import written
+from drumline.plan.cluster.transformer import Transformer
+
+FORMAT = "drumline-train"
+VERSION = 1
+FRAMEWORKS = ("drumline", "torchtitan", "megatron")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What one framework is told: the command, a file with its settings, and what it cannot be told."""
+
+    framework: str
+    command: str
+    file: str
+    text: str
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan's configs, one of each framework."""
+
+    configs: tuple[Config, ...]
+
+    def of(self, framework: str) -> Config:
+        """Return the config of a framework."""
+        for config in self.configs:
+            if config.framework == framework:
+                return config
+        raise PlanError(f"unknown framework {framework!r}", fix=nearest(framework, FRAMEWORKS))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return them by name."""
+        names = ("command", "file", "text", "missing")
+        return {
+            one.framework: {
+                name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names
+            }
+            for one in self.configs
+        }
+
+
+def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
+    """Return what every framework is told."""
+    start = torchrun(cluster)
+    titan_text, titan_missing = titan(transformer, layout)
+    megatron_text, megatron_missing = megatron(transformer, layout)
+    return Launch(
+        (
+            Config(
+                "drumline",
+                f"{start} -m drumline.cli.main train plan.toml",
+                "plan.toml",
+                train_config(transformer, layout),
+            ),
+            Config(
+                "torchtitan",
+                f"{start} -m torchtitan.train --job.config_file plan.toml",
+                "plan.toml",
+                titan_text,
+                titan_missing,
+            ),
+            Config(
+                "megatron",
+                f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py",
+                "plan.args",
+                megatron_text,
+                megatron_missing,
+            ),
+        )
+    )
+
+
+def torchrun(cluster: Cluster) -> str:
+    """Return how every node starts its processes.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> torchrun(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
+    'torchrun --standalone --nproc-per-node 4'
+    """
+    local = min(cluster.devices_per_node, cluster.num_devices)
+    nodes = cluster.num_devices // local
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {local}"
+    rendezvous = "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {local} {rendezvous}"
+
+
+def train_config(transformer: Transformer, layout: Layout) -> str:
+    """Return the config of `drumline train`; `read_train_config` reads it back."""
+    model = {
+        one.name: getattr(transformer, one.name)
+        for one in fields(transformer)
+        if one.name not in ("experts", "sequence")
+    }
+    if transformer.experts is not None:
+        experts = transformer.experts
+        model |= {f"experts_{one.name}": getattr(experts, one.name) for one in fields(experts)}
+    return written(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": model,
+            "batch": {
+                "sequences": layout.batch,
+                "microbatch": layout.microbatch,
+                "sequence": transformer.sequence,
+            },
+            "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
+            "pipeline": {
+                "schedule": layout.schedule,
+                "stages_per_rank": layout.stages_per_rank,
+                "layers": list(layout.counts),
+            },
+            "memory": {
+                "zero": layout.zero,
+                "recompute": layout.recompute,
+                "sequence_parallel": layout.sequence_parallel,
+            },
+        },
+        comment="A plan of `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
+    )
+
+
+def read_train_config(text: str) -> Layout:
+    """Return the layout that a config of `drumline train` holds.
+
+    >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
+    >>> layout = Layout(batch=8, pipeline=2, data=2, counts=(2, 2))
+    >>> read_train_config(train_config(gpt, layout)) == layout
+    True
+    """
+    try:
+        read = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"the config is not TOML: {error}") from None
+    if (read.get("format"), read.get("version")) != (FORMAT, VERSION):
+        raise PlanError(
+            f"the config has format {read.get('format')!r}, version {read.get('version')!r}",
+            expected=f"{FORMAT!r}, version {VERSION}",
+        )
+    try:
+        return Layout(
+            batch=read["batch"]["sequences"],
+            microbatch=read["batch"]["microbatch"],
+            **read["mesh"],
+            schedule=read["pipeline"]["schedule"],
+            stages_per_rank=read["pipeline"]["stages_per_rank"],
+            counts=tuple(read["pipeline"]["layers"]),
+            **read["memory"],
+        )
+    except (KeyError, TypeError) as error:
+        raise PlanError(
+            f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists"
+        ) from None

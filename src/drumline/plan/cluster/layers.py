@@ -1,0 +1,254 @@
+"""What one microbatch takes in one layer, in the embedding and in the head, on one device of a layout.
+
+A layer is products, passes over memory, and messages. With t tensor-parallel ranks each product's weight is cut in t,
+along its columns or its rows in turn, so that only the layer's two blocks end with an exchange:
+
+    norm │ qkv (columns) │ attention │ out (rows) │ exchange │ dropout, sum
+    norm │ up (columns)  │ gelu      │ down (rows) │ exchange │ dropout, sum
+
+Without sequence parallelism the exchange is an all-reduce, and what is left and right of the cut products is done by
+every rank for all tokens. With it, the exchange is a reduce-scatter there and an all-gather before the next product: as
+many bytes, but norms, dropouts and sums are divided by t as well.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.kernels import (
+    attention_seconds,
+    gather_seconds,
+    memory_seconds,
+    product_seconds,
+    reduce_seconds,
+)
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.parameters import dense_layer_parameters, expert_parameters, shared_parameters
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.work import Ops, Work
+
+WORD = 2  # bytes of a 16-bit number
+NUM_LAUNCHES = 12  # of kernels that pass over memory, in a layer one way
+LOSS_BYTES = 50  # passes over the logits in 32 bits: cast, maximum, difference, exponential, sum, quotient, and back
+
+
+class Product(NamedTuple):
+    """`times` products side by side: tokens in rows, what comes out in columns, what goes in as depth."""
+
+    rows: float
+    columns: float
+    depth: float
+    times: float = 1.0
+
+
+def layer_ops(transformer: Transformer, cluster: Cluster, layout: Layout, *, experts: bool = False) -> Ops:
+    """Return what a microbatch takes in one layer."""
+    return _layer(transformer, cluster, _relevant(layout), experts)
+
+
+def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    """Return what a microbatch takes before the first layer: rows are read, and summed over ranks."""
+    size = WORD * tokens_of(transformer, layout) * transformer.hidden
+    exchange = _exchange(cluster, layout, size) / (2 if layout.sequence_parallel else 1)
+    passes = Work(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
+    return Ops(passes + Work(tensor=exchange), Work(), Work(), passes)
+
+
+def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
+    """Return what a microbatch takes after the last layer: a product with the vocabulary, and the loss."""
+    device = cluster.device
+    tokens = tokens_of(transformer, layout)
+    part = transformer.vocabulary / layout.tensor
+    forward, by_input, by_weight = _products(cluster, [Product(tokens, part, transformer.hidden)])
+    loss = memory_seconds(device, LOSS_BYTES * tokens * part)
+    add = memory_seconds(device, layout.practice.accumulation_bytes * part * transformer.hidden)
+    exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
+    hidden = by_weight if layout.practice.overlap_tensor else 0.0
+    return Ops(
+        Work(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
+        Work(),
+        Work(by_input + loss / 2, tensor=max(exchange - hidden, 0.0)),
+        Work(by_weight + add),
+    )
+
+
+def tokens_of(transformer: Transformer, layout: Layout) -> float:
+    """Return how many tokens of a microbatch a device has."""
+    return layout.microbatch * transformer.sequence / layout.context
+
+
+def keys_of(transformer: Transformer, layout: Layout) -> float:
+    """Return the width of keys and values on one tensor-parallel rank; with fewer heads than ranks they are copied."""
+    return 2 * transformer.head_width * max(transformer.num_key_value_heads / layout.tensor, 1.0)
+
+
+def _relevant(layout: Layout) -> Layout:
+    """Return the layout with everything at its default that no layer depends on: many layouts share a result."""
+    return Layout(
+        layout.microbatch,
+        layout.microbatch,
+        layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        practice=layout.practice,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> Ops:
+    device, practice = cluster.device, layout.practice
+    forward, by_input, by_weight = _products(cluster, _layer_products(transformer, layout, experts))
+    passes, passes_back = _passes(transformer, cluster, layout, experts)
+    attend, attend_back = _attention(transformer, cluster, layout)
+    context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
+    routing = _routing(transformer, cluster, layout) if experts else 0.0
+    exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
+    once = Work(forward + passes + attend, 2 * exchange, context, routing)
+    again = Work()
+    if layout.recompute == "full":
+        again = once
+    elif layout.recompute == "selective" and not practice.flash_attention:
+        again = Work(attend)
+    add = memory_seconds(device, practice.accumulation_bytes * _parameters(transformer, layout, experts))
+    tensor_back = _exchange_back(layout, exchange, by_weight)
+    return Ops(
+        once,
+        again,
+        Work(by_input + passes_back + attend_back, tensor_back, context_back, routing),
+        Work(by_weight + add),
+    )
+
+
+def _layer_products(transformer: Transformer, layout: Layout, experts: bool) -> list[Product]:
+    tokens, hidden = tokens_of(transformer, layout), transformer.hidden
+    width = transformer.num_heads * transformer.head_width / layout.tensor
+    products = [Product(tokens, width + keys_of(transformer, layout), hidden), Product(tokens, hidden, width)]
+    if not experts or transformer.experts is None:
+        return products + _feedforward(transformer, tokens, transformer.feedforward / layout.tensor, 1.0)
+    found = transformer.experts
+    local, width = found.num_experts / layout.expert, found.feedforward / layout.tensor
+    products += _feedforward(transformer, tokens * found.per_token / local, width, local)
+    if found.num_shared:
+        products += _feedforward(transformer, tokens, found.num_shared * width, 1.0)
+    return [*products, Product(tokens, found.num_experts, hidden)]
+
+
+def _feedforward(transformer: Transformer, tokens: float, width: float, times: float) -> list[Product]:
+    up = (2 if transformer.gated else 1) * width
+    return [Product(tokens, up, transformer.hidden, times), Product(tokens, transformer.hidden, width, times)]
+
+
+def _products(cluster: Cluster, products: list[Product]) -> tuple[float, float, float]:
+    """Return the seconds of products forward, of their inputs' gradients, and of their weights' gradients."""
+    forward = by_input = by_weight = 0.0
+    for rows, columns, depth, times in products:
+        forward += product_seconds(cluster.device, rows, columns, depth, times)
+        by_input += product_seconds(cluster.device, rows, depth, columns, times)
+        by_weight += product_seconds(cluster.device, depth, columns, rows, times)
+    return forward, by_input, by_weight
+
+
+def _passes(transformer: Transformer, cluster: Cluster, layout: Layout, experts: bool) -> tuple[float, float]:
+    """Return the seconds of passes over memory outside of attention, forward and backward.
+
+    Between the blocks are two norms (read, write; backward reads two and writes one) and two sums with the residual
+    (two reads, a write), where there is dropout with a mask of half a number. Inside are the queries, keys and values
+    that are put in order, and the activation; and a token is copied for every expert that it goes to.
+    """
+    masks = 1.0 if transformer.dropout else 0.0
+    along = layout.tensor if layout.sequence_parallel else 1
+    heads = transformer.num_heads * transformer.head_width / layout.tensor + keys_of(transformer, layout)
+    inner, copies = transformer.feedforward / layout.tensor, 0.0
+    if experts and (found := transformer.experts) is not None:
+        inner = (found.per_token + found.num_shared) * found.feedforward / layout.tensor
+        copies = 2.0 * found.per_token * transformer.hidden / along
+    reads = 2 if transformer.gated else 1
+    forward = (10 + masks) * transformer.hidden / along + 2 * heads + (reads + 1) * inner + copies
+    backward = (12 + masks) * transformer.hidden / along + 2 * heads + (2 * reads + 1) * inner + copies
+    size = WORD * tokens_of(transformer, layout)
+    launches = NUM_LAUNCHES * cluster.device.reach.launch_seconds
+    return (
+        memory_seconds(cluster.device, size * forward) + launches,
+        memory_seconds(cluster.device, size * backward) + launches,
+    )
+
+
+def _attention(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    """Return the seconds of attention itself, forward and backward."""
+    device = cluster.device
+    heads = layout.microbatch * transformer.num_heads / layout.tensor
+    rows, columns, width = transformer.sequence / layout.context, transformer.sequence, transformer.head_width
+    if layout.practice.flash_attention:
+        flops = 4.0 * heads * rows * columns * width / 2
+        return attention_seconds(device, flops), attention_seconds(device, 2.5 * flops)
+    scores = product_seconds(device, rows, columns, width, heads)
+    values = product_seconds(device, rows, width, columns, heads)
+    size = WORD * heads * rows * columns
+    masked = 2.5 if transformer.dropout else 0.0
+    forward = scores + values + memory_seconds(device, (2 + masked) * size)
+    return forward, 2 * (scores + values) + memory_seconds(device, (3 + masked) * size)
+
+
+def _ring(
+    transformer: Transformer, cluster: Cluster, layout: Layout, attend: float, attend_back: float
+) -> tuple[float, float]:
+    """Return what attention does not hide of keys and values that go round the context-parallel ranks."""
+    if layout.context == 1:
+        return 0.0, 0.0
+    link = cluster.link(layout.context, layout.tensor)
+    seconds = gather_seconds(link, layout.context, ring_bytes(transformer, layout))
+    return max(seconds - attend, 0.0), max(2 * seconds - attend_back, 0.0)
+
+
+def ring_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return the keys and values of a microbatch's whole sequences, as one tensor-parallel rank has them."""
+    return WORD * layout.microbatch * transformer.sequence * keys_of(transformer, layout)
+
+
+def _routing(transformer: Transformer, cluster: Cluster, layout: Layout) -> float:
+    """Return what it takes to send tokens to their experts and back."""
+    if layout.expert == 1:
+        return 0.0
+    link = cluster.link(layout.expert, layout.tensor)
+    there = link.latency_seconds * (layout.expert - 1) + routed_bytes(transformer, layout) / link.bytes_per_second
+    return 2 * there
+
+
+def routed_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return what a device sends to experts elsewhere, for one layer and one way."""
+    if transformer.experts is None:
+        return 0.0
+    away = (layout.expert - 1) / layout.expert
+    part = layout.tensor if layout.sequence_parallel else 1
+    tokens = tokens_of(transformer, layout) * transformer.experts.per_token
+    return WORD * tokens * transformer.hidden * away / part
+
+
+def _exchange(cluster: Cluster, layout: Layout, size: float) -> float:
+    """Return an all-reduce among tensor-parallel ranks, or a reduce-scatter and an all-gather: they take the same."""
+    return reduce_seconds(cluster.link(layout.tensor, 1), layout.tensor, size)
+
+
+def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
+    """Return what of a layer's exchanges backward the weights' gradients do not hide.
+
+    Each of the two blocks exchanges its input's gradient, which nothing else in the block waits for: it can hide. With
+    sequence parallelism a block also begins with a gather that cannot, and gathers its stored input, which can.
+    """
+    if not layout.sequence_parallel:
+        return max(2 * exchange - by_weight, 0.0) if layout.practice.overlap_tensor else 2 * exchange
+    if layout.practice.overlap_tensor:
+        return exchange + max(2 * exchange - by_weight, 0.0)
+    return 3 * exchange
+
+
+def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:
+    """Return how many parameters of a layer a device has."""
+    if not experts or transformer.experts is None:
+        return dense_layer_parameters(transformer) / layout.tensor
+    local = transformer.experts.num_experts / layout.expert * expert_parameters(transformer)
+    return (shared_parameters(transformer) + local) / layout.tensor

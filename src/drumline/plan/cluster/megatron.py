@@ -1,0 +1,132 @@
+"""A plan for Megatron-LM: the arguments of its pretraining scripts, as far as they can say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.transformer import Transformer
+
+_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+
+
+def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
+    """Return the arguments, one to a line, and a sentence for everything that they cannot say."""
+    missing: list[str] = []
+    lines = [
+        *_model(transformer),
+        *_batch(transformer, layout),
+        *_degrees(transformer, layout),
+        *_stages(layout, missing),
+    ]
+    lines += [*_sharding(layout, missing), *_memory(layout), "--attention-backend flash", "--bf16"]
+    missing.append(f"the vocabulary of {transformer.vocabulary}: it comes from the tokenizer that you choose")
+    head = ["# A plan of `drumline plan`, for Megatron-LM. What it cannot say:", *(f"# - {one}" for one in missing)]
+    return "\n".join([*head, *lines]), tuple(missing)
+
+
+def _model(transformer: Transformer) -> Iterator[str]:
+    yield f"--num-layers {transformer.num_layers}"
+    yield f"--hidden-size {transformer.hidden}"
+    yield f"--ffn-hidden-size {transformer.feedforward}"
+    yield f"--num-attention-heads {transformer.num_heads}"
+    if transformer.head_width * transformer.num_heads != transformer.hidden:
+        yield f"--kv-channels {transformer.head_width}"
+    if transformer.num_key_value_heads != transformer.num_heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {transformer.num_key_value_heads}"
+    if transformer.gated:
+        yield "--swiglu"
+    if not transformer.tied:
+        yield "--untie-embeddings-and-output-weights"
+    if not transformer.learned_positions:
+        yield "--position-embedding-type rope"
+    if not transformer.biased:
+        yield "--disable-bias-linear"
+        yield "--normalization RMSNorm"
+    if not transformer.dropout:
+        yield "--attention-dropout 0"
+        yield "--hidden-dropout 0"
+    if transformer.experts is not None:
+        experts = transformer.experts
+        yield f"--num-experts {experts.num_experts}"
+        yield f"--moe-router-topk {experts.per_token}"
+        yield f"--moe-ffn-hidden-size {experts.feedforward}"
+        if experts.num_shared:
+            yield f"--moe-shared-expert-intermediate-size {experts.num_shared * experts.feedforward}"
+        if transformer.num_dense_layers:
+            sparse = transformer.num_layers - transformer.num_dense_layers
+            yield f"--moe-layer-freq ([0]*{transformer.num_dense_layers}+[1]*{sparse})"
+        yield "--moe-token-dispatcher-type alltoall"
+
+
+def _batch(transformer: Transformer, layout: Layout) -> Iterator[str]:
+    yield f"--seq-length {transformer.sequence}"
+    yield f"--max-position-embeddings {transformer.sequence}"
+    yield f"--micro-batch-size {layout.microbatch}"
+    yield f"--global-batch-size {layout.batch}"
+
+
+def _degrees(transformer: Transformer, layout: Layout) -> Iterator[str]:
+    yield f"--tensor-model-parallel-size {layout.tensor}"
+    yield f"--pipeline-model-parallel-size {layout.pipeline}"
+    yield f"--context-parallel-size {layout.context}"
+    if transformer.experts is not None:
+        yield f"--expert-model-parallel-size {layout.expert}"
+        yield f"--expert-tensor-parallel-size {layout.tensor}"
+    if layout.sequence_parallel:
+        yield "--sequence-parallel"
+
+
+def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
+    """Yield how layers lie on ranks, and say which schedules Megatron-LM does not have."""
+    if layout.pipeline == 1:
+        return
+    looped = layout.schedule == "interleaved-1f1b"
+    if layout.schedule not in ("1f1b", "interleaved-1f1b"):
+        missing.append(f"the schedule {layout.schedule}: Megatron-LM runs 1f1b instead, with a larger bubble")
+    if looped or layout.stages_per_rank == 1:
+        if len(set(layout.counts)) > 1:
+            yield f"--pipeline-model-parallel-layout {pipeline_layout(layout.counts)}"
+        elif looped:
+            yield f"--num-virtual-stages-per-pipeline-rank {layout.stages_per_rank}"
+        return
+    # Of a V, rank r has stages r and 2P - 1 - r: without the V, each rank keeps as many layers, in one piece.
+    together = [layout.counts[at] + layout.counts[-1 - at] for at in range(layout.pipeline)]
+    missing.append("the V placement: every rank has as many layers, but in one piece")
+    if len(set(together)) > 1:
+        yield f"--pipeline-model-parallel-layout {pipeline_layout(together)}"
+
+
+def pipeline_layout(counts: list[int] | tuple[int, ...]) -> str:
+    """Return the stages as Megatron-LM writes them: E the embedding, t a layer, L the loss.
+
+    >>> pipeline_layout((7, 8, 8, 7))
+    'Et*7|t*8|t*8|t*7L'
+    """
+    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
+
+
+def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:
+    if layout.zero == 0:
+        yield "--overlap-grad-reduce"
+        return
+    yield "--use-distributed-optimizer"
+    yield "--overlap-grad-reduce"
+    yield "--overlap-param-gather"
+    if layout.zero > 1 and layout.pipeline == 1:
+        yield "--use-megatron-fsdp"
+        yield "--no-gradient-accumulation-fusion"
+        yield "--ckpt-format fsdp_dtensor"
+        yield f"--data-parallel-sharding-strategy {_SHARDED[layout.zero]}"
+    elif layout.zero > 1:
+        missing.append(f"ZeRO {layout.zero} within a pipeline: the distributed optimizer is ZeRO 1, which holds more")
+
+
+def _memory(layout: Layout) -> Iterator[str]:
+    if layout.recompute == "selective":
+        yield "--recompute-granularity selective"
+    elif layout.recompute == "full":
+        yield "--recompute-granularity full"
+        yield "--recompute-method uniform"
+        yield "--recompute-num-layers 1"

@@ -1,0 +1,135 @@
+"""Which layout to run: the one with the shortest step that fits.
+
+The objective, all of it: **the seconds of one step of the given batch, on the busiest rank** (computing, computing
+again, communication that is not hidden, bubble, optimizer), **over all layouts whose fullest device stays within its
+memory less the headroom**. Of equally fast layouts the one that holds less wins, then the plainer one. Bubble and
+communication count as the seconds they cost, the stash as bytes of the limit; there are no weights to choose.
+
+Closed forms look at everything (`survey`); then the pipelines of the best are simulated action by action, and those
+seconds decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.refusal import nothing_fits
+from drumline.plan.cluster.space import Mesh, Pins
+from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.weigh import peak_bytes
+
+OBJECTIVE = (
+    "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "
+    "less the headroom"
+)
+HEADROOM = 0.1
+_EACH = 3  # layouts of a mesh that are simulated
+_MORE = 4  # meshes beyond those asked for that are simulated: one of them may come out ahead
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """The best layouts, one of each mesh, best first; the first is the choice."""
+
+    transformer: Transformer
+    cluster: Cluster
+    batch: int
+    pins: Pins
+    headroom: float
+    best: tuple[Candidate, ...]
+    survey: Survey = field(repr=False)
+    seconds: float
+
+    @property
+    def chosen(self) -> Candidate:
+        """Return the layout to run."""
+        return self.best[0]
+
+    @property
+    def limit_bytes(self) -> float:
+        """Return what a device may hold."""
+        return limit_of(self.cluster, self.headroom)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return what the whole cluster trains on."""
+        return self.batch * self.transformer.sequence / self.chosen.seconds
+
+
+def plan(
+    transformer: Transformer,
+    cluster: Cluster,
+    *,
+    batch: int,
+    evaluate: Evaluator | None = None,
+    refine: Evaluator | None = None,
+    pins: Pins | None = None,
+    headroom: float = HEADROOM,
+    top: int = 10,
+    clock: Callable[[], float] = time.perf_counter,
+) -> ClusterPlan:
+    """Return the plan; where nothing fits or the pins contradict each other, raise PlanError with what would do.
+
+    `evaluate` is quick and sees every layout that may matter, `refine` is exact and sees the best of them; they are
+    `estimate` by formulas and by simulation unless given.
+    """
+    began, weigh = clock(), None
+    if evaluate is None:
+        evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
+    check(cluster, batch, headroom, top)
+    survey = Survey(
+        transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate, refine=refine, weigh=weigh
+    )
+    limit = limit_of(cluster, headroom)
+    best = chosen_of(survey, limit, top=top, more=_MORE, each=_EACH)
+    if not best:
+        raise nothing_fits(survey, limit, headroom)
+    return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, clock() - began)
+
+
+def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Candidate]:
+    """Return the best layout of each of the `top` best meshes within the limit.
+
+    `each` layouts of as many meshes and `more` are simulated: one that came after may come out ahead.
+    """
+    if survey.refine is None:
+        return survey.best(limit, top=top)
+    exact = [survey.exact(one.layout) for one in survey.best(limit, top=top + more, each=each)]
+    first: dict[Mesh, Candidate] = {}
+    for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
+        first.setdefault(one.mesh, one)
+    return list(first.values())[:top]
+
+
+def limit_of(cluster: Cluster, headroom: float) -> float:
+    """Return what a device may hold.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> limit_of(Cluster(Device("fast", 1e15, 100, 1e12), 4, 4, link, link), 0.1)
+    90.0
+    """
+    return cluster.device.memory_bytes * (1 - headroom)
+
+
+def check(cluster: Cluster, batch: int, headroom: float, top: int) -> None:
+    """Refuse what makes no sense before anything is planned."""
+    for name, value in (("batch", batch), ("num_devices", cluster.num_devices), ("top", top)):
+        if value < 1:
+            raise PlanError(f"{name} is {value}", expected="a whole number of 1 or more")
+    if not 0 <= headroom < 1:
+        raise PlanError(f"headroom is {headroom:g}", expected="a share of the memory from 0 to less than 1")
+    if cluster.num_devices > cluster.devices_per_node and cluster.num_devices % cluster.devices_per_node:
+        nodes = -(-cluster.num_devices // cluster.devices_per_node)
+        raise PlanError(
+            f"{counted(cluster.num_devices, 'device')} in nodes of {cluster.devices_per_node}",
+            expected="whole nodes",
+            fix=f"{nodes * cluster.devices_per_node} or {(nodes - 1) * cluster.devices_per_node} would do",
+        )

@@ -1,0 +1,272 @@
+"""The best layouts under a memory limit, without a look at most of them.
+
+Layouts of one mesh and one microbatch size are a family: they differ in schedule, ZeRO stage and recomputation. Memory
+comes first: bytes are quickly weighed, and say how much has to be computed again. Then some things that are taken for
+true of any estimate let a search pass by what cannot win:
+
+    recomputing more never saves time, and never holds more             the first that fits is the best
+    larger microbatches never hold less                                 where the smallest do not fit, none do
+    what a family computes, recomputes and sends is paid by all of      a floor of their seconds, and a higher one for
+    its layouts, and the bubble of (interleaved) 1f1b is known          1f1b and interleaved-1f1b
+    only the gradient exchange and the optimizer know of ZeRO           the rest is a floor of the other stages
+    what is made to hold less (`SAVERS`) is not faster                  it is tried where the other does not fit
+
+What was found is kept, so that another limit costs only what was passed by before.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from drumline.plan.cluster.cut import layer_counts, stage_weights
+from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.space import (
+    RECOMPUTE,
+    SCHEDULES,
+    Mesh,
+    Pins,
+    layout_of,
+    meshes,
+    microbatch_sizes,
+    recomputations,
+    schedules_of,
+    zero_stages,
+)
+from drumline.plan.cluster.transformer import Transformer
+
+Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
+Weigher = Callable[[Transformer, Layout], float]
+_Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
+
+# Schedules that are made to hold less, and what they are made from.
+SAVERS = {("v-half", 2): ("zb-v", 2)}
+MOST_PAIRS = 40_000  # (stage, microbatch) pairs of a pipeline that is simulated
+_SLACK = 0.97  # of a floor: stages of other schedules may be a little more even than the weights say
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout and what it takes; `is_exact` where its pipeline was simulated action by action."""
+
+    layout: Layout
+    estimate: Estimate
+    is_exact: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return its degrees of parallelism."""
+        return Mesh.of(self.layout)
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.estimate.seconds.total
+
+    @property
+    def bytes(self) -> float:
+        """Return what the fullest device holds."""
+        return self.estimate.bytes.total
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Return what decides: seconds, then bytes, then how little is asked for."""
+        one = self.layout
+        plain = (one.stages_per_rank, list(SCHEDULES).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
+        return (self.seconds, self.bytes, *plain, one.microbatch, self.mesh)
+
+
+@dataclass(slots=True)
+class _Family:
+    """Layouts of one mesh and one microbatch size, and what is known of them."""
+
+    mesh: Mesh
+    microbatch: int
+    num_microbatches: int
+    schedules: list[tuple[str, int]]
+    floors: dict[str, float] = field(default_factory=dict)
+    weighed: dict[_Key, float] = field(default_factory=dict)
+    seen: dict[_Key, Candidate] = field(default_factory=dict)
+
+    def bubble(self, schedule: tuple[str, int]) -> float:
+        """Return the least bubble, as a part of the work: for (interleaved) 1f1b it is known, of others nothing is."""
+        name, stages = schedule
+        if name not in ("1f1b", "interleaved-1f1b"):
+            return 0.0
+        return (self.mesh.pipeline - 1) / (self.num_microbatches * stages)
+
+
+class _Best:
+    """The best candidates so far: some of each mesh, and how fast another must be to count."""
+
+    def __init__(self, top: int, each: int) -> None:
+        self.top, self.each = top, each
+        self.threshold = math.inf
+        self._held: dict[Mesh, list[Candidate]] = {}
+
+    def bound(self, mesh: Mesh) -> float:
+        """Return the seconds above which nothing of this mesh counts."""
+        held = self._held.get(mesh, [])
+        return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
+
+    def add(self, one: Candidate) -> None:
+        held = self._held.setdefault(one.mesh, [])
+        if one in held:
+            return
+        insort(held, one, key=lambda one: one.rank)
+        del held[self.each :]
+        firsts = sorted(held[0].seconds for held in self._held.values())
+        if len(firsts) >= self.top:
+            self.threshold = firsts[self.top - 1]
+
+    def candidates(self) -> list[Candidate]:
+        chosen = sorted(self._held.values(), key=lambda held: held[0].rank)[: self.top]
+        return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
+
+
+class Survey:
+    """All layouts of a transformer on a cluster, evaluated as far as was needed."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        cluster: Cluster,
+        *,
+        batch: int,
+        pins: Pins,
+        evaluate: Evaluator,
+        refine: Evaluator | None = None,
+        weigh: Weigher | None = None,
+    ) -> None:
+        self.transformer, self.cluster, self.batch, self.pins = transformer, cluster, batch, pins
+        self.evaluate, self.refine, self.weigh = evaluate, refine, weigh
+        self.num_evaluated = 0
+        self._exact: dict[Layout, Candidate] = {}
+        lightest = recomputations(pins)[0]
+        self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
+        # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
+        self._least: dict[Mesh, _Family] = {}
+        for one in self._families:
+            if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
+                self._least[one.mesh] = one
+
+    def asked(self, cluster: Cluster, *, batch: int, pins: Pins) -> Survey:
+        """Return the survey of another question about the same transformer."""
+        return Survey(
+            self.transformer,
+            cluster,
+            batch=batch,
+            pins=pins,
+            evaluate=self.evaluate,
+            refine=self.refine,
+            weigh=self.weigh,
+        )
+
+    def exact(self, layout: Layout) -> Candidate:
+        """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""
+        if layout not in self._exact:
+            known = self.refine if layout.num_microbatches * layout.num_stages <= MOST_PAIRS else None
+            estimate = (known or self.evaluate)(self.transformer, self.cluster, layout)
+            self._exact[layout] = Candidate(layout, estimate, is_exact=known is not None)
+        return self._exact[layout]
+
+    @property
+    def num_layouts(self) -> int:
+        """Return how many layouts there are."""
+        settings = len(recomputations(self.pins))
+        return sum(len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families)
+
+    def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
+        """Return the `each` best layouts of each of the `top` best meshes that stay within the limit, best first."""
+        found = _Best(top, each)
+        lightest = recomputations(self.pins)[0]
+        for family in self._least.values():  # some layout of every mesh, so that there are bounds from the beginning
+            self._search(family, family.schedules[-1], limit_bytes, found)
+        for family in self._families:
+            if self._floor(family, lightest) > found.threshold:
+                break
+            for schedule in family.schedules:
+                self._search(family, schedule, limit_bytes, found)
+        return found.candidates()
+
+    def smallest(self) -> Candidate | None:
+        """Return the layout that holds the least, or None where the pins admit none."""
+        most = recomputations(self.pins)[-1]
+        every = (
+            (self._bytes(family, (schedule, zero, most)), at, family, (schedule, zero, most))
+            for at, family in enumerate(self._least.values())
+            for schedule in family.schedules
+            for zero in zero_stages(family.mesh, self.pins)[-2:]
+        )
+        found = min(every, key=lambda one: one[:2], default=None)
+        return None if found is None else self._seen(found[2], found[3])
+
+    def _enumerated(self) -> Iterator[_Family]:
+        for mesh in meshes(self.transformer, self.cluster, self.batch, self.pins):
+            for size in microbatch_sizes(self.batch, mesh, self.pins):
+                count = self.batch // (mesh.data * size)
+                admitted = schedules_of(self.transformer, mesh, count, self.pins)
+                if admitted:
+                    yield _Family(mesh, size, count, admitted)
+
+    def _floor(self, family: _Family, recompute: str) -> float:
+        """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
+        if recompute not in family.floors:
+            zero = zero_stages(family.mesh, self.pins)[0]
+            took = self._seen(family, (("1f1b", 1), zero, recompute)).estimate.seconds
+            weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
+            even = sum(weights) / (len(weights) * max(weights))
+            work = took.compute + took.recompute + took.tensor + took.context + took.expert
+            family.floors[recompute] = _SLACK * even * work
+        return family.floors[recompute]
+
+    def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
+        """Add what stays within the limit and may be among the best."""
+        lightest = recomputations(self.pins)[0]
+        larger, idle = SAVERS.get(schedule), 1 + family.bubble(schedule)
+        if self._floor(family, lightest) * idle > found.bound(family.mesh):
+            return
+        for zero in zero_stages(family.mesh, self.pins):
+            if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
+                continue
+            recompute = self._first_within(family, schedule, zero, limit)
+            bound = found.bound(family.mesh)
+            if recompute is None or self._floor(family, recompute) * idle > bound:
+                continue
+            one = self._seen(family, (schedule, zero, recompute))
+            if one.seconds <= bound:
+                found.add(one)
+            took = one.estimate.seconds
+            if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
+                return
+
+    def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
+        """Return the least recomputation that stays within the limit, if any does."""
+        again = recomputations(self.pins)
+        least = self._least[family.mesh]
+        for one in (least, family):
+            if schedule in one.schedules and self._bytes(one, (schedule, zero, again[-1])) > limit:
+                return None
+        return next(one for one in again if self._bytes(family, (schedule, zero, one)) <= limit)
+
+    def _bytes(self, family: _Family, key: _Key) -> float:
+        if key not in family.weighed:
+            if self.weigh is None:
+                family.weighed[key] = self._seen(family, key).bytes
+            else:
+                family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
+        return family.weighed[key]
+
+    def _seen(self, family: _Family, key: _Key) -> Candidate:
+        if key not in family.seen:
+            layout = self._layout(family, key)
+            family.seen[key] = Candidate(layout, self.evaluate(self.transformer, self.cluster, layout))
+            self.num_evaluated += 1
+        return family.seen[key]
+
+    def _layout(self, family: _Family, key: _Key) -> Layout:
+        return layout_of(self.transformer, self.batch, self.pins, family.mesh, family.microbatch, *key)

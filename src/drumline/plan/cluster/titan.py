@@ -1,0 +1,106 @@
+"""A plan for torchtitan: its job config in TOML, as far as that can say it.
+
+The same names are flags of its command line (`--parallelism.tensor_parallel_degree 8`), for versions without TOML.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.toml import written
+from drumline.plan.cluster.transformer import Transformer
+
+_SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+
+
+def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
+    """Return the config, and a sentence for everything that it cannot say."""
+    missing: list[str] = []
+    parallelism: dict[str, Any] = {
+        **_sharding(layout, missing),
+        "tensor_parallel_degree": layout.tensor,
+        "context_parallel_degree": layout.context,
+        "expert_parallel_degree": layout.expert,
+        "pipeline_parallel_degree": layout.pipeline,
+    }
+    if layout.pipeline > 1:
+        parallelism |= _pipeline(layout, missing)
+    if layout.tensor > 1 and not layout.sequence_parallel:
+        missing.append("no sequence parallelism: torchtitan has it wherever there is tensor parallelism")
+    mode: dict[str, Any] = {"mode": layout.recompute}
+    if layout.recompute == "selective":
+        mode["selective_ac_option"] = "op"
+        missing.append("selective recomputation: torchtitan chooses other operations to keep than the plan counts with")
+    # Without a pipeline, a forward takes the local batch whole and the rest is accumulated.
+    local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
+    missing.append(f"the model: choose the flavor that is {transformer.name}, with {transformer.num_layers} layers")
+    comment = "\n".join(
+        ["A plan of `drumline plan`, for torchtitan. What it cannot say:", *(f"- {one}" for one in missing)]
+    )
+    text = written(
+        {
+            "training": {
+                "seq_len": transformer.sequence,
+                "local_batch_size": local,
+                "global_batch_size": layout.batch,
+            },
+            "parallelism": parallelism,
+            "activation_checkpoint": mode,
+        },
+        comment=comment,
+    )
+    return text, tuple(missing)
+
+
+def _sharding(layout: Layout, missing: list[str]) -> dict[str, Any]:
+    if layout.zero == 0 and layout.tensor == layout.pipeline == layout.context == 1:
+        return {"data_parallel_replicate_degree": layout.data, "data_parallel_shard_degree": 1}
+    if layout.zero < 2 and layout.data * layout.context > 1:
+        missing.append(
+            f"ZeRO {layout.zero}: beside other axes torchtitan shards gradients and optimizer state (ZeRO 2 at least), "
+            "which holds less and sends more"
+        )
+    policy = "always" if layout.zero == 3 else "never"
+    return {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": layout.data,
+        "fsdp_reshard_after_forward": policy,
+    }
+
+
+def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if layout.schedule in _SCHEDULES:
+        settings["pipeline_parallel_schedule"] = _SCHEDULES[layout.schedule]
+    else:
+        # The name then only says on which ranks the stages lie; the order comes from the file.
+        settings["pipeline_parallel_schedule"] = "1F1B" if layout.stages_per_rank == 1 else "ZBVZeroBubble"
+        settings["pipeline_parallel_schedule_csv"] = f"{layout.schedule}.csv"
+        missing.append(
+            f"the schedule {layout.schedule} by name: write its file with `drumline show {layout.schedule} --ranks "
+            f"{layout.pipeline} --microbatches {layout.num_microbatches} --format torch --out {layout.schedule}.csv`"
+        )
+    settings["pipeline_parallel_microbatch_size"] = layout.microbatch
+    settings["module_fqns_per_model_part"] = parts(layout)
+    return settings
+
+
+def parts(layout: Layout) -> list[list[str]]:
+    """Return the names of the modules of every stage, as torchtitan's decoders have them.
+
+    >>> parts(Layout(batch=2, pipeline=2, counts=(1, 2)))
+    [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
+    """
+    stages, first = [], 0
+    for count in layout.counts:
+        stages.append([f"layers.{layer}" for layer in range(first, first + count)])
+        first += count
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages

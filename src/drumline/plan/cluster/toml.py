@@ -1,0 +1,35 @@
+"""Plain TOML: tables of strings, numbers, truth values and lists of them. Reading is the standard library's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def written(values: Mapping[str, Any], *, comment: str = "") -> str:
+    """Return values as TOML, those that are mappings as tables behind the rest; `comment` stands on top.
+
+    >>> print(written({"version": 1, "mesh": {"tensor": 8, "order": ["tensor", "data"]}}, comment="A plan."))
+    # A plan.
+    version = 1
+    <BLANKLINE>
+    [mesh]
+    tensor = 8
+    order = ["tensor", "data"]
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines += [f"{key} = {_value(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    for name, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    # A JSON string is a TOML string, but for the letters that JSON may leave as they are.
+    return json.dumps(value) if isinstance(value, str) else repr(value)

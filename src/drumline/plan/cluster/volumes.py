@@ -1,0 +1,79 @@
+"""Bytes that a device sends in a step, by what they are for; and those of sharded weights beside a pipeline's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.plan.cluster.estimate import Volumes
+from drumline.plan.cluster.layers import WORD, ring_bytes, routed_bytes, tokens_of
+from drumline.plan.cluster.layout import PRACTICE, Layout
+from drumline.plan.cluster.memory import WEIGHT_BYTES
+from drumline.plan.cluster.parameters import num_parameters
+from drumline.plan.cluster.slices import Alike
+from drumline.plan.cluster.transformer import Transformer
+
+
+def message_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return what a device sends of one microbatch to the next stage.
+
+    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> message_bytes(gpt, Layout(batch=64, tensor=8, pipeline=8)) / 2**20
+    6.0
+    """
+    part = layout.tensor if layout.practice.scatter_gather or layout.sequence_parallel else 1
+    return WORD * tokens_of(transformer, layout) * transformer.hidden / part
+
+
+def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: float) -> Volumes:
+    """Return what a device of a pipeline rank sends; `data` is what the exchange of gradients takes.
+
+    A layer's two blocks exchange in each pass: two of them, three with full recomputation. With sequence parallelism
+    also the stored inputs are gathered.
+    """
+    times, ranks = layout.num_microbatches, layout.tensor
+    exchange = 2 * WORD * tokens_of(transformer, layout) * transformer.hidden * (ranks - 1) / ranks
+    forwards = 2 if layout.recompute == "full" else 1
+    exchanges = 2 * (forwards + 1) + (1 if layout.sequence_parallel else 0)
+    ring = ring_bytes(transformer, layout) * (layout.context - 1) / layout.context
+    num_layers = sum(part * slice_.num_layers for slice_, part in rank.slices)
+    num_expert_layers = sum(part * slice_.experts for slice_, part in rank.slices)
+    sides = sum(part * (2 - slice_.is_first - slice_.is_last) for slice_, part in rank.slices)
+    return Volumes(
+        tensor=times * num_layers * exchanges * exchange,
+        context=times * num_layers * (forwards + 2) * ring,
+        expert=times * num_expert_layers * 2 * (forwards + 1) * routed_bytes(transformer, layout),
+        pipeline=times * sides * message_bytes(transformer, layout) if layout.pipeline > 1 else 0.0,
+        data=data,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Bytes that a device sends in a step where weights are sharded, and where layers are dealt to stages."""
+
+    sharded: float
+    pipeline: float
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times as much is sent where weights are sharded."""
+        return self.sharded / self.pipeline
+
+
+def sharded_against_pipeline(
+    transformer: Transformer, num_devices: int, *, tokens: int, gradient_bytes: int = PRACTICE.gradient_bytes
+) -> Comparison:
+    """Compare FSDP (ZeRO 3) with a pipeline, both on `num_devices` devices and `tokens` tokens a step.
+
+    FSDP gathers all weights for forward and again for backward, and sums all gradients: once a step, if a device's
+    share of the tokens is one microbatch, and for every microbatch otherwise. A stage in the middle sends the
+    activations of all tokens on and their gradients back, however many parameters there are.
+
+    >>> from drumline.plan.cluster.models import model
+    >>> found = sharded_against_pipeline(model("llama-3-70b"), 8, tokens=2**19)
+    >>> round(found.sharded / 1e9), round(found.pipeline / 1e9)
+    (494, 17)
+    """
+    away = (num_devices - 1) / num_devices
+    sharded = num_parameters(transformer) * (2 * WEIGHT_BYTES + gradient_bytes) * away
+    return Comparison(sharded, 2.0 * WORD * tokens * transformer.hidden)

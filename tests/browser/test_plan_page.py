@@ -1,0 +1,38 @@
+"""The page of a cluster plan in a browser: it draws, asks for nothing, and fits a narrow window."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_models import GIB, Rough, small_cluster, small_transformer
+from drumline.plan.cluster.drawing import drawing
+from drumline.plan.cluster.explain import explain
+from drumline.plan.cluster.planner import plan
+from drumline.plan.cluster.space import Pins
+from drumline.report.plan_page import plan_page
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_page_draws_without_errors_and_requests(browser: Any, tmp_path: Path, pipeline: int) -> None:
+    machines = small_cluster(memory=1.2 * GIB)
+    found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
+    drawn = drawing(found.transformer, machines, found.chosen.layout)
+    figures = explain(found).to_json()
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1]))
+    asked: list[str] = []
+    wrong: list[str] = []
+    page = browser.new_page(viewport={"width": 420, "height": 800})
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text))
+    page.goto(path.as_uri())
+    assert page.locator(".plan .bar").count() == 2 * len(figures["best"])
+    assert page.locator(".toolbar").is_visible() == (pipeline > 1)
+    assert page.locator(".chart .plot").count() == (1 if pipeline > 1 else 0)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert (asked, wrong) == ([path.as_uri()], [])
+    page.close()

@@ -1,0 +1,156 @@
+"""`drumline plan MODEL`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from drumline.cli.main import main
+from drumline.plan.cluster.launch import read_train_config
+
+SMALL = ("gpt-1.7b", "--hardware", "a100-40", "--gpus", "8", "--batch", "16")
+FAST = ("--microbatch", "2", "--zero", "1", "--schedule", "1f1b,interleaved-1f1b")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    code, out, _ = run(capsys, *words, "--json")
+    assert code == 2
+    found: dict[str, str] = json.loads(out)
+    return found
+
+
+def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *SMALL, *FAST)
+    assert (code, err) == (0, "")
+    assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens a step\nRun TP")
+    for words in ("Why the others lose:", "What more would buy:", "one more GiB a device", "torchrun --standalone"):
+        assert words in out
+
+
+def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, *FAST, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["format"], found["version"]) == ("drumline-cluster-plan", 1)
+    assert found["chosen"]["peak_bytes"] <= found["limit_bytes"]
+    assert {"best", "changes", "more", "pareto", "scaling", "traffic", "launch", "ranks", "objective"} <= found.keys()
+    layout = found["chosen"]["layout"]
+    assert layout["tensor"] * layout["pipeline"] * layout["data"] * layout["context"] == 8
+
+
+def test_brief_leaves_the_explanations_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--json")
+    assert code == 0
+    assert "more" not in json.loads(out)
+
+
+def test_out_writes_page_picture_json_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, begins in (("plan.html", "<!doctype html>"), ("plan.svg", "<svg")):
+        code, out, _ = run(capsys, *SMALL, *FAST, "--pipeline", "2", "--out", str(tmp_path / name))
+        assert code == 0
+        assert f"wrote {tmp_path / name}" in out
+        assert (tmp_path / name).read_text().startswith(begins)
+    brief = (*SMALL, *FAST, "--brief", "--pipeline", "2")
+    assert run(capsys, *brief, "--out", str(tmp_path / "plan.json"))[0] == 0
+    layout = json.loads((tmp_path / "plan.json").read_text())["chosen"]["layout"]
+    assert run(capsys, *brief, "--out", str(tmp_path / "plan.toml"))[0] == 0
+    read = read_train_config((tmp_path / "plan.toml").read_text())
+    assert {name: getattr(read, name) for name in ("tensor", "pipeline", "data", "schedule")} == {
+        name: layout[name] for name in ("tensor", "pipeline", "data", "schedule")
+    }
+    assert run(capsys, *brief, "--launch", "torchtitan", "--out", str(tmp_path / "titan.toml"))[0] == 0
+    assert tomllib.loads((tmp_path / "titan.toml").read_text())["parallelism"]["pipeline_parallel_degree"] == 2
+    assert run(capsys, *brief, "--launch", "megatron", "--out", str(tmp_path / "plan.args"))[0] == 0
+    assert "--pipeline-model-parallel-size 2" in (tmp_path / "plan.args").read_text()
+
+
+def test_a_config_of_hugging_face_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 12,
+        "n_embd": 768,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for subject in (folder, folder / "config.json"):
+        code, out, _ = run(capsys, str(subject), *SMALL[1:], *FAST, "--brief")
+        assert code == 0
+        assert out.startswith("mine on 8 x A100 40 GB")
+
+
+def test_memory_and_headroom_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--json", "--memory-gib", "20", "--headroom", "0.25")
+    assert json.loads(out)["limit_bytes"] == 15 * 2**30
+
+
+def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("gpt-1.7b", "--hardware", "a100-40", "--batch", "16", *FAST, "--brief", "--json")
+    _, out, _ = run(capsys, *words, "--nodes", "4", "--gpus-per-node", "2")
+    cluster = json.loads(out)["cluster"]
+    assert (cluster["num_devices"], cluster["devices_per_node"]) == (8, 2)
+    assert {one["layout"]["tensor"] for one in json.loads(out)["best"]} <= {1, 2}
+    error = refused(capsys, *words[:-1], "--nodes", "4", "--gpus-per-node", "2", "--gpus", "9")
+    assert error["error"] == "--nodes 4 x --gpus-per-node 2 are 8 devices, --gpus is 9"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "fix"),
+    [
+        (("gpt-1.7", *SMALL[1:]), "unknown model 'gpt-1.7'", "did you mean gpt-1.7b?"),
+        (
+            ("gpt-1.7b", "--hardware", "h10", "--gpus", "8", "--batch", "16"),
+            "unknown hardware 'h10'",
+            "did you mean h100?",
+        ),
+        (
+            (*SMALL, "--tensor", "2", "--pipeline", "2", "--data", "4"),
+            "TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8",
+            "DP 2 would do",
+        ),
+        ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
+        ((*SMALL, "--schedule", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),
+        (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware missing", "for example"),
+        ((*SMALL, "--tensor", "0"), "--tensor is 0", ""),
+        ((*SMALL, "--out", "plan.pdf"), "--out is plan.pdf", ""),
+        ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
+        ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
+        (("missing.json", *SMALL[1:]), "missing.json", ""),
+    ],
+)
+def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str, fix: str) -> None:
+    found = refused(capsys, *words)
+    assert error in found["error"]
+    assert fix in found["fix"]
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "gpt-39.1b",
+        "--hardware",
+        "a100-40",
+        "--gpus",
+        "8",
+        "--batch",
+        "64",
+        "--recompute",
+        "none",
+        "--microbatch",
+        "1",
+    )
+    found = refused(capsys, *words)
+    assert "gpt-39.1b does not fit on 8 x A100 40 GB: the smallest layout" in found["error"]
+    assert "at most 36.0 GiB with 10% headroom" in found["expected"]
+    assert "the smallest that fits:" in found["fix"]

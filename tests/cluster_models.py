@@ -1,0 +1,77 @@
+"""A small cluster, small transformers, and an estimate in a few lines that the planner can be tested against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.plan.cluster.cut import rank_weights
+from drumline.plan.cluster.estimate import Bytes, Estimate, Seconds, Volumes
+from drumline.plan.cluster.hardware import Cluster, Device, Link
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.transformer import Experts, Transformer
+
+GIB = 2**30
+
+
+def small_cluster(num_devices: int = 8, *, per_node: int = 4, memory: float = 2 * GIB) -> Cluster:
+    return Cluster(Device("toy", 1e13, memory, 1e11), num_devices, per_node, Link(1e-6, 2e11), Link(5e-6, 2e10))
+
+
+def small_transformer(**changes: object) -> Transformer:
+    numbers: dict[str, object] = {
+        "num_layers": 12,
+        "hidden": 1024,
+        "num_heads": 8,
+        "vocabulary": 32000,
+        "sequence": 1024,
+    }
+    return Transformer("small", **{**numbers, **changes})  # type: ignore[arg-type]
+
+
+def sparse_transformer() -> Transformer:
+    return small_transformer(experts=Experts(num_experts=8, per_token=2, feedforward=2048))
+
+
+@dataclass(frozen=True)
+class Rough:
+    """Rough estimates that keep to what the survey takes for true; its numbers say how much each thing costs."""
+
+    split: float = 0.02
+    exchange: float = 1.0
+    launch: float = 0.05
+    stash: float = 1.0
+
+    def __call__(self, transformer: Transformer, cluster: Cluster, layout: Layout) -> Estimate:
+        tokens = layout.batch * transformer.sequence
+        parameters = 12 * transformer.num_layers * transformer.hidden**2 + transformer.vocabulary * transformer.hidden
+        flops = 6 * parameters * tokens
+        ranks = rank_weights(transformer, layout.counts, layout.pipeline, layout.schedule)
+        uneven = max(ranks) * layout.pipeline / sum(ranks)
+        ideal = flops / layout.num_devices / cluster.device.flops_per_second
+        compute = ideal * uneven * (1 + self.launch / layout.microbatch)
+        again = {"none": 0.0, "selective": 0.05, "full": 0.33}[layout.recompute] * compute
+        tensor = compute * self.split * (layout.tensor - 1)
+        context = compute * self.split * (layout.context - 1) / 2
+        expert = compute * self.split * (layout.expert - 1) / 3
+        split = {"1f1b": 1.0, "zb-h1": 0.4, "zb-v": 0.1, "v-half": 0.6, "dualpipe-v": 0.2}
+        others = layout.pipeline - 1
+        share = others / (layout.num_microbatches * layout.stages_per_rank) * split.get(layout.schedule, 1.0)
+        bubble = (compute + again + tensor) * share
+        held = parameters / (layout.tensor * layout.pipeline)
+        sharers = layout.data * layout.context
+        ways = (1, 1, 2, 3 * layout.num_microbatches)[layout.zero] if sharers > 1 else 0
+        data = self.exchange * 2 * held * ways / cluster.inter_node.bytes_per_second
+        optimizer = held * 16 / (sharers if layout.zero else 1) / cluster.device.memory_bytes_per_second
+        in_flight = min(layout.num_microbatches, layout.pipeline) * (1 + (layout.stages_per_rank > 2) * 0.2)
+        kept = {"none": 34.0, "selective": 24.0, "full": 2.0}[layout.recompute]
+        piece = transformer.sequence * transformer.hidden * transformer.num_layers / layout.pipeline / layout.context
+        activations = self.stash * kept * piece * layout.microbatch * in_flight
+        activations /= layout.tensor if layout.sequence_parallel else (1 + layout.tensor) / 2
+        shards = [1.0 / sharers if layout.zero >= stage else 1.0 for stage in (1, 2, 3)]
+        return Estimate(
+            Seconds(compute, again, tensor, context, expert, ideal * 0.001 * others, data, bubble, optimizer),
+            Bytes(2 * held * shards[2], 4 * held * shards[1], 12 * held * shards[0], activations, 1e6),
+            Volumes(tensor * 1e9, context * 1e9, expert * 1e9, 1e6 * others, 2 * held * ways),
+            flops / layout.num_devices,
+            bubble / (compute + again + tensor + bubble),
+        )

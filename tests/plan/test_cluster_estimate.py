@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from drumline.core.errors import DrumlineError, PlanError
+from drumline.plan.cluster.activations import activation_bytes
+from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.exchange import data_exchange
+from drumline.plan.cluster.hardware import Cluster, Device, Link
+from drumline.plan.cluster.kernels import product_seconds
+from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.machines import MACHINES, cluster
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.parameters import num_parameters
+from drumline.plan.cluster.published import MEGATRON_2022
+from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.cluster.volumes import sharded_against_pipeline
+
+DENSE = Transformer("dense", 32, 4096, 32, 32000, 2048, 8, 11008, gated=True, tied=False, dropout=False)
+SPARSE = replace(DENSE, name="sparse", experts=Experts(16, 2, 4096, 1), num_dense_layers=2)
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Transformer, Cluster, Layout]:
+    """Return a model, a cluster and a layout that fits it."""
+    one = draw(st.sampled_from([DENSE, SPARSE]))
+    schedule, virtual = draw(
+        st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)])
+    )
+    layout = Layout(
+        batch=draw(st.sampled_from([64, 128])),
+        microbatch=draw(st.sampled_from([1, 2])),
+        tensor=draw(POWERS),
+        pipeline=draw(st.sampled_from([1, 2, 4])),
+        data=draw(POWERS),
+        context=draw(st.sampled_from([1, 2])),
+        stages_per_rank=virtual,
+        schedule=schedule,
+        zero=draw(st.integers(0, 3)),
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        practice=draw(
+            st.builds(
+                Practice,
+                flash_attention=st.booleans(),
+                overlap_tensor=st.booleans(),
+                overlap_pipeline=st.booleans(),
+                overlap_data=st.booleans(),
+                scatter_gather=st.booleans(),
+            )
+        ),
+    )
+    if one is SPARSE:
+        layout = replace(layout, expert=draw(st.sampled_from([1, layout.data * layout.context])))
+    name = draw(st.sampled_from(["a100-80", "h100", "b200"]))
+    return one, cluster(name, layout.num_devices), layout
+
+
+def numbers(found: Estimate) -> list[float]:
+    return [
+        *asdict(found.seconds).values(),
+        *asdict(found.bytes).values(),
+        *asdict(found.volumes).values(),
+        found.flops_per_device,
+        found.bubble,
+    ]
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases())
+def test_everything_is_finite_and_nothing_is_negative(case: tuple[Transformer, Cluster, Layout]) -> None:
+    found = estimate(*case)
+    assert all(math.isfinite(value) and value >= 0 for value in numbers(found))
+    assert 0 <= found.bubble < 1
+    assert 0 < found.flops_per_second < case[1].device.flops_per_second
+    assert found.seconds.total == pytest.approx(sum(asdict(found.seconds).values()))
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases(), st.sampled_from(["intra_node", "inter_node"]), st.floats(1.0, 8.0))
+def test_more_bandwidth_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
+    one, machines, layout = case
+    link = getattr(machines, which)
+    faster = replace(link, bytes_per_second=link.bytes_per_second * factor)
+    slow, fast = estimate(*case), estimate(one, replace(machines, **{which: faster}), layout)
+    # Less waiting for tensors hides less of ZeRO 2 and 3: where that moves from I to W, a bubble can grow a little.
+    assert fast.seconds.total <= slow.seconds.total * (1.02 if layout.zero >= 2 else 1 + 1e-9)
+    assert fast.bytes == slow.bytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases(), st.sampled_from(["flops_per_second", "memory_bytes_per_second"]), st.floats(1.0, 8.0))
+def test_a_faster_device_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
+    one, machines, layout = case
+    assume(not layout.practice.overlap_data and not layout.practice.overlap_tensor)  # it hides less
+    faster = replace(machines.device, **{which: getattr(machines.device, which) * factor})
+    found = estimate(one, replace(machines, device=faster), layout).seconds.total
+    assert found <= estimate(*case).seconds.total * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases())
+def test_what_saves_memory_never_takes_more_of_it(case: tuple[Transformer, Cluster, Layout]) -> None:
+    one, machines, layout = case
+
+    def held(**change: Any) -> Any:
+        return estimate(one, machines, replace(layout, **change)).bytes
+
+    by_zero = [held(zero=zero).total for zero in range(3)]
+    assert by_zero == sorted(by_zero, reverse=True)
+    assert held(zero=3).weights <= held(zero=2).weights
+    by_recompute = [held(recompute=kind).activations for kind in ("none", "selective", "full")]
+    assert by_recompute == sorted(by_recompute, reverse=True)
+    assert held(sequence_parallel=True).activations <= held(sequence_parallel=False).activations
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases())
+def test_overlapping_and_fusing_never_cost_time(case: tuple[Transformer, Cluster, Layout]) -> None:
+    one, machines, layout = case
+
+    def seconds(**change: Any) -> float:
+        return estimate(one, machines, replace(layout, practice=replace(layout.practice, **change))).seconds.total
+
+    for name in ("overlap_tensor", "overlap_data", "duplex"):
+        assert seconds(**{name: True}) <= seconds(**{name: False}) * (1.02 if layout.zero >= 2 else 1 + 1e-9)
+    if not layout.practice.overlap_data:  # a longer W would hide more of the gradients' exchange
+        assert seconds(accumulation_bytes=0) <= seconds(accumulation_bytes=10) * 1.001
+
+
+@settings(deadline=None, max_examples=12)
+@given(cases())
+def test_the_formula_is_near_the_simulator(case: tuple[Transformer, Cluster, Layout]) -> None:
+    assume(case[2].num_microbatches >= 2 * case[2].pipeline and case[2].zero < 2)
+    assert estimate(*case).seconds.total == pytest.approx(estimate(*case, exact=True).seconds.total, rel=0.05)
+
+
+def test_all_devices_together_hold_the_model_once() -> None:
+    layout = Layout(batch=64, tensor=4, pipeline=4, data=2, zero=3)
+    weights = estimate(DENSE, cluster("a100-80", 32), layout).bytes.weights
+    assert num_parameters(DENSE) * 2 / 32 <= weights <= 1.2 * num_parameters(DENSE) * 2 / 32
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "microbatches"),
+    [("1f1b", 1, 8), ("interleaved-1f1b", 2, 11 / 2), ("zb-h1", 1, 8), ("zb-v", 2, 8), ("gpipe", 1, 16)],
+)
+def test_activations_are_those_of_the_pairs_that_the_schedule_holds(
+    schedule: str, virtual: int, microbatches: float
+) -> None:
+    ranks = 4 if virtual == 2 and schedule == "interleaved-1f1b" else 8
+    layout = Layout(batch=16, pipeline=ranks, stages_per_rank=virtual, schedule=schedule)
+    found = estimate(DENSE, cluster("a100-80", ranks), layout).bytes.activations
+    assert found == pytest.approx(microbatches * DENSE.num_layers / ranks * activation_bytes(DENSE, layout))
+
+
+def test_two_copies_of_every_stage_hold_twice_the_weights() -> None:
+    plain, twice = (
+        estimate(DENSE, cluster("h100", 4), Layout(batch=16, pipeline=4, schedule=name, counts=(8, 8, 8, 8)))
+        for name in ("1f1b", "dualpipe")
+    )
+    assert twice.bytes.weights == pytest.approx(2 * plain.bytes.weights, rel=0.15)
+
+
+def test_larger_products_reach_more_of_the_peak() -> None:
+    device = MACHINES["a100-80"].device
+    rates = [2 * n**3 / product_seconds(device, n, n, n) for n in (64, 256, 1024, 4096, 16384)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.01 * device.flops_per_second
+    assert 0.75 * device.flops_per_second < rates[-1] < device.reach.product * device.flops_per_second
+
+
+def test_a_thin_product_is_limited_by_memory() -> None:
+    device = MACHINES["h100"].device
+    seconds = product_seconds(device, 1, 8192, 8192)
+    assert seconds >= 2 * 8192**2 / device.memory_bytes_per_second
+
+
+def test_scattering_a_message_pays_between_nodes() -> None:
+    layout = Layout(batch=64, tensor=8, pipeline=8, practice=MEGATRON_2022)
+    whole = replace(layout, practice=replace(MEGATRON_2022, scatter_gather=False))
+    parts, all_of_it = (estimate(model("gpt-175b"), cluster("a100-80", 64), one) for one in (layout, whole))
+    assert parts.seconds.pipeline < 0.5 * all_of_it.seconds.pipeline
+    assert parts.volumes.pipeline == all_of_it.volumes.pipeline / 8
+
+
+def test_the_exchange_of_gradients_is_a_ring() -> None:
+    link = Link(0.0, 1e9)
+    machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
+    layout = Layout(batch=4, data=4, practice=Practice(overlap_data=False))
+    found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
+    assert found.once == pytest.approx(2 * 3 / 4 * 4)
+    assert found.bytes == pytest.approx(2 * 3 / 4 * 4e9)
+    sharded = data_exchange(machines, replace(layout, zero=1), (1e9, 0.0), 0.0, 0.0)
+    assert sharded.once == pytest.approx(3 / 4 * (4 + 2))
+    hidden = data_exchange(machines, replace(layout, practice=Practice()), (1e9, 0.0), 1.0, 100.0)
+    assert hidden.seconds(1) == 0.0
+
+
+def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
+    link = Link(0.0, 1e9)
+    machines = Cluster(Device("any", 1e15, 8e10, 2e12), 4, 1, link, link)
+    layout = Layout(batch=8, data=4, zero=3, practice=Practice(overlap_data=False))
+    found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
+    assert (found.forward, found.backward, found.once) == pytest.approx((1.5, 1.5 + 3, 0))
+    assert found.bytes == pytest.approx(2 * (1.5e9 + 1.5e9 + 3e9))
+    assert found.seconds(2) == pytest.approx(12)
+
+
+def test_a_pipeline_sends_less_than_sharded_weights_where_the_model_is_large() -> None:
+    large = sharded_against_pipeline(model("llama-3-405b"), 16, tokens=2**20)
+    small = sharded_against_pipeline(model("llama-3-8b"), 16, tokens=2**20)
+    assert large.ratio > 40
+    assert small.ratio < large.ratio / 10
+
+
+def test_ends_get_fewer_layers_where_they_do_not_divide() -> None:
+    assert even_counts(8, 4) == (2, 2, 2, 2)
+    assert even_counts(7, 4) == (2, 2, 2, 1)
+    assert even_counts(6, 4) == (1, 2, 2, 1)
+    assert all(sum(even_counts(layers, 8)) == layers for layers in range(8, 40))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": 4}, "tensor 2 x pipeline 2 x data 4 x context 1 are 16 devices; expected 8, .*; data 2 would do"),
+        ({"tensor": 16, "data": 1}, "are 32 devices; expected 8, .*; no data parallelism does: 32 does not divide 8"),
+        ({"batch": 15}, "a batch of 15 on data 2 x microbatch 1; expected a multiple of 2; 14 would do"),
+        ({"microbatch": 16}, "a batch of 16 on data 2 x microbatch 16; expected a multiple of 32; 32 would do"),
+        ({"pipeline": 0}, "pipeline is 0; expected a whole number of 1 or more"),
+        ({"tensor": 2.0}, "tensor is 2.0; expected a whole number of 1 or more"),
+        ({"zero": 4}, "zero is 4; expected 0, 1, 2 or 3"),
+        ({"recompute": "ful"}, r"recompute is 'ful'; did you mean full\?"),
+        ({"schedule": "1f1v"}, r"unknown schedule '1f1v'; did you mean 1f1b\?"),
+        ({"schedule": "zb-v"}, "zb-v with 1 stage per rank; expected exactly 2 per rank"),
+        ({"expert": 2}, "0 experts of dense on 2 expert-parallel ranks; expected expert=1"),
+        ({"expert": 3}, "3 expert-parallel ranks among data 2 x context 1"),
+        ({"counts": (16, 15)}, r"counts \(16, 15\) are 31 layers in 2 stages; expected 32 layers in 2 stages"),
+        ({"counts": (32,)}, "32 layers in 1 stages; expected 32 layers in 2 stages"),
+        (
+            {"stages_per_rank": 17, "schedule": "interleaved-1f1b"},
+            "32 layers of dense in 34 stages; expected at least one layer per stage",
+        ),
+    ],
+)
+def test_a_contradictory_layout_is_refused(change: dict[str, object], message: str) -> None:
+    layout = replace(Layout(batch=16, tensor=2, pipeline=2, data=2), **change)  # type: ignore[arg-type]
+    with pytest.raises(DrumlineError, match=message):
+        estimate(DENSE, cluster("a100-80", 8), layout)
+
+
+def test_heads_and_sequences_must_divide() -> None:
+    odd = replace(DENSE, num_heads=30, num_key_value_heads=30, head_width=128)
+    with pytest.raises(PlanError, match="30 heads of dense on 4 tensor-parallel ranks"):
+        estimate(odd, cluster("a100-80", 4), Layout(batch=4, tensor=4))
+    with pytest.raises(PlanError, match="sequences of 2047 tokens on 2 ranks"):
+        estimate(replace(DENSE, sequence=2047), cluster("a100-80", 2), Layout(batch=4, context=2))

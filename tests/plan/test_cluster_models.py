@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from drumline.core.errors import PlanError
+from drumline.plan.cluster.flops import model_flops, run_flops
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.parameters import active_parameters, num_parameters
+from drumline.plan.cluster.transformer import Experts, Transformer
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "within"),
+    [
+        ("gpt-1.7b", 1.7, 0.03),
+        ("gpt-3.6b", 3.6, 0.02),
+        ("gpt-7.5b", 7.5, 0.01),
+        ("gpt-18.4b", 18.4, 0.005),
+        ("gpt-39.1b", 39.1, 0.005),
+        ("gpt-76.1b", 76.1, 0.005),
+        ("gpt-145.6b", 145.6, 0.005),
+        ("gpt-310.1b", 310.1, 0.005),
+        ("gpt-529.6b", 529.6, 0.005),
+        ("gpt-1008b", 1008.0, 0.005),
+        ("bloom-176b", 176.247, 0.001),
+        ("llama-3-8b", 8.030, 0.001),
+        ("llama-3-70b", 70.554, 0.001),
+        ("llama-3-405b", 405.853, 0.001),
+        ("mixtral-8x7b", 46.703, 0.001),
+        ("deepseek-v3", 671.0, 0.01),
+    ],
+)
+def test_models_have_the_parameters_that_their_authors_name(name: str, billions: float, within: float) -> None:
+    assert num_parameters(model(name)) / 1e9 == pytest.approx(billions, rel=within)
+
+
+@pytest.mark.parametrize(("name", "billions", "within"), [("mixtral-8x7b", 12.88, 0.005), ("deepseek-v3", 37.0, 0.02)])
+def test_a_token_uses_some_of_the_experts(name: str, billions: float, within: float) -> None:
+    assert active_parameters(model(name)) / 1e9 == pytest.approx(billions, rel=within)
+    assert active_parameters(model("llama-3-8b")) == num_parameters(model("llama-3-8b"))
+
+
+def test_operations_are_six_per_active_parameter_and_token_but_for_attention_and_the_embedding() -> None:
+    one = model("mixtral-8x7b")
+    weights = active_parameters(one) - one.hidden * one.vocabulary
+    attention = 12 * one.sequence**2 * one.hidden * one.num_layers
+    assert model_flops(one, 1) - attention == pytest.approx(6 * weights * one.sequence, rel=1e-3)
+
+
+def test_causal_attention_counts_half() -> None:
+    one = model("llama-3-8b")
+    attention = 12 * one.sequence**2 * one.hidden * one.num_layers
+    assert model_flops(one, 1) - model_flops(one, 1, causal=True) == pytest.approx(attention / 2)
+
+
+def test_what_is_run_grows_with_what_is_computed_again() -> None:
+    flops = [run_flops(model("gpt-175b"), Layout(batch=1, recompute=kind)) for kind in ("none", "selective", "full")]
+    assert flops == sorted(flops)
+    assert flops[0] == model_flops(model("gpt-175b"), 1)
+    assert flops[2] / flops[0] == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_an_unknown_model_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"unknown model 'llama3-405b'; did you mean llama-3-405b\?"):
+        model("llama3-405b")
+
+
+def test_names_are_found_whatever_their_case() -> None:
+    assert all(model(name.upper()) is one for name, one in MODELS.items())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_layers": 0}, "num_layers of x is 0; expected 1 or more"),
+        ({"feedforward": -4}, "feedforward of x is -4; expected no negative number"),
+        ({"num_key_value_heads": 3}, "4 heads of x share 3 keys and values"),
+        ({"experts": Experts(8, 2, 16), "num_dense_layers": 3}, "3 dense layers of 2 in x"),
+    ],
+)
+def test_a_transformer_that_cannot_be_is_refused(wrong: dict[str, int], message: str) -> None:
+    plain = {"num_layers": 2, "hidden": 64, "num_heads": 4, "vocabulary": 10, "sequence": 8}
+    with pytest.raises(PlanError, match=message):
+        Transformer("x", **{**plain, **wrong})  # type: ignore[arg-type]
+
+
+def test_more_experts_per_token_than_there_are_is_refused() -> None:
+    with pytest.raises(PlanError, match="9 of 8 experts per token"):
+        Experts(8, 9, 64)

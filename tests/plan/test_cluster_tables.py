@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.core.errors import PlanError
+from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice
+from drumline.plan.cluster.machines import MACHINES, cluster, load, machine, machine_table
+from drumline.plan.cluster.models import MODELS
+from drumline.plan.cluster.tables import layout_of, table_of, transformer_of
+
+MINE = {
+    "name": "mine",
+    "flops_per_second": 1e14,
+    "memory_bytes": 2e10,
+    "memory_bytes_per_second": 1e12,
+    "node_bytes_per_second": 5e10,
+    "network_bytes_per_second": 1e10,
+}
+COUNTS = st.integers(1, 64)
+LAYOUTS = st.builds(
+    Layout,
+    batch=COUNTS,
+    tensor=COUNTS,
+    zero=st.integers(0, 3),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from(RECOMPUTE),
+    counts=st.lists(COUNTS, max_size=4).map(tuple),
+    practice=st.builds(Practice, flash_attention=st.booleans(), accumulation_bytes=st.integers(0, 20)),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_survives_json(name: str) -> None:
+    assert transformer_of(json.loads(json.dumps(table_of(MODELS[name])))) == MODELS[name]
+
+
+@given(LAYOUTS)
+def test_every_layout_survives_json(layout: Layout) -> None:
+    assert layout_of(json.loads(json.dumps(table_of(layout)))) == layout
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_survives_json(name: str) -> None:
+    assert machine(json.loads(json.dumps(machine_table(MACHINES[name])))) == MACHINES[name]
+
+
+def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**MINE, "devices_per_node": 4, "reach": {"memory": 0.9}}), encoding="utf-8")
+    assert cluster(str(path), 16).devices_per_node == 4
+    assert load(path).device.reach == replace(MACHINES["a100-80"].device.reach, memory=0.9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flops_per_sec": 1}, r"unknown key 'flops_per_sec' of a machine; did you mean flops_per_second\?"),
+        ({"memory_bytes": "80 GB"}, "memory_bytes of the machine is '80 GB'; expected a number"),
+        ({"memory_bytes": True}, "memory_bytes of the machine is True; expected a number"),
+        ({"memory_bytes": -1}, "memory_bytes of mine is -1; expected a number above 0"),
+        ({"memory_bytes": float("nan")}, "memory_bytes of mine is nan"),
+        ({"reach": {"product": 1.5}}, "the reach of product is 1.5; expected above 0 and up to 1"),
+        ({"reach": {"prodcut": 0.5}}, r"unknown key 'prodcut' of a machine's reach; did you mean product\?"),
+        ({"devices_per_node": 0}, "devices_per_node is 0; expected 1 or more"),
+        ({"network_bytes_per_second": 0}, "a link carries 0.0 bytes per second; expected more than 0"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        machine({**MINE, **change}).cluster(8)
+
+
+@pytest.mark.parametrize("missing", MINE)
+def test_a_machine_needs_its_numbers(missing: str) -> None:
+    with pytest.raises(PlanError, match=f"{missing} of the machine is missing"):
+        machine({name: value for name, value in MINE.items() if name != missing})
+
+
+def test_a_file_that_is_no_machine_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text("{", encoding="utf-8")
+    for place in (path, tmp_path / "absent.json"):
+        with pytest.raises(PlanError, match=rf"{place.name}.*a JSON file that describes a machine"):
+            load(place)
+    path.write_text("[]", encoding="utf-8")
+    with pytest.raises(PlanError, match="the machine is a list"):
+        load(path)
+
+
+def test_unknown_hardware_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"unknown hardware 'a100-800'; did you mean a100-80\?"):
+        cluster("a100-800", 8)
+    with pytest.raises(PlanError, match="unknown hardware 'zzz'; choose one of a100-40, a100-80"):
+        cluster("zzz", 8)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "the layout is a list; expected an object"),
+        ({}, "batch of the layout is missing; expected a whole number"),
+        ({"batch": 8.5}, "batch of the layout is 8.5; expected a whole number"),
+        ({"batch": 8, "sequence_parallel": 1}, "sequence_parallel of the layout is 1; expected true or false"),
+        ({"batch": 8, "counts": [1, "2"]}, "counts of the layout hold '2'; expected whole numbers"),
+        ({"batch": 8, "practice": {"flash": True}}, r"unknown key 'flash' of a layout's practice; did you mean flash"),
+    ],
+)
+def test_an_object_that_is_no_layout_is_refused(table: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        layout_of(table)

@@ -1,0 +1,475 @@
+"""The cluster planner: as good as brute force, never over the limit, and its reasons are what was computed."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import tomllib
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
+from drumline.core.errors import PlanError
+from drumline.core.simulate import simulate
+from drumline.plan.cluster.changes import against_fsdp, changes
+from drumline.plan.cluster.cut import FOLDED, layer_counts, rank_weights
+from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.explain import plan_json
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.hugging_face import transformer_of
+from drumline.plan.cluster.launch import launch, read_train_config, torchrun
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.machines import cluster
+from drumline.plan.cluster.margins import margins, pareto
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.planner import ClusterPlan, plan
+from drumline.plan.cluster.ranks import AXES, group, links, place
+from drumline.plan.cluster.scaling import strong, weak
+from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
+from drumline.plan.cluster.space import Mesh, Pins, layouts, meshes
+from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.weigh import peak_bytes
+from drumline.plan.cluster.why import why
+from drumline.plan.cluster.work import Ops, Work
+from drumline.schedules import generate
+
+PLAIN = small_transformer()
+
+
+def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
+    return plan(PLAIN, small_cluster(memory=memory), batch=32, evaluate=Rough(), **options)  # type: ignore[arg-type]
+
+
+def brute_force(
+    transformer: Transformer, machines: Cluster, batch: int, pins: Pins, evaluate: Evaluator, limit: float
+) -> list[Candidate]:
+    """Return the best layout of each mesh, with a look at every single one."""
+    best: dict[Mesh, Candidate] = {}
+    for layout in layouts(transformer, machines, batch, pins):
+        one = Candidate(layout, evaluate(transformer, machines, layout))
+        if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
+            best[one.mesh] = one
+    return sorted(best.values(), key=lambda one: one.rank)
+
+
+def test_survey_finds_what_brute_force_finds() -> None:
+    drawn = random.Random(8)
+    found = 0
+    for _ in range(40):
+        transformer = drawn.choice([PLAIN, sparse_transformer(), small_transformer(sequence=32768)])
+        machines = small_cluster(drawn.choice([4, 8, 12, 16]), per_node=4)
+        evaluate = Rough(drawn.uniform(0, 0.1), drawn.uniform(0, 4), drawn.uniform(0, 0.5), drawn.uniform(0.2, 2))
+        batch = drawn.choice([16, 24, 48])
+        pins = drawn.choice(
+            [Pins(), Pins(), Pins(zero=1), Pins(recompute="selective"), Pins(schedules=("v-half", "1f1b"))]
+        )
+        survey = Survey(transformer, machines, batch=batch, pins=pins, evaluate=evaluate)
+        smallest = survey.smallest()
+        assert smallest is not None
+        limit = smallest.bytes * drawn.uniform(0.9, 6)
+        expected = brute_force(transformer, machines, batch, pins, evaluate, limit)
+        top = drawn.choice([1, 3, 10])
+        assert [one.layout for one in survey.best(limit, top=top)] == [one.layout for one in expected[:top]]
+        found += bool(expected)
+    assert found > 20
+
+
+def test_survey_looks_at_few_layouts_for_one_answer() -> None:
+    def weigh(transformer: Transformer, layout: Layout) -> float:
+        return Rough()(transformer, small_cluster(16), layout).bytes.total
+
+    survey = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough(), weigh=weigh)
+    found = survey.best(GIB)
+    assert survey.num_evaluated < survey.num_layouts / 6
+    plain = Survey(PLAIN, small_cluster(16), batch=64, pins=Pins(), evaluate=Rough())
+    assert found == plain.best(GIB)
+
+
+def test_smallest_layout_is_the_smallest_of_all() -> None:
+    survey = Survey(PLAIN, small_cluster(), batch=16, pins=Pins(), evaluate=Rough())
+    smallest = survey.smallest()
+    assert smallest is not None
+    every = (Rough()(PLAIN, small_cluster(), layout) for layout in layouts(PLAIN, small_cluster(), 16, Pins()))
+    assert smallest.bytes == min(one.bytes.total for one in every)
+
+
+@pytest.mark.parametrize("memory", [0.5, 0.6, 0.8, 1.5, 3.0])
+def test_no_plan_is_over_the_limit(memory: float) -> None:
+    found = planned(memory * GIB, headroom=0.2)
+    assert found.limit_bytes == pytest.approx(0.8 * memory * GIB)
+    assert all(one.bytes <= found.limit_bytes for one in found.best)
+
+
+def test_what_only_the_exact_estimate_refuses_is_not_returned() -> None:
+    def fuller(transformer: Transformer, machines: Cluster, layout: Layout) -> Estimate:
+        one = Rough()(transformer, machines, layout)
+        if layout.pipeline == 1:
+            return one
+        return replace(one, bytes=replace(one.bytes, buffers=100 * GIB))
+
+    found = planned(refine=fuller)
+    assert {one.layout.pipeline for one in found.best} == {1}
+
+
+def test_the_exact_estimate_decides() -> None:
+    def slower(transformer: Transformer, machines: Cluster, layout: Layout) -> Estimate:
+        one = Rough()(transformer, machines, layout)
+        return replace(one, seconds=replace(one.seconds, bubble=one.seconds.bubble + 1.0 * (layout.tensor > 1)))
+
+    rough, exact = planned(), planned(refine=slower)
+    assert rough.chosen.layout.tensor > 1
+    assert exact.chosen.layout.tensor == 1
+    assert all(one.is_exact for one in exact.best)
+
+
+def test_best_are_of_different_meshes_and_in_order() -> None:
+    found = planned()
+    assert len({one.mesh for one in found.best}) == len(found.best) > 5
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    assert len(planned(top=3).best) == 3
+
+
+@pytest.mark.parametrize(
+    ("pins", "name", "value"),
+    [
+        (Pins(tensor=4), "tensor", 4),
+        (Pins(pipeline=4), "pipeline", 4),
+        (Pins(data=4), "data", 4),
+        (Pins(microbatch=4), "microbatch", 4),
+        (Pins(zero=0), "zero", 0),
+        (Pins(recompute="full"), "recompute", "full"),
+        (Pins(schedules=("zb-h1",)), "schedule", "zb-h1"),
+        (Pins(pipeline=2, stages_per_rank=3), "stages_per_rank", 3),
+        (Pins(tensor=4, sequence_parallel=False), "sequence_parallel", False),
+    ],
+)
+def test_pins_hold(pins: Pins, name: str, value: object) -> None:
+    found = planned(4 * GIB, pins=pins)
+    assert {getattr(one.layout, name) for one in found.best} == {value}
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (
+            Pins(tensor=2, pipeline=2, data=4),
+            ["TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8", "DP 2 would do"],
+        ),
+        (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 is 6 devices", "8"]),
+        (Pins(tensor=2, pipeline=1, data=2), ["4 devices", "DP 4 would do"]),
+        (Pins(tensor=16), ["TP 16 does not divide the attention heads of small, 8", "TP 8 would do"]),
+        (Pins(data=8, pipeline=1, tensor=1, context=3), ["CP 3 cannot share sequences of 1024"]),
+        (Pins(expert=2), ["EP 2 for small, which has no experts"]),
+    ],
+)
+def test_contradictory_pins_are_refused(pins: Pins, words: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(pins=pins)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a batch of 30 sequences does not divide among DP 4.*a batch of 32 would do"):
+        plan(PLAIN, small_cluster(), batch=30, evaluate=Rough(), pins=Pins(data=4))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"name": "zero", "value": 4}, "0, 1, 2 or 3"), ({"name": "recompute", "value": "ful"}, "did you mean full?")],
+)
+def test_pins_without_meaning_are_refused(values: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words.replace("?", r"\?")):
+        Pins(**{str(values["name"]): values["value"]})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="did you mean zb-h1"):
+        Pins(schedules=("zbh1",))
+
+
+def test_headroom_and_nodes_must_make_sense() -> None:
+    with pytest.raises(PlanError, match="headroom is 1"):
+        planned(headroom=1.0)
+    with pytest.raises(PlanError, match=r"10 devices in nodes of 4.*12 or 8 would do"):
+        plan(PLAIN, small_cluster(10), batch=32, evaluate=Rough())
+
+
+def test_nothing_fits_says_how_much_less_and_which_pin_would_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(0.5 * GIB, pins=Pins(recompute="none", tensor=1, pipeline=1))
+    text = str(caught.value)
+    assert "small does not fit on 8 x toy: the smallest layout, TP1 PP1 DP8 with ZeRO 3 and no recomputation" in text
+    assert "less activation memory" in text
+    assert re.search(r"full recomputation[\w ,]* would fit", text)
+    freed = planned(0.5 * GIB, pins=Pins(recompute="full", tensor=1, pipeline=1))
+    assert freed.chosen.layout.recompute == "full"
+
+
+def test_nothing_fits_names_a_cluster_and_a_memory_that_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        planned(0.06 * GIB)
+    text = str(caught.value)
+    devices = int(text.split(" on ")[-1].split(" devices")[0])
+    assert plan(PLAIN, small_cluster(devices, memory=0.06 * GIB), batch=32, evaluate=Rough())
+    with pytest.raises(PlanError):
+        plan(PLAIN, small_cluster(devices // 2, memory=0.06 * GIB), batch=32, evaluate=Rough())
+    assert caught.value.smallest_bytes is not None
+    assert planned(caught.value.smallest_bytes / 0.9 + 8)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "per_rank", "schedule"), [(4, 1, "1f1b"), (3, 2, "interleaved-1f1b"), (3, 2, "zb-v")]
+)
+def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedule: str) -> None:
+    transformer = small_transformer(num_layers=10)
+    counts = layer_counts(transformer, pipeline, schedule, per_rank)
+    assert sum(counts) == 10
+    assert min(counts) >= 1
+    others = (one for one in product(range(1, 8), repeat=pipeline * per_rank) if sum(one) == 10)
+    least = min(max(rank_weights(transformer, one, pipeline, schedule)) for one in others)
+    assert max(rank_weights(transformer, counts, pipeline, schedule)) == pytest.approx(least)
+
+
+def test_folded_schedules_lie_where_their_programs_put_them() -> None:
+    from drumline.plan.cluster.cut import rank_of
+
+    for name in (*FOLDED, "interleaved-1f1b"):
+        placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement
+        for rank in range(4):
+            assert [stage for stage in range(8) if rank_of(stage, 4, name) == rank] == list(placement.stages_of(rank))
+
+
+def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:
+    for one in meshes(PLAIN, small_cluster(24), 48, Pins()):
+        assert one.tensor * one.pipeline * one.data * one.context == 24
+        assert one.tensor <= 4
+        assert 48 % one.data == 0
+        assert one.pipeline <= PLAIN.num_layers
+
+
+def test_long_sequences_may_be_shared_and_experts_spread() -> None:
+    long = {one.context for one in meshes(small_transformer(sequence=32768), small_cluster(), 8, Pins())}
+    assert long == {1, 2, 4}
+    assert {one.context for one in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
+    spread = {one.expert for one in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
+    assert spread == {1, 2, 4, 8}
+
+
+def test_ranks_fill_nodes_with_tensor_parallelism_first() -> None:
+    machines = small_cluster(48)
+    layout = Layout(batch=48, tensor=2, context=2, data=3, pipeline=4)
+    places = [place(layout, machines, rank) for rank in range(48)]
+    assert len(set(places)) == 48
+    for rank in range(48):
+        for axis in AXES:
+            together = group(layout, rank, axis)
+            assert rank in together
+            assert len(together) == getattr(layout, axis)
+            for other in AXES:
+                assert len({getattr(places[one], other) for one in together}) == (len(together) if other == axis else 1)
+        assert len({places[one].node for one in group(layout, rank, "tensor")}) == 1
+    assert links(layout, machines) == {
+        "tensor": "inside a node",
+        "context": "inside a node",
+        "data": "between nodes",
+        "pipeline": "between nodes",
+    }
+    for axis, where in links(layout, machines).items():
+        alone = all(len({places[one].node for one in group(layout, rank, axis)}) == 1 for rank in range(48))
+        assert alone == (where == "inside a node")
+
+
+def test_a_reason_names_the_item_that_is_lost() -> None:
+    found = planned()
+    slow = replace(found.chosen.estimate.seconds, bubble=found.chosen.estimate.seconds.bubble + 0.1)
+    other = replace(found.chosen, estimate=replace(found.chosen.estimate, seconds=slow))
+    share = 0.1 / found.chosen.seconds
+    assert why(found.chosen, other, found.limit_bytes) == f"{share:.1%} slower: 100 ms more bubble"
+    assert why(found.chosen, other, found.chosen.bytes - 2 * GIB) == "does not fit: 2.0 GiB too much"
+    assert why(found.chosen, found.chosen, found.limit_bytes) == "as fast, in as much memory"
+
+
+def test_changes_differ_in_one_setting_and_say_so() -> None:
+    found = planned()
+    rows = changes(found)
+    assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.what for one in rows}
+    for one in rows:
+        layout, chosen = one.candidate.layout, found.chosen.layout
+        names = ("microbatch", "schedule", "zero", "recompute", "sequence_parallel", "stages_per_rank")
+        differing = {name for name in names if getattr(layout, name) != getattr(chosen, name)}
+        assert 1 <= len(differing - {"stages_per_rank"}) <= 1 or differing == {"stages_per_rank"}
+        assert ("does not fit" in one.why) == (one.candidate.bytes > found.limit_bytes)
+
+
+def test_margins_are_what_planning_again_gives() -> None:
+    found = planned()
+    by_name = {one.what: one for one in margins(found)}
+    assert by_name["one more GPU"].best is None
+    larger = plan(PLAIN, small_cluster(12, memory=1.2 * GIB), batch=32, evaluate=Rough())
+    node = by_name["one more node"]
+    assert node.gain == pytest.approx(found.chosen.seconds / larger.chosen.seconds - 1)
+    roomier = planned((found.limit_bytes + GIB) / 0.9)
+    assert by_name["one more GiB a device"].gain == pytest.approx(found.chosen.seconds / roomier.chosen.seconds - 1)
+
+
+def test_no_point_of_the_front_beats_another_in_both() -> None:
+    found = planned()
+    front = pareto(found)
+    assert [one.bytes for one in front] == sorted(one.bytes for one in front)
+    assert [one.seconds for one in front] == sorted((one.seconds for one in front), reverse=True)
+    within = [one for one in front if one.bytes <= found.limit_bytes]
+    assert within[-1].seconds == found.chosen.seconds
+
+
+def test_scaling_plans_anew_at_every_size() -> None:
+    found = planned()
+    assert [one.devices for one in strong(found)] == [2, 4, 8, 16, 32]
+    assert [one.batch for one in weak(found)] == [8, 16, 32, 64, 128]
+    small = plan(PLAIN, small_cluster(4, memory=1.2 * GIB), batch=32, evaluate=Rough())
+    half = strong(found)[1].best
+    assert half is not None
+    assert half.layout == small.chosen.layout
+
+
+def test_fsdp_sends_more_than_a_pipeline() -> None:
+    (_, chosen), (name, sharded) = against_fsdp(planned())
+    assert (name, sharded.layout.zero, sharded.layout.pipeline) == ("FSDP, no pipeline", 3, 1)
+    assert sharded.estimate.volumes.data > chosen.estimate.volumes.data
+
+
+def test_train_config_reads_back_as_the_layout() -> None:
+    layout = planned().chosen.layout
+    text = launch(PLAIN, small_cluster(), layout).of("drumline").text
+    assert read_train_config(text) == layout
+    assert tomllib.loads(text)["model"]["num_layers"] == 12
+    with pytest.raises(PlanError, match="version 2"):
+        read_train_config(text.replace("version = 1", "version = 2"))
+    with pytest.raises(PlanError, match="lacks or misspells"):
+        read_train_config(text.replace("[mesh]", "[mash]"))
+
+
+def test_torchtitan_config_says_all_layers_once() -> None:
+    layout = planned(pins=Pins(pipeline=2, schedules=("interleaved-1f1b",), zero=3)).chosen.layout
+    config = launch(PLAIN, small_cluster(), layout).of("torchtitan")
+    read = tomllib.loads(config.text)
+    degrees = read["parallelism"]
+    assert degrees["tensor_parallel_degree"] == layout.tensor
+    assert degrees["data_parallel_shard_degree"] == layout.data
+    assert degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert degrees["fsdp_reshard_after_forward"] == "always"
+    assert read["activation_checkpoint"]["mode"] == layout.recompute
+    names = [name for part in degrees["module_fqns_per_model_part"] for name in part]
+    assert names == ["tok_embeddings", *(f"layers.{at}" for at in range(12)), "norm", "output"]
+    local = read["training"]["local_batch_size"]
+    assert local // degrees["pipeline_parallel_microbatch_size"] == layout.num_microbatches
+
+
+def test_megatron_arguments_say_the_mesh_and_the_cut() -> None:
+    layout = planned(pins=Pins(pipeline=2, tensor=2, schedules=("1f1b",))).chosen.layout
+    config = launch(PLAIN, small_cluster(), layout).of("megatron")
+    words = [word for line in config.text.splitlines() if not line.startswith("#") for word in shlex.split(line)]
+    read = dict(pairwise(words))
+    assert read["--tensor-model-parallel-size"] == "2"
+    assert read["--pipeline-model-parallel-layout"] == f"Et*{layout.counts[0]}|t*{layout.counts[1]}L"
+    assert read["--micro-batch-size"] == str(layout.microbatch)
+    assert "--use-distributed-optimizer" in words
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half", "dualpipe-v"])
+def test_what_a_framework_cannot_say_is_said(schedule: str) -> None:
+    layout = planned(4 * GIB, pins=Pins(pipeline=2, data=2, tensor=2, zero=1, schedules=(schedule,))).chosen.layout
+    configs = launch(PLAIN, small_cluster(), layout)
+    assert configs.of("drumline").missing == ()
+    assert any(f"the schedule {schedule}" in one for one in configs.of("megatron").missing)
+    titan = configs.of("torchtitan")
+    by_file = "pipeline_parallel_schedule_csv" in tomllib.loads(titan.text)["parallelism"]
+    assert (
+        by_file == (schedule in ("zb-h1", "v-half")) == any(f"the schedule {schedule}" in one for one in titan.missing)
+    )
+    assert any("ZeRO 1" in one for one in titan.missing)
+    for config in configs.configs:
+        assert all(one in config.text for one in config.missing)
+
+
+def test_torchrun_starts_every_node() -> None:
+    assert torchrun(small_cluster(8)).startswith("torchrun --nnodes 2 --nproc-per-node 4 ")
+    assert torchrun(small_cluster(4)) == "torchrun --standalone --nproc-per-node 4"
+
+
+def test_json_has_the_layout_and_its_items() -> None:
+    found = planned()
+    figures = plan_json(found)
+    chosen = figures["chosen"]
+    assert sum(chosen["seconds"].values()) == pytest.approx(chosen["step_seconds"])
+    assert sum(chosen["bytes"].values()) == pytest.approx(chosen["peak_bytes"])
+    assert figures["best"][0]["why"] == ""
+    assert all(one["why"] for one in figures["best"][1:])
+
+
+def test_the_real_estimate_keeps_to_what_the_survey_takes_for_true() -> None:
+    transformer, machines = model("gpt-1.7b"), cluster("a100-40", 16)
+    limit = 0.9 * machines.device.memory_bytes
+    survey = Survey(transformer, machines, batch=32, pins=Pins(microbatch=2), evaluate=estimate)
+    expected = brute_force(transformer, machines, 32, Pins(microbatch=2), estimate, limit)
+    assert [one.layout for one in survey.best(limit, top=4)] == [one.layout for one in expected[:4]]
+
+
+def test_what_is_weighed_is_what_is_estimated() -> None:
+    for name in ("gpt-1.7b", "mixtral-8x7b"):
+        every = list(layouts(model(name), cluster("a100-40", 16), 16, Pins(microbatch=1)))
+        for layout in every[::37]:
+            held = estimate(model(name), cluster("a100-40", 16), layout).bytes.total
+            assert peak_bytes(model(name), layout) == pytest.approx(held)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 4), (4, 8), (5, 20), (8, 16)])
+def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatches: int) -> None:
+    for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 2.1, 0.9)):
+        stages = [Ops(Work(forward), Work(), Work(middle), Work(weight))] * (2 * num_ranks)
+        pace = Pace(num_ranks, 2 * forward, 2 * middle, 2 * weight)
+        found = makespan("v-half", [pace], num_microbatches, 2)
+        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.04)
+    program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))
+    assert held == max(simulate(program).peak_activations)
+
+
+def test_the_choice_is_as_good_as_the_exact_best_of_all() -> None:
+    transformer, machines, pins = model("gpt-1.7b"), cluster("a100-40", 8), Pins(microbatch=1, zero=1)
+    found = plan(transformer, machines, batch=16, pins=pins)
+
+    def exact(transformer: Transformer, machines: Cluster, layout: Layout) -> Estimate:
+        return estimate(transformer, machines, layout, exact=True)
+
+    best = brute_force(transformer, machines, 16, pins, exact, found.limit_bytes)[0]
+    assert found.chosen.is_exact
+    assert found.chosen.seconds <= 1.001 * best.seconds
+
+
+def test_configs_of_hugging_face_become_transformers() -> None:
+    mixtral = transformer_of(
+        {
+            "model_type": "mixtral",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": False,
+        },
+        name="mixtral-8x7b",
+    )
+    assert mixtral == model("mixtral-8x7b")
+    small = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    gpt = transformer_of({"model_type": "gpt2", **small}, name="gpt2")
+    assert (gpt.gated, gpt.tied, gpt.learned_positions, gpt.feedforward) == (False, True, True, 3072)
+    with pytest.raises(PlanError, match="no num_hidden_layers or n_layer"):
+        transformer_of({"model_type": "gpt2"}, name="empty")
+    with pytest.raises(PlanError, match="n_layer is '12'"):
+        transformer_of({"n_layer": "12"}, name="words")

@@ -1,0 +1,181 @@
+"""The page of a cluster plan: every number is in the JSON, nothing comes from elsewhere, and text says the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from functools import cache
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from cluster_models import GIB, Rough, small_cluster, small_transformer
+from drumline.core.errors import UsageError
+from drumline.plan.cluster.drawing import drawing
+from drumline.plan.cluster.explain import explain, plan_json
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.planner import plan
+from drumline.plan.cluster.space import Pins
+from drumline.report.bars import Bar, bars
+from drumline.report.plan_charts import HUES, best_svg, pareto_chart, scaling_chart
+from drumline.report.plan_page import plan_page
+from drumline.report.plan_text import SECONDS, plan_text
+from drumline.report.remedy import duration
+from drumline.report.svg import size_text
+
+
+@cache
+def figures(pipeline: int = 2) -> dict[str, Any]:
+    machines = small_cluster(memory=1.2 * GIB)
+    found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
+    told: dict[str, Any] = json.loads(json.dumps(explain(found).to_json(), allow_nan=False))
+    return told
+
+
+@cache
+def page(pipeline: int = 2) -> str:
+    if pipeline == 1:
+        return plan_page(figures(1))
+    layout = figures()["chosen"]["layout"]
+    counts = tuple(layout["counts"])
+    names = ("batch", "microbatch", "tensor", "pipeline", "data", "stages_per_rank", "schedule", "zero")
+    made = Layout(**{name: layout[name] for name in names}, counts=counts)
+    drawn = drawing(small_transformer(), small_cluster(), made)
+    assert drawn is not None
+    return plan_page(figures(), drawn[0], drawn=drawn[1])
+
+
+class Told(HTMLParser):
+    """Collects what is written, what scripts hold, and every address."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.scripts: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        assert not any(name == "style" or name.startswith("on") for name, _ in attrs), attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif "style" not in self.open:
+            self.words.append(data)
+
+
+def test_page_asks_for_nothing_from_anywhere() -> None:
+    for pipeline in (1, 2):
+        told = Told(page(pipeline))
+        assert set(told.addresses) == {"data:,"}
+        assert "default-src 'none'" in page(pipeline)
+        assert not re.search(r"@import|url\(", page(pipeline))
+
+
+def test_page_holds_the_same_json() -> None:
+    told = Told(page())
+    held = [json.loads(script) for script in told.scripts[:2]]
+    assert held[1] == figures()
+
+
+def test_every_number_of_the_page_is_in_the_json() -> None:
+    """Return what the tables show, and find each number in the JSON as the page writes it."""
+    written: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            for one in value.values():
+                walk(one)
+        elif isinstance(value, list):
+            for one in value:
+                walk(one)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            forms = (duration(value), size_text(value), f"{value:.1%}", f"{value:+.1%}", f"{value:,.0f}", str(value))
+            written.update(forms)
+            written.add(f"{value / 1e12:.0f} TFLOP/s")
+
+    walk(figures())
+    chosen = figures()["chosen"]
+    shares = [one / chosen["step_seconds"] for one in chosen["seconds"].values()]
+    shares += [one / chosen["peak_bytes"] for one in chosen["bytes"].values()]
+    written.update(f"{one:.1%}" for one in shares)
+    above_and_below = "".join(re.findall(r'<section class="report plan">.*?</section>', page(), re.DOTALL))
+    cells = re.findall(r"<(?:td|dd)[^>]*>([^<]*)</(?:td|dd)>", above_and_below)
+    number = re.compile(r"^[+-]?[\d,.]+( (s|ms|us|B|KiB|MiB|GiB|TFLOP/s)|%)?$")
+    shown = [cell for cell in cells if number.match(cell)]
+    assert len(shown) > 100
+    strange = [cell for cell in shown if cell not in written and not cell.isdigit()]
+    assert strange == []
+
+
+def test_page_says_the_choice_the_reasons_and_how_to_start() -> None:
+    text = " ".join(Told(page()).words)
+    told = figures()
+    assert told["chosen"]["mesh"] in text
+    assert all(one["why"] in text for one in told["best"][1:])
+    assert all(one["sentence"] in text for one in told["more"])
+    assert all(config["command"] in text for config in told["launch"].values())
+    assert all(missing in text for config in told["launch"].values() for missing in config["missing"])
+
+
+def test_a_page_without_a_pipeline_has_no_timeline() -> None:
+    assert drawing(small_transformer(), small_cluster(), Layout(batch=8, data=8, counts=(12,))) is None
+    assert ".toolbar, #overview, .legend, footer { display: none; }" in page(1)
+    assert ".toolbar, #overview, .legend, footer { display: none; }" not in page()
+
+
+def test_a_long_step_is_drawn_shorter_and_says_so() -> None:
+    layout = Layout(batch=4096, pipeline=4, data=1, counts=(3, 3, 3, 3))
+    drawn = drawing(small_transformer(), small_cluster(4), layout)
+    assert drawn is not None
+    assert drawn[0].program.num_microbatches == 8
+    assert drawn[1] == "1f1b: 4 ranks, 4 stages, 8 microbatches instead of 4096, the middle of which repeats itself"
+
+
+def test_text_says_what_the_page_says() -> None:
+    text = plan_text(figures(), width=400)
+    told = figures()
+    assert all(one["why"] in text for one in told["best"][1:])
+    assert duration(told["chosen"]["step_seconds"]) in text
+    assert told["launch"]["drumline"]["command"] in text
+    assert "torchtitan" in plan_text(figures(), width=400, framework="torchtitan")
+    assert max(map(len, plan_text(figures(), width=60).splitlines())) <= 110  # commands are not torn
+
+
+def test_a_brief_plan_is_text_too() -> None:
+    found = plan(small_transformer(), small_cluster(memory=1.2 * GIB), batch=32, evaluate=Rough())
+    text = plan_text(plan_json(found))
+    assert "Why the others lose" in text
+    assert "What more would buy" not in text
+
+
+def test_pictures_are_svg_with_every_layout() -> None:
+    drawn = best_svg(figures())
+    root = ET.fromstring(drawn)
+    assert root.tag.endswith("svg")
+    assert all(one["mesh"] in drawn for one in figures()["best"])
+    assert list(HUES) == list(SECONDS)
+    for picture in (pareto_chart(figures()), scaling_chart(figures())):
+        assert ET.fromstring(picture).tag.endswith("svg")
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    drawn = bars(
+        [Bar("a", {"x": 3.0, "y": 1.0}), Bar("b", {"x": 1.0})], {"x": "#111111", "y": "#222222"}, title="t", x_label="s"
+    )
+    widths = [float(one) for one in re.findall(r'width="([\d.]+)" height="20" fill="#(?:111111|222222)"', drawn)]
+    assert widths[0] == pytest.approx(3 * widths[1], abs=0.02)
+    assert widths[2] == pytest.approx(widths[1], abs=0.02)
+    with pytest.raises(UsageError):
+        bars([], {}, title="t", x_label="s")
