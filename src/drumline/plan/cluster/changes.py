@@ -34,7 +34,7 @@ def changes(plan: ClusterPlan) -> list[Change]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     found = []
     for what, layout in _changed(plan):
-        one = plan.survey.exact(layout)
+        one = plan.survey.cut(layout, plan.limit_bytes)
         found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
     return sorted(found, key=lambda one: (one.candidate.bytes > plan.limit_bytes, one.candidate.seconds))
 

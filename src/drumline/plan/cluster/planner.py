@@ -30,7 +30,7 @@ OBJECTIVE = (
     "less the headroom"
 )
 HEADROOM = 0.1
-_EACH = 3  # layouts of a mesh that are simulated
+_EACH = 4  # layouts of a mesh that are simulated
 _MORE = 4  # meshes beyond those asked for that are simulated: one of them may come out ahead
 
 
@@ -101,7 +101,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
     """
     if survey.refine is None:
         return survey.best(limit, top=top)
-    exact = [survey.exact(one.layout) for one in survey.best(limit, top=top + more, each=each)]
+    exact = [survey.cut(one.layout, limit) for one in survey.best(limit, top=top + more, each=each)]
     first: dict[Mesh, Candidate] = {}
     for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
         first.setdefault(one.mesh, one)
