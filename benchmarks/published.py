@@ -22,7 +22,7 @@ from drumline.plan.cluster.compared import best_constant, compared, errors_of, t
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.hardware import REACH
 from drumline.plan.cluster.machines import MACHINES, NODE_REACH, cluster
-from drumline.plan.cluster.published import Run, held_out, holdings, llama3, sc21
+from drumline.plan.cluster.published import Run, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
 
 START = (0.7, 0.7, 0.7)
 
@@ -83,6 +83,8 @@ def main() -> None:
     for title, runs in (
         ("The constants are from these", sc21()),
         ("Nothing is from these", held_out()),
+        ("Found when all was settled", sc21_scaling()),
+        ("The same with sharded weights, which the model gets wrong", sc21_sharded()),
         ("H100: one constant is from the first of these", llama3()),
     ):
         print(f"{title}\n\n{table(runs, exact=options.exact)}\n")

@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import published
 from drumline.plan.cluster.compared import all_held_out, best_constant, compared, errors_of, table
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.hardware import REACH
+from drumline.plan.cluster.hardware import REACH, Link
 from drumline.plan.cluster.machines import NODE_REACH, cluster
-from drumline.plan.cluster.published import Holding, Run, held_out, holdings, llama3, mt_nlg, sc21
+from drumline.plan.cluster.published import (
+    Holding,
+    Run,
+    held_out,
+    holdings,
+    llama3,
+    mt_nlg,
+    sc21,
+    sc21_scaling,
+    sc21_sharded,
+)
 
 
 def test_held_out_runs_are_within_six_percent_on_average_and_fifteen_at_worst() -> None:
@@ -16,6 +28,23 @@ def test_held_out_runs_are_within_six_percent_on_average_and_fifteen_at_worst() 
     assert len(rows) == 12
     assert mean <= 0.06
     assert worst <= 0.15
+
+
+def test_runs_that_the_model_was_made_without_are_within_three_percent_on_average() -> None:
+    mean, worst = errors_of(compared(sc21_scaling()))
+    assert mean <= 0.03
+    assert worst <= 0.05
+
+
+def test_sharded_weights_stop_scaling_where_messages_take_longer_than_computing() -> None:
+    steps = [run.estimate().seconds for run in sc21_sharded()]
+    assert all(one.data_exposed == 0 for one in (steps[0], steps[3]))
+    slow = [replace(run.cluster, inter_node=Link(8e-6, 2e9)) for run in sc21_sharded()[:3]]
+    taken = [
+        estimate(run.transformer, machines, run.layout).seconds.total
+        for run, machines in zip(sc21_sharded(), slow, strict=False)
+    ]
+    assert taken[2] == pytest.approx(taken[1], rel=0.15)
 
 
 def test_no_constant_rate_comes_near_even_if_it_knows_the_answers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.hardware import Cluster, Link
 from drumline.plan.cluster.kernels import gather_seconds, reduce_seconds
@@ -26,13 +26,18 @@ class Exchange:
 
 
 def data_exchange(
-    cluster: Cluster, layout: Layout, parameters: tuple[float, float], forward_seconds: float, backward_seconds: float
+    cluster: Cluster,
+    layout: Layout,
+    parameters: tuple[float, float],
+    forward_seconds: float,
+    backward_seconds: float,
+    num_layers: int = 1,
 ) -> Exchange:
     """Return the exchange of a rank's gradients and weights; the seconds are those of one microbatch on the rank.
 
     Gradients are summed by a reduce-scatter. What comes back are all sums (ZeRO 0) or the new weights in 16 bits.
     ZeRO 2 keeps no whole gradients and sums them after every microbatch; ZeRO 3 keeps no whole weights either, and
-    gathers them before every forward and every backward.
+    gathers them before every forward and every backward, layer by layer, so that every layer pays for the latency.
     """
     reduce = gather = reduced = gathered = 0.0
     there = layout.practice.gradient_bytes
@@ -44,6 +49,8 @@ def data_exchange(
     ):
         if size > 1 and count:
             link = cluster.link(size, stride)
+            if layout.zero == 3:
+                link = replace(link, latency_seconds=num_layers * link.latency_seconds)
             reduce += gather_seconds(link, size, there * count)
             gather += gather_seconds(link, size, back * count)
             reduced += there * count * (size - 1) / size

@@ -54,7 +54,8 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
             for stage, part in stages_of(layout.schedule, one.first, layout.pipeline, layout.stages_per_rank)
         )
         parameters = device_parameters(transformer, layout, one)
-        exchange = data_exchange(cluster, layout, parameters, ops.forward.total, ops.backward.total)
+        num_layers = sum(slice_.num_layers for slice_, _ in one.slices)
+        exchange = data_exchange(cluster, layout, parameters, ops.forward.total, ops.backward.total, num_layers)
         found.append(Load(one, ops, waiting * sides, parameters, exchange))
     return found
 

@@ -78,6 +78,33 @@ def sc21() -> tuple[Run, ...]:
     return tuple(_sc21(*row) for row in _SC21)
 
 
+def sc21_scaling() -> tuple[Run, ...]:
+    """Return the pipelines of that paper's Table 2: two models, each on three numbers of devices at the same batch.
+
+    Their virtual stages are not public; they are taken to be two, and three where there are three layers.
+    """
+    return tuple(
+        _sc21(name, 8, pipeline, devices, batch, 1, virtual, rate, label=f"{name} on {devices}")
+        for name, pipeline, virtual, batch, rows in _SCALED
+        for devices, rate in rows
+    )
+
+
+def sc21_sharded() -> tuple[Run, ...]:
+    """Return the rows of the same table that shard the weights by DeepSpeed's ZeRO 3 instead."""
+    found = []
+    for name, rows in _SHARDED:
+        for devices, microbatch, batch, rate in rows:
+            practice = replace(MEGATRON_2021, overlap_data=True)
+            layout = Layout(
+                batch=batch, microbatch=microbatch, data=devices, zero=3, recompute="full", practice=practice
+            )
+            one = model(f"gpt-{name}")
+            seconds = _seconds(run_flops(one, layout), layout, rate * 1e12)
+            found.append(Run("SC'21", f"{name} ZeRO 3", one, "a100-80", layout, seconds))
+    return tuple(found)
+
+
 def recomputation() -> tuple[Run, ...]:
     """Return the eight times of arXiv 2205.05198: four models, with full and with selective recomputation."""
     return tuple(
@@ -158,6 +185,16 @@ _SC21 = (
     ("529.6b", 8, 35, 2520, 2520, 1, 3, 163),
     ("1008b", 8, 64, 3072, 3072, 1, 1, 163),
 )
+# Model, PP, virtual stages, batch, and for each number of devices TFLOP/s as above.
+_SCALED = (
+    ("175b", 12, 2, 1536, ((384, 153), (768, 149), (1536, 141))),
+    ("529.6b", 35, 3, 2240, ((560, 171), (1120, 167), (2240, 159))),
+)
+# Model, and devices, microbatch, batch, TFLOP/s.
+_SHARDED = (
+    ("175b", ((384, 4, 1536, 144), (768, 2, 1536, 88), (1536, 1, 1536, 44))),
+    ("529.6b", ((640, 4, 2560, 138), (1120, 2, 2240, 98), (2240, 1, 2240, 48))),
+)
 # Model, (PP, virtual stages, batch, microbatch), seconds with full and with selective recomputation.
 _RECOMPUTED = (
     ("22b", (1, 1, 4, 4), 1.42, 1.10),
@@ -169,7 +206,15 @@ _HELD = ((45.56, 59.25, 9.56), (45.56, 66.84, 12.35), (31.64, 114.02, 23.08), (3
 
 
 def _sc21(
-    name: str, tensor: int, pipeline: int, devices: int, batch: int, microbatch: int, virtual: int, rate: float
+    name: str,
+    tensor: int,
+    pipeline: int,
+    devices: int,
+    batch: int,
+    microbatch: int,
+    virtual: int,
+    rate: float,
+    label: str = "",
 ) -> Run:
     layout = Layout(
         batch=batch,
@@ -183,7 +228,7 @@ def _sc21(
         practice=replace(MEGATRON_2021, overlap_data=pipeline == 1),
     )
     one = model(f"gpt-{name}")
-    return Run("SC'21", name, one, "a100-80", layout, _seconds(run_flops(one, layout), layout, rate * 1e12))
+    return Run("SC'21", label or name, one, "a100-80", layout, _seconds(run_flops(one, layout), layout, rate * 1e12))
 
 
 def _recomputed(kind: str, pipeline: int, virtual: int, batch: int, microbatch: int) -> Layout:
