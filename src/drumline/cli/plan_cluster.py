@@ -14,8 +14,8 @@ from drumline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
+    from drumline.plan.cluster.pins import Pins
     from drumline.plan.cluster.planner import ClusterPlan
-    from drumline.plan.cluster.space import Pins
     from drumline.plan.cluster.transformer import Transformer
 
 _GIB = 2**30
@@ -146,7 +146,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.cluster.space import Pins
+    from drumline.plan.cluster.pins import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},

@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.cut import layer_counts
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.pins import ZERO, Pins
 from drumline.plan.cluster.planner import ClusterPlan
-from drumline.plan.cluster.space import (
-    RECOMPUTE,
-    ZERO,
-    Pins,
-    layouts,
-    microbatch_sizes,
-    schedules_of,
-)
+from drumline.plan.cluster.space import layouts, microbatch_sizes, schedules_of
 from drumline.plan.cluster.survey import Candidate
 from drumline.plan.cluster.why import why
 

@@ -19,8 +19,9 @@ from functools import partial
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.mesh import Mesh
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.refusal import nothing_fits
-from drumline.plan.cluster.space import Mesh, Pins
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.weigh import peak_bytes

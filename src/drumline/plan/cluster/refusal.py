@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.space import Pins
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.survey import Candidate, Survey
 
 _GIB = 2**30
