@@ -128,6 +128,12 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
         ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
         (("missing.json", *SMALL[1:]), "missing.json", ""),
+        ((*SMALL, "--microbatch", "3"), "a batch of 16 sequences in microbatches of 3", ""),
+        (
+            (*SMALL, "--schedule", "zb-v", "--stages-per-rank", "3"),
+            "admits schedule zb-v, stages per rank 3",
+            "2 of zb-v",
+        ),
     ],
 )
 def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str, fix: str) -> None:

@@ -49,7 +49,7 @@ def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pi
     """
     if mesh.pipeline == 1:
         wanted = (not pins.schedules or "1f1b" in pins.schedules) and pins.stages_per_rank in (None, 1)
-        return [("1f1b", 1)] if wanted else []
+        return [("1f1b", 1)] if wanted and num_microbatches <= MAX_PAIRS else []
     return [
         (name, stages)
         for name in pins.schedules or SCHEDULES
