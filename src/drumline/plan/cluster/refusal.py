@@ -42,7 +42,7 @@ def _not_admitted(survey: Survey) -> PlanError:
     named = {"schedule": " or ".join(pins.schedules), "stages per rank": pins.stages_per_rank, "PP": pins.pipeline}
     given = ", ".join(f"{name} {value}" for name, value in named.items() if value)
     return PlanError(
-        f"no schedule admits {given or f'a batch of {survey.batch}'} on {counted(survey.cluster.num_devices, 'device')}",
+        f"no layout on {counted(survey.cluster.num_devices, 'device')} admits {given or f'a batch of {survey.batch}'}",
         expected="stages per rank that the schedule has, as many layers as stages, and a step of at most "
         f"{MAX_PAIRS} (stage, microbatch) pairs",
         fix="stages per rank are "
