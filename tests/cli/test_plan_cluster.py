@@ -42,7 +42,8 @@ def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert (found["format"], found["version"]) == ("drumline-cluster-plan", 1)
     assert found["chosen"]["peak_bytes"] <= found["limit_bytes"]
-    assert {"best", "changes", "more", "pareto", "scaling", "traffic", "launch", "ranks", "objective"} <= found.keys()
+    parts = {"best", "changes", "more", "pareto", "scaling", "traffic", "launch", "ranks", "objective", "timeline"}
+    assert parts <= found.keys()
     layout = found["chosen"]["layout"]
     assert layout["tensor"] * layout["pipeline"] * layout["data"] * layout["context"] == 8
 
