@@ -10,8 +10,8 @@ import pytest
 from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.plan.cluster.drawing import drawing
 from drumline.plan.cluster.explain import explain
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.planner import plan
-from drumline.plan.cluster.space import Pins
 from drumline.report.plan_page import plan_page
 
 

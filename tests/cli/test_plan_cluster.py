@@ -42,7 +42,8 @@ def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert (found["format"], found["version"]) == ("drumline-cluster-plan", 1)
     assert found["chosen"]["peak_bytes"] <= found["limit_bytes"]
-    assert {"best", "changes", "more", "pareto", "scaling", "traffic", "launch", "ranks", "objective"} <= found.keys()
+    parts = {"best", "changes", "more", "pareto", "scaling", "traffic", "launch", "ranks", "objective", "timeline"}
+    assert parts <= found.keys()
     layout = found["chosen"]["layout"]
     assert layout["tensor"] * layout["pipeline"] * layout["data"] * layout["context"] == 8
 
@@ -128,6 +129,12 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),
         ((*SMALL, "--brief", "--launch", "megatron", "--out", "plan.toml"), "megatron takes plan.args", "plan.args"),
         (("missing.json", *SMALL[1:]), "missing.json", ""),
+        ((*SMALL, "--microbatch", "3"), "a batch of 16 sequences in microbatches of 3", ""),
+        (
+            (*SMALL, "--schedule", "zb-v", "--stages-per-rank", "3"),
+            "admits schedule zb-v, stages per rank 3",
+            "2 of zb-v",
+        ),
     ],
 )
 def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str, fix: str) -> None:

@@ -25,12 +25,14 @@ from drumline.plan.cluster.launch import launch, read_train_config, torchrun
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.machines import cluster
 from drumline.plan.cluster.margins import margins, pareto
+from drumline.plan.cluster.mesh import Mesh, meshes
 from drumline.plan.cluster.models import model
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.planner import ClusterPlan, plan
 from drumline.plan.cluster.ranks import AXES, group, links, place
 from drumline.plan.cluster.scaling import strong, weak
 from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
-from drumline.plan.cluster.space import Mesh, Pins, layouts, meshes
+from drumline.plan.cluster.space import layouts
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.weigh import peak_bytes

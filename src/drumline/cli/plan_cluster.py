@@ -13,10 +13,13 @@ from drumline.cli.output import print_json, progress, save, terminal_width
 from drumline.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from drumline.core.simulate import Simulation
     from drumline.plan.cluster.hardware import Cluster
+    from drumline.plan.cluster.pins import Pins
     from drumline.plan.cluster.planner import ClusterPlan
-    from drumline.plan.cluster.space import Pins
     from drumline.plan.cluster.transformer import Transformer
+
+    Drawn = tuple[Simulation, str]
 
 _GIB = 2**30
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
@@ -70,14 +73,17 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     planned = _planned(args)
+    drawn = None
     if args.brief:
         figures = plan_json(planned)
     else:
         progress("planning what more would buy")
         figures = explain(planned).to_json()
+        drawn = _drawn(planned)
+        figures["timeline"] = None if drawn is None else _timeline(*drawn)
         progress("")
     if args.out is not None:
-        save(args.out, _WRITERS[args.out.suffix](args, planned, figures))
+        save(args.out, _WRITERS[args.out.suffix](args, planned, figures, drawn))
     if args.json:
         print_json({**figures, **({} if args.out is None else {"out": str(args.out)})})
     else:
@@ -146,7 +152,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.cluster.space import Pins
+    from drumline.plan.cluster.pins import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},
@@ -158,27 +164,43 @@ def _pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def _html(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+def _drawn(planned: ClusterPlan) -> Drawn | None:
     from drumline.plan.cluster.drawing import drawing
+
+    return drawing(planned.transformer, planned.cluster, planned.chosen.layout)
+
+
+def _timeline(simulation: Simulation, shows: str) -> dict[str, Any]:
+    """Return the numbers of the timeline that the page draws."""
+    return {
+        "shows": shows,
+        "makespan": simulation.makespan,
+        "bubble": simulation.bubble,
+        "span_bubble": simulation.span_bubble,
+        "idle": list(simulation.idle),
+        "peak_activations": list(simulation.peak_activations),
+    }
+
+
+def _html(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
     from drumline.report.plan_page import plan_page
 
-    drawn = drawing(planned.transformer, planned.cluster, planned.chosen.layout)
     return plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1])
 
 
-def _svg(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+def _svg(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
     from drumline.report.plan_charts import best_svg
 
     return best_svg(figures).rstrip("\n")
 
 
-def _json(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+def _json(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
     import json
 
     return json.dumps(figures, indent=2, allow_nan=False)
 
 
-def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any]) -> str:
+def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
     from drumline.plan.cluster.launch import launch
 
     config = launch(planned.transformer, planned.cluster, planned.chosen.layout).of(args.launch)
@@ -190,7 +212,7 @@ def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, A
     return config.text
 
 
-_WRITERS: dict[str, Callable[[argparse.Namespace, ClusterPlan, dict[str, Any]], str]] = {
+_WRITERS: dict[str, Callable[[argparse.Namespace, ClusterPlan, dict[str, Any], Drawn | None], str]] = {
     ".html": _html,
     ".svg": _svg,
     ".json": _json,

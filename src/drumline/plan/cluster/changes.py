@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.cut import layer_counts
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.pins import ZERO, Pins
 from drumline.plan.cluster.planner import ClusterPlan
-from drumline.plan.cluster.space import (
-    RECOMPUTE,
-    ZERO,
-    Pins,
-    layouts,
-    microbatch_sizes,
-    schedules_of,
-)
+from drumline.plan.cluster.space import layouts, microbatch_sizes, schedules_of
 from drumline.plan.cluster.survey import Candidate
 from drumline.plan.cluster.why import why
 
@@ -34,7 +28,7 @@ def changes(plan: ClusterPlan) -> list[Change]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     found = []
     for what, layout in _changed(plan):
-        one = plan.survey.exact(layout)
+        one = plan.survey.cut(layout, plan.limit_bytes)
         found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
     return sorted(found, key=lambda one: (one.candidate.bytes > plan.limit_bytes, one.candidate.seconds))
 

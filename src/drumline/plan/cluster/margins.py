@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.planner import ClusterPlan, chosen_of
-from drumline.plan.cluster.space import Pins
 from drumline.plan.cluster.survey import Candidate
 from drumline.plan.cluster.why import settings
 

@@ -19,8 +19,9 @@ from functools import partial
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.mesh import Mesh
+from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.refusal import nothing_fits
-from drumline.plan.cluster.space import Mesh, Pins
 from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.weigh import peak_bytes
@@ -30,7 +31,7 @@ OBJECTIVE = (
     "less the headroom"
 )
 HEADROOM = 0.1
-_EACH = 3  # layouts of a mesh that are simulated
+_EACH = 4  # layouts of a mesh that are simulated
 _MORE = 4  # meshes beyond those asked for that are simulated: one of them may come out ahead
 
 
@@ -101,7 +102,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
     """
     if survey.refine is None:
         return survey.best(limit, top=top)
-    exact = [survey.exact(one.layout) for one in survey.best(limit, top=top + more, each=each)]
+    exact = [survey.cut(one.layout, limit) for one in survey.best(limit, top=top + more, each=each)]
     first: dict[Mesh, Candidate] = {}
     for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
         first.setdefault(one.mesh, one)

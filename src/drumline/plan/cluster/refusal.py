@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.space import Pins
+from drumline.plan.cluster.pins import SCHEDULES, Pins
 from drumline.plan.cluster.survey import Candidate, Survey
+from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30
 _LARGEST = 64  # times the devices asked for
@@ -18,10 +19,7 @@ def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
     """Return the error: how far the smallest layout is from fitting, and what would make it fit."""
     smallest = survey.smallest()
     if smallest is None:
-        return PlanError(
-            f"no schedule admits the pins on {counted(survey.cluster.num_devices, 'device')}",
-            expected="fewer pins, or microbatches and stages that the schedule takes",
-        )
+        return _not_admitted(survey)
     name, devices = survey.transformer.name, survey.cluster.num_devices
     error = PlanError(
         f"{name} does not fit on {devices} x {survey.cluster.device.name}: the smallest layout, {described(smallest)}, "
@@ -31,6 +29,25 @@ def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
     )
     error.smallest_bytes = int(smallest.bytes)
     return error
+
+
+def _not_admitted(survey: Survey) -> PlanError:
+    """Return which pins leave no layout at all, however much memory there is."""
+    pins = survey.pins
+    if pins.microbatch is not None and survey.batch % pins.microbatch:
+        return PlanError(
+            f"a batch of {survey.batch} sequences in microbatches of {pins.microbatch}",
+            expected="microbatches that divide the batch",
+        )
+    named = {"schedule": " or ".join(pins.schedules), "stages per rank": pins.stages_per_rank, "PP": pins.pipeline}
+    given = ", ".join(f"{name} {value}" for name, value in named.items() if value)
+    return PlanError(
+        f"no layout on {counted(survey.cluster.num_devices, 'device')} admits {given or f'a batch of {survey.batch}'}",
+        expected="stages per rank that the schedule has, as many layers as stages, and a step of at most "
+        f"{MAX_PAIRS} (stage, microbatch) pairs",
+        fix="stages per rank are "
+        + ", ".join(f"{' or '.join(map(str, stages))} of {name}" for name, stages in SCHEDULES.items()),
+    )
 
 
 def described(one: Candidate) -> str:

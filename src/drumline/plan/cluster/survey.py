@@ -19,24 +19,16 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from drumline.plan.cluster.cut import layer_counts, stage_weights
+from drumline.plan.cluster.cut import FOLDED, layer_counts, stage_weights
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.space import (
-    RECOMPUTE,
-    SCHEDULES,
-    Mesh,
-    Pins,
-    layout_of,
-    meshes,
-    microbatch_sizes,
-    recomputations,
-    schedules_of,
-    zero_stages,
-)
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.mesh import Mesh, meshes
+from drumline.plan.cluster.pins import SCHEDULES, Pins
+from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
 from drumline.plan.cluster.transformer import Transformer
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
@@ -114,11 +106,13 @@ class _Best:
         return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
 
     def add(self, one: Candidate) -> None:
+        """Keep it if it is among the best of its mesh; of a schedule with its stages per rank only one stays."""
         held = self._held.setdefault(one.mesh, [])
-        if one in held:
-            return
         insort(held, one, key=lambda one: one.rank)
-        del held[self.each :]
+        first: dict[tuple[str, int], Candidate] = {}
+        for kept in held:
+            first.setdefault((kept.layout.schedule, kept.layout.stages_per_rank), kept)
+        held[:] = list(first.values())[: self.each]
         firsts = sorted(held[0].seconds for held in self._held.values())
         if len(firsts) >= self.top:
             self.threshold = firsts[self.top - 1]
@@ -174,6 +168,18 @@ class Survey:
             self._exact[layout] = Candidate(layout, estimate, is_exact=known is not None)
         return self._exact[layout]
 
+    def cut(self, layout: Layout, limit_bytes: float) -> Candidate:
+        """Return the layout with the better of two cuts, exactly.
+
+        Interleaved stages wait for each other, so that equal ones may be faster than equal ranks; no formula tells.
+        """
+        first = self.exact(layout)
+        if layout.schedule in FOLDED or layout.stages_per_rank == 1 or not first.is_exact:
+            return first
+        even = even_counts(self.transformer.num_layers, layout.num_stages)
+        other = self.exact(replace(layout, counts=even))
+        return min(first, other, key=lambda one: (one.bytes > limit_bytes, one.rank))
+
     @property
     def num_layouts(self) -> int:
         """Return how many layouts there are."""
@@ -181,7 +187,10 @@ class Survey:
         return sum(len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families)
 
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
-        """Return the `each` best layouts of each of the `top` best meshes that stay within the limit, best first."""
+        """Return the best layouts of the `top` best meshes that stay within the limit, best first.
+
+        Of each mesh there are `each`, which differ in their schedule or its stages per rank.
+        """
         found = _Best(top, each)
         lightest = recomputations(self.pins)[0]
         for family in self._least.values():  # some layout of every mesh, so that there are bounds from the beginning
