@@ -121,12 +121,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     >>> nearest("1f1v", ["gpipe", "1f1b"])
     'did you mean 1f1b?'
+    >>> nearest("a100", ["h100", "a100-40", "a100-80"])
+    'did you mean a100-40 or a100-80?'
     >>> nearest("xyz", ["gpipe", "1f1b"])
     'choose one of gpipe, 1f1b'
     """
     words = {one.lower(): one for one in known}
-    close = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
-    return f"did you mean {words[close[0]]}?" if close else f"choose one of {', '.join(words.values())}"
+    longer = [one for one in words if word and one.startswith(word.lower())]
+    close = longer[:4] or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(words[one] for one in close)}?"
+    return f"choose one of {', '.join(words.values())}"
 
 
 def counted(number: int, word: str) -> str:
