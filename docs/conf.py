@@ -7,10 +7,10 @@ from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.simulate import simulate
-from drumline.plan.cluster.explain import explain
 from drumline.plan.cluster.machines import cluster
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.planner import plan
+from drumline.plan.layouts.explain import explain
+from drumline.plan.layouts.planner import plan
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
 from drumline.report.analysis import analyze

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cluster_models import GIB, Rough, small_cluster, small_transformer
-from drumline.plan.cluster.drawing import drawing
-from drumline.plan.cluster.explain import explain
-from drumline.plan.cluster.pins import Pins
-from drumline.plan.cluster.planner import plan
+from drumline.plan.layouts.drawing import drawing
+from drumline.plan.layouts.explain import explain
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.planner import plan
 from drumline.report.plan_page import plan_page
 
 

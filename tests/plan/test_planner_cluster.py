@@ -14,30 +14,30 @@ import pytest
 from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
 from drumline.core.errors import PlanError
 from drumline.core.simulate import simulate
-from drumline.plan.cluster.changes import against_fsdp, changes
-from drumline.plan.cluster.cut import FOLDED, layer_counts, rank_weights
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.explain import plan_json
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.hugging_face import transformer_of
-from drumline.plan.cluster.launch import launch, read_train_config, torchrun
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.machines import cluster
-from drumline.plan.cluster.margins import margins, pareto
-from drumline.plan.cluster.mesh import Mesh, meshes
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.pins import Pins
-from drumline.plan.cluster.planner import ClusterPlan, plan
-from drumline.plan.cluster.ranks import AXES, group, links, place
-from drumline.plan.cluster.scaling import strong, weak
 from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
-from drumline.plan.cluster.space import layouts
-from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.weigh import peak_bytes
-from drumline.plan.cluster.why import why
 from drumline.plan.cluster.work import Ops, Work
+from drumline.plan.launch.launch import launch, read_train_config, torchrun
+from drumline.plan.launch.ranks import AXES, group, links, place
+from drumline.plan.layouts.changes import against_fsdp, changes
+from drumline.plan.layouts.cut import FOLDED, layer_counts, rank_weights
+from drumline.plan.layouts.explain import plan_json
+from drumline.plan.layouts.margins import margins, pareto
+from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.planner import ClusterPlan, plan
+from drumline.plan.layouts.scaling import strong, weak
+from drumline.plan.layouts.space import layouts
+from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.why import why
 from drumline.schedules import generate
 
 PLAIN = small_transformer()
@@ -235,7 +235,7 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
 
 
 def test_folded_schedules_lie_where_their_programs_put_them() -> None:
-    from drumline.plan.cluster.cut import rank_of
+    from drumline.plan.layouts.cut import rank_of
 
     for name in (*FOLDED, "interleaved-1f1b"):
         placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement

@@ -13,11 +13,11 @@ import pytest
 
 from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.core.errors import UsageError
-from drumline.plan.cluster.drawing import drawing
-from drumline.plan.cluster.explain import explain, plan_json
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.pins import Pins
-from drumline.plan.cluster.planner import plan
+from drumline.plan.layouts.drawing import drawing
+from drumline.plan.layouts.explain import explain, plan_json
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.planner import plan
 from drumline.report.bars import Bar, bars
 from drumline.report.plan_charts import HUES, best_svg, pareto_chart, scaling_chart
 from drumline.report.plan_page import plan_page

@@ -15,9 +15,9 @@ from drumline.core.errors import UsageError
 if TYPE_CHECKING:
     from drumline.core.simulate import Simulation
     from drumline.plan.cluster.hardware import Cluster
-    from drumline.plan.cluster.pins import Pins
-    from drumline.plan.cluster.planner import ClusterPlan
     from drumline.plan.cluster.transformer import Transformer
+    from drumline.plan.layouts.pins import Pins
+    from drumline.plan.layouts.planner import ClusterPlan
 
     Drawn = tuple[Simulation, str]
 
@@ -69,7 +69,7 @@ _PINS = {
 
 def run(args: argparse.Namespace) -> int:
     """Plan, explain, print and write."""
-    from drumline.plan.cluster.explain import explain, plan_json
+    from drumline.plan.layouts.explain import explain, plan_json
 
     _check(args)
     planned = _planned(args)
@@ -116,7 +116,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _planned(args: argparse.Namespace) -> ClusterPlan:
-    from drumline.plan.cluster.planner import HEADROOM, plan
+    from drumline.plan.layouts.planner import HEADROOM, plan
 
     headroom = HEADROOM if args.headroom is None else args.headroom
     return plan(_model(args), _cluster(args), batch=args.batch, pins=_pins(args), headroom=headroom, top=args.top)
@@ -152,7 +152,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.cluster.pins import Pins
+    from drumline.plan.layouts.pins import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},
@@ -165,7 +165,7 @@ def _pins(args: argparse.Namespace) -> Pins:
 
 
 def _drawn(planned: ClusterPlan) -> Drawn | None:
-    from drumline.plan.cluster.drawing import drawing
+    from drumline.plan.layouts.drawing import drawing
 
     return drawing(planned.transformer, planned.cluster, planned.chosen.layout)
 
@@ -201,7 +201,7 @@ def _json(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any
 
 
 def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
-    from drumline.plan.cluster.launch import launch
+    from drumline.plan.launch.launch import launch
 
     config = launch(planned.transformer, planned.cluster, planned.chosen.layout).of(args.launch)
     if Path(config.file).suffix != args.out.suffix:

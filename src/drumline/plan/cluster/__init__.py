@@ -1,1 +1,1 @@
-"""Transformers on clusters as numbers: what a layout takes in seconds and bytes, and which layout to run."""
+"""Transformers on clusters as numbers: what a layout takes in seconds and bytes."""

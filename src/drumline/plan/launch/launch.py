@@ -19,10 +19,10 @@ from typing import Any
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.megatron import megatron
-from drumline.plan.cluster.titan import titan
-from drumline.plan.cluster.toml import written
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.launch.megatron import megatron
+from drumline.plan.launch.titan import titan
+from drumline.plan.launch.toml import written
 
 FORMAT = "drumline-train"
 VERSION = 1

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.plan.cluster.cut import layer_counts
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.mesh import Mesh, meshes
-from drumline.plan.cluster.pins import SCHEDULES, ZERO, Pins
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.layouts.pins import SCHEDULES, ZERO, Pins
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)

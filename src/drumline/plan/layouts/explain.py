@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from drumline.plan.cluster.changes import Change, against_fsdp, changes
-from drumline.plan.cluster.launch import launch
-from drumline.plan.cluster.margins import Margin, margins, pareto
-from drumline.plan.cluster.planner import OBJECTIVE, ClusterPlan
-from drumline.plan.cluster.ranks import AXES, links, place
-from drumline.plan.cluster.scaling import Point, efficiency, strong, weak
-from drumline.plan.cluster.survey import Candidate
-from drumline.plan.cluster.why import why
+from drumline.plan.launch.launch import launch
+from drumline.plan.launch.ranks import AXES, links, place
+from drumline.plan.layouts.changes import Change, against_fsdp, changes
+from drumline.plan.layouts.margins import Margin, margins, pareto
+from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
+from drumline.plan.layouts.scaling import Point, efficiency, strong, weak
+from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.why import why
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from drumline.plan.cluster.margins import planned
-from drumline.plan.cluster.planner import ClusterPlan
-from drumline.plan.cluster.survey import Candidate
+from drumline.plan.layouts.margins import planned
+from drumline.plan.layouts.planner import ClusterPlan
+from drumline.plan.layouts.survey import Candidate
 
 TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
 

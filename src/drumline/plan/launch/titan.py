@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.toml import written
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.launch.toml import written
 
 _SCHEDULES = {
     "1f1b": "1F1B",

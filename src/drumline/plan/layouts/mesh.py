@@ -10,8 +10,8 @@ from math import prod
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.pins import Pins
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.pins import Pins
 
 SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from drumline.plan.cluster.estimate import Seconds
-from drumline.plan.cluster.survey import Candidate
+from drumline.plan.layouts.survey import Candidate
 
 _GIB = 2**30
 _EVEN = 5e-4  # of a step; less than that is no difference

@@ -19,12 +19,12 @@ from functools import partial
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.mesh import Mesh
-from drumline.plan.cluster.pins import Pins
-from drumline.plan.cluster.refusal import nothing_fits
-from drumline.plan.cluster.survey import Candidate, Evaluator, Survey
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.weigh import peak_bytes
+from drumline.plan.layouts.mesh import Mesh
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.refusal import nothing_fits
+from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "

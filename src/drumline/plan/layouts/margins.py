@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.pins import Pins
-from drumline.plan.cluster.planner import ClusterPlan, chosen_of
-from drumline.plan.cluster.survey import Candidate
-from drumline.plan.cluster.why import settings
+from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.planner import ClusterPlan, chosen_of
+from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.why import settings
 
 _GIB = 2**30
 _STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.pins import SCHEDULES, Pins
-from drumline.plan.cluster.survey import Candidate, Survey
+from drumline.plan.layouts.pins import SCHEDULES, Pins
+from drumline.plan.layouts.survey import Candidate, Survey
 from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30

@@ -21,15 +21,15 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from drumline.plan.cluster.cut import FOLDED, layer_counts, stage_weights
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.mesh import Mesh, meshes
-from drumline.plan.cluster.pins import SCHEDULES, Pins
 from drumline.plan.cluster.slices import even_counts
-from drumline.plan.cluster.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.cut import FOLDED, layer_counts, stage_weights
+from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.layouts.pins import SCHEDULES, Pins
+from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]

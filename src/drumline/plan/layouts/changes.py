@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
-from drumline.plan.cluster.cut import layer_counts
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.pins import ZERO, Pins
-from drumline.plan.cluster.planner import ClusterPlan
-from drumline.plan.cluster.space import layouts, microbatch_sizes, schedules_of
-from drumline.plan.cluster.survey import Candidate
-from drumline.plan.cluster.why import why
+from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.layouts.pins import ZERO, Pins
+from drumline.plan.layouts.planner import ClusterPlan
+from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
+from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.why import why
 
 
 @dataclass(frozen=True, slots=True)

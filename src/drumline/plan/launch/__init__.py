@@ -1,0 +1,1 @@
+"""How a layout is started: the order of ranks, the command, and the files of frameworks that can run it."""
