@@ -14,7 +14,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.held import held_by
 from drumline.plan.partition import rank_bytes
 from drumline.profile.layers import _told_apart, profile
-from drumline.profile.profile import Layer, Profile, Times
+from drumline.plan.layers import Layer, Profile, Times
 from drumline.schedules import generate
 from torch_models import WIDTH, data, mlp
 

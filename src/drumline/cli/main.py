@@ -22,6 +22,8 @@ VERBS = {
     "simulate": "times, idle time by cause, and memory of one program",
     "compare": "all schedules for one model on given ranks, best first",
     "search": "the best program under a memory limit, with a bound and the gap",
+    "profile": "seconds and bytes of a model's blocks on this device, links between ranks",
+    "plan": "what to run a model by: schedule, cut, microbatches, checkpointing",
     "check": "prove that a program can run, or list every violation",
     "verify": "run a model pipelined and in one process, and compare the two",
     "report": "recorded runs as a page: where the time went, and what to change",

@@ -27,7 +27,7 @@ from drumline.pipeline.programs import program_for
 from drumline.plan.chain import Partition
 from drumline.plan.timed import TimedCuts
 from drumline.profile.layers import profile
-from drumline.profile.profile import Profile
+from drumline.plan.layers import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model

@@ -25,12 +25,15 @@ from drumline.pipeline.guard import Guard
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.pipeline.updates import Updates
+from drumline.plan.plan import Plan
+from drumline.plan.planner import Planned
 from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
 from drumline.runtime.compiled import Compile, compiler_for
@@ -71,8 +74,9 @@ class Pipeline:
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
-    - `schedule`: a name, a `Program`, a CSV file, or "auto": a few steps are measured, and a program is searched for
-      what they took.
+    - `schedule`: a name ("1f1b" unless given), a `Program`, a CSV file, or "auto": a few steps are measured, and a
+      program is searched for what they took.
+    - `plan`: what `dl.plan` decided, or its file, in place of schedule, microbatches, cut and checkpointing.
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
     - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
     - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
@@ -92,12 +96,13 @@ class Pipeline:
         model: Model,
         *,
         loss_fn: Callable[..., Tensor] | None = None,
-        schedule: str | Path | Program = "1f1b",
+        schedule: str | Path | Program | None = None,
         num_microbatches: int | None = None,
         num_ranks: int | None = None,
         stages_per_rank: int | None = None,
         balance: Sequence[int] | str | None = None,
         cuts: Sequence[str] | None = None,
+        plan: Plan | Planned | str | Path | None = None,
         example: Any = None,
         example_target: Any = None,
         weights: str | Path | Weights | None = None,
@@ -118,6 +123,11 @@ class Pipeline:
         record: bool | str | Path = True,
     ) -> None:
         given = dict(locals())
+        decided = planned(given)
+        if decided is not None:
+            given |= {"plan": None, "num_ranks": decided.num_ranks, **decided.pipeline_settings}
+            num_ranks, balance, checkpoint = (given[name] for name in ("num_ranks", "balance", "checkpoint"))
+        given["schedule"] = schedule = "1f1b" if given["schedule"] is None else given["schedule"]
         arguments.check(given)
         transports.check(transport)
         self.device = arguments.device_named(device) or assembly.device_of(model)
@@ -147,7 +157,7 @@ class Pipeline:
             self._intake.follow(model)
             stored, numbers = opened(weights), Precision(precision, self.device)
             self._agree({"weights": stored and stored.described()})
-            found = Found(model, example, example_target, self._intake, numbers)
+            found = Found(model, example, example_target, self._intake, numbers, decided)
             stages, self.balance = found.stages(self._crew, program, balance, cuts)
             ranks = [channel.rank for channel in self._crew.channels]
             materialise_stages(stages, program.placement, ranks, model, stored, self.device, seed)

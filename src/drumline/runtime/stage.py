@@ -189,6 +189,7 @@ class Stage:
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
+        self.at_peak: Callable[[], object] | None = None  # called when all that is recomputed is held at once
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -388,6 +389,8 @@ class Stage:
                 self._through(segment, this, microbatch)
             this.buffers, this.chance = {}, None
             this.again = False
+            if self.at_peak is not None:
+                self.at_peak()
 
 
 def versions_of(value: Any) -> list[int]:

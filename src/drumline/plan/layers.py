@@ -1,17 +1,17 @@
-"""What the blocks of a model take, as numbers: a table, JSON, the costs of any cut."""
+"""What the blocks of a model take at one size of microbatch, as numbers: JSON, and the costs of any cut."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError
 from drumline.core.placement import Placement
 from drumline.plan.chain import BlockCosts
-from drumline.report.table import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class Layer:
     A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
     `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
     blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
+
+    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`. `spreads` are half the
+    distance between the quartiles of each time.
     """
 
     name: str
@@ -47,6 +50,13 @@ class Layer:
     gradient_bytes: int
     output_bytes: int
     tied: tuple[tuple[str, int, int], ...] = ()
+    checkpoint_bytes: int = 0
+    spreads: Times | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return self.gradient_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +68,19 @@ class Profile:
     device: str
     num_runs: int
 
-    def costs(self, counts: Sequence[int], *, optimizer_states: int = 2, placement: Placement | None = None) -> Costs:
+    def costs(
+        self,
+        counts: Sequence[int],
+        *,
+        optimizer_states: int = 2,
+        placement: Placement | None = None,
+        recompute: Sequence[bool] | None = None,
+    ) -> Costs:
         """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
 
         The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
         `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
+        Stages named by `recompute` hold what they received instead, and run F again before their backward.
         """
         ends = list(accumulate(counts, initial=0))
         if ends[-1] != len(self.layers) or min(counts) < 1:
@@ -76,6 +94,9 @@ class Profile:
             return [sum(getattr(one, what) for one in stage) for stage in stages]
 
         weights, gradients = _static(stages, placement)
+        again = [False] * len(stages) if recompute is None else list(recompute)
+        kept = [stage[-1].checkpoint_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
             forward=seconds("forward"),
             backward=seconds("backward"),
@@ -83,9 +104,12 @@ class Profile:
             backward_weight=seconds("backward_weight"),
             message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
             activation_bytes=[
-                held + stage[0].start_bytes for held, stage in zip(size("activation_bytes"), stages, strict=True)
+                held + stage[0].start_bytes + more
+                for held, stage, more in zip(size("activation_bytes"), stages, kept, strict=True)
             ],
             held_until_weight_bytes=size("held_until_weight_bytes"),
+            recompute=tuple(again) if any(again) else False,
+            checkpoint_bytes=tuple(map(sum, zip(received, kept, strict=True))) if any(again) else 0.0,
             weight_bytes=weights,
             gradient_bytes=gradients,
             optimizer_bytes=[optimizer_states * one for one in gradients],
@@ -105,12 +129,6 @@ class Profile:
             for one in self.layers
         ]
 
-    def table(self, *, width: int = 120) -> str:
-        """Return a table: microseconds and KiB per block."""
-        header = ["block", "F us", "B us", "I us", "W us", "held KiB", "until W KiB", "weights KiB", "output KiB"]
-        rows = [[one.name, *_micro(one.times), *_kibi(one)] for one in self.layers]
-        return table(header, [*rows, ["(any stage)", *_micro(self.overhead), "", "", "", ""]], width=width)
-
     def to_json(self) -> str:
         """Return it as a JSON object.
 
@@ -123,12 +141,24 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Return the profile that `to_json` wrote."""
-        read = json.loads(text)
-        layers = tuple(
-            Layer(**{**one, "times": Times(**one["times"]), "tied": tuple(map(tuple, one.get("tied", ())))})
-            for one in read.pop("layers")
+        return profile_from(json.loads(text))
+
+
+def profile_from(table: Mapping[str, Any]) -> Profile:
+    """Return the profile that a JSON object spells."""
+    read = dict(table)
+    layers = tuple(
+        Layer(
+            **{
+                **one,
+                "times": Times(**one["times"]),
+                "tied": tuple(map(tuple, one.get("tied", ()))),
+                "spreads": None if one.get("spreads") is None else Times(**one["spreads"]),
+            }
         )
-        return Profile(layers, Times(**read.pop("overhead")), **read)
+        for one in read.pop("layers")
+    )
+    return Profile(layers, Times(**read.pop("overhead")), **read)
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
@@ -146,12 +176,3 @@ def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> t
         weights.append(float(weight))
         gradients.append(float(gradient))
     return weights, gradients
-
-
-def _micro(times: Times) -> list[str]:
-    return [f"{getattr(times, one.name) * 1e6:.0f}" for one in fields(Times)]
-
-
-def _kibi(layer: Layer) -> list[str]:
-    sizes = (layer.activation_bytes, layer.held_until_weight_bytes, layer.weight_bytes, layer.output_bytes)
-    return [f"{one / 1024:.1f}" for one in sizes]
