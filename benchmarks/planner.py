@@ -47,6 +47,7 @@ class Llama:
         self.hidden, self.layers, self.length, self.rows = hidden, layers, length, rows
 
     def __call__(self) -> tuple[Any, None, dict[str, Any], None]:
+        """Return (model, loss_fn, batch, target); the model takes its loss itself."""
         import torch
         import transformers
 
@@ -61,8 +62,8 @@ class Llama:
             max_position_embeddings=self.length,
         )
         ids = torch.randint(config.vocab_size, (self.rows, self.length))
-        model: Any = transformers.LlamaForCausalLM(config)
-        return model.train(), None, {"input_ids": ids, "labels": ids}, None
+        kind: Any = transformers.LlamaForCausalLM
+        return kind(config).train(), None, {"input_ids": ids, "labels": ids}, None
 
 
 def predicted(profile: ModelProfile, name: str, microbatches: int, batch: int, **choice: Any) -> Candidate:
@@ -167,7 +168,9 @@ def repeat(make: Llama, batch: int, rounds: int, search: float) -> dict[str, Any
     candidates = configurations(profile, planned, batch)
     plans = {name: one.plan(profile, "adam").to_json() for name, one in candidates.items()}
     ranks = dl.launch(measure, make, plans, rounds, num_ranks=RANKS)
-    seconds = {name: [max(each) for each in zip(*(one["seconds"][name] for one in ranks), strict=True)] for name in plans}
+    seconds = {
+        name: [max(each) for each in zip(*(one["seconds"][name] for one in ranks), strict=True)] for name in plans
+    }
     rows = []
     for name, one in candidates.items():
         told = [_total(vars_of(each)) for each in one.rank_bytes]
@@ -213,8 +216,8 @@ def show(found: dict[str, Any]) -> None:
         mark = "> " if row["chosen"] else "  "
         told, real = (max(row[key]) / 2**20 for key in ("predicted_bytes", "measured_bytes"))
         print(
-            f"{mark}{row['name']:44s} {row['predicted'] * 1e3:12.1f}  {row['measured'] * 1e3:11.1f}  {row['error']:+6.1%}"
-            f"  {row['spread']:6.1%}  {told:9.1f}  {real:8.1f}  {row['bytes_error']:+6.1%}"
+            f"{mark}{row['name']:44s} {row['predicted'] * 1e3:12.1f}  {row['measured'] * 1e3:11.1f}"
+            f"  {row['error']:+6.1%}  {row['spread']:6.1%}  {told:9.1f}  {real:8.1f}  {row['bytes_error']:+6.1%}"
         )
     low, middle, high = found["beyond_best"]
     chosen = next(row for row in found["rows"] if row["chosen"])

@@ -30,13 +30,11 @@ def model_profile(
     overheads: Overheads = NONE,
     frozen: int = 0,
 ) -> ModelProfile:
-    """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept of each."""
+    """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept."""
 
     def at(size: int) -> Profile:
         layers = [
-            layer(
-                str(at), size * one, held=size * held, weights=weights, output=size * output, trains=at >= frozen
-            )
+            layer(str(at), size * one, held=size * held, weights=weights, output=size * output, trains=at >= frozen)
             for at, one in enumerate(seconds)
         ]
         return Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)

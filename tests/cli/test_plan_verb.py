@@ -12,7 +12,7 @@ from profiles import SOME, model_profile
 FEW = ("--schedules", "1f1b,zb-h1", "--seconds", "0")
 
 
-@pytest.fixture()
+@pytest.fixture
 def profile(tmp_path: Path) -> str:
     path = tmp_path / "profile.json"
     model_profile([0.001, 0.004, 0.004, 0.006], overheads=SOME, held=2**20, weights=2**20).save(path)
@@ -25,7 +25,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out, err
 
 
-def test_plan_shows_what_it_chose_from_and_why(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_what_it_chose_from_and_why(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out_file = tmp_path / "plan.json"
     code, out, err = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", *FEW, "--out", str(out_file))
     assert (code, err) == (0, "")

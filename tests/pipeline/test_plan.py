@@ -16,7 +16,7 @@ from drumline.cli.main import main
 from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
 from drumline.pipeline.config_file import material_from_config
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.profiling import profile_model
+from drumline.pipeline.profiling import _check_rows, profile_model
 from drumline.plan.model_profile import ModelProfile
 from drumline.plan.plan import Plan
 from drumline.plan.planner import plan
@@ -75,7 +75,9 @@ def test_a_planned_pipeline_has_the_gradients_of_one_process(
     reference = Reference(model, decided.program, loss_fn, balance=decided.counts)
     expected = reference.step(batch, target)
     pipe = Pipeline(model, loss_fn=loss_fn, plan=path)
-    assert torch.equal(pipe.step(batch, target=target).loss, expected)
+    loss = pipe.step(batch, target=target).loss
+    assert loss is not None
+    assert torch.equal(loss, expected)
     reference.compare(pipe, exact=True)
     assert (pipe.program.name, pipe.num_ranks) == (schedule, 2)
     held = pipe._engine.assembly.checkpointed
@@ -115,7 +117,7 @@ def test_a_plan_decides_alone(profile: ModelProfile) -> None:
     ):
         name = next(iter(beside))
         with pytest.raises(UsageError, match=f"{name} is .* beside a plan"):
-            Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, **beside)  # type: ignore[arg-type]
+            Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, **beside)
     with pytest.raises(UsageError, match="num_ranks is 3; expected 2 ranks, as planned"):
         Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, num_ranks=3)
     with pytest.raises(UsageError, match="plan is 3"):
@@ -128,7 +130,7 @@ def test_a_plan_of_another_model_is_refused(profile: ModelProfile) -> None:
     decided = planned(profile)
     wider = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     for other in (mlp(5), wider):
-        with pytest.raises(PlanError, match="the plan is of Sequential .* expected the model that was profiled"):
+        with pytest.raises(PlanError, match=r"the plan is of Sequential .* expected the model that was profiled"):
             Pipeline(other, loss_fn=functional.mse_loss, plan=decided)
     frozen = mlp(4)
     frozen[0].requires_grad_(False)
@@ -152,11 +154,12 @@ def test_profile_and_plan_from_the_command_line(tmp_path: Path, capsys: pytest.C
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BatchError, match="the batch has 8 rows for microbatches of 16; expected 16 rows or more"):
-        profile_model(material, microbatch_sizes=[16], num_ranks=1)
+        _check_rows(data(8)[0], 16)
     with pytest.raises(UsageError, match="0 ranks"):
         profile_model(material, num_ranks=0)
-    assert main(["profile", "nothing.py:make", "--ranks", "1"]) == 2
-    assert "no such file" in capsys.readouterr().err
+    for source, reason in (("nothing.py:make", "no such file"), ("nothing.json", "No such file"), ("model", "FILE.py")):
+        assert main(["profile", source]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_config_alone_makes_a_model_and_text(tmp_path: Path) -> None:

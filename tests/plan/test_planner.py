@@ -77,11 +77,11 @@ def brute_force(
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=5),
     st.integers(0, 200),
-    st.integers(0, 100),
+    st.integers(1, 100),
     st.integers(100, 3000),
     st.sampled_from([0.0, 0.1, 0.5]),
 )
@@ -93,12 +93,11 @@ def test_a_plan_fits_and_nothing_that_fits_is_much_faster(
     every = brute_force(profile, names, 4, memory, headroom)
     asked: dict[str, Any] = {"num_ranks": 2, "batch": 4, "memory_bytes": memory, "headroom": headroom}
     whole = [one for one in every if one[0] < math.inf]
-    try:
-        found = plan(profile, schedules=names, **asked, **FAST)
-    except PlanError as error:
-        assert "nothing fits" in str(error)
-        assert not whole
+    if not whole:
+        with pytest.raises(PlanError, match="nothing fits"):
+            plan(profile, schedules=names, **asked, **FAST)
         return
+    found = plan(profile, schedules=names, **asked, **FAST)
     best = found.best
     costs = found.chosen.costs
     peaks = simulate(best.program, costs).peak_bytes
@@ -116,7 +115,7 @@ def test_a_slow_rank_gets_fewer_blocks_and_small_memory_less() -> None:
     profile = model_profile([1.0] * 12, held=10, weights=10)
     even = plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], **FAST).best
     assert even.counts == (6, 6)
-    slow = plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], rank_speeds=[1, 0.5], **FAST)
+    slow = plan(profile, num_ranks=2, batch=32, schedules=["1f1b"], rank_speeds=[1, 0.5], **FAST)
     by_rank = {rank: slow.best.counts[stages[0]] for rank, stages in enumerate(slow.best.summary()["placement"])}
     assert by_rank == {0: 8, 1: 4}
     asked: dict[str, Any] = {"headroom": 0.0, "optimizer": "sgd", "checkpoint": ["none"]}
@@ -159,7 +158,9 @@ def test_what_is_as_fast_within_a_percent_is_chosen_by_memory() -> None:
     profile = model_profile([1.0] * 4, held=100)
     found = plan(profile, num_ranks=2, batch=8, schedules=["gpipe", "1f1b"], **FAST)
     assert found.best.schedule == "1f1b"  # gpipe takes as long
-    rival = next(one for one in found.candidates if one.program.name == "gpipe" and one.rows == found.best.microbatch_size)
+    rival = next(
+        one for one in found.candidates if one.program.name == "gpipe" and one.rows == found.best.microbatch_size
+    )
     assert "less than 1% faster, and holds" in rival.why_not(found.chosen)
 
 
@@ -195,7 +196,7 @@ def test_why_nothing_fits_and_what_would_do() -> None:
 
 
 def test_smaller_microbatches_are_named_where_none_was_measured() -> None:
-    profile = model_profile([1.0] * 4, rows=(2, 4), held=100, weights=0)
+    profile = model_profile([1.0] * 4, rows=(2, 4), held=100, weights=1)
     with pytest.raises(PlanError, match="smaller microbatches"):
         plan(profile, num_ranks=2, batch=4, memory_bytes=100, **FAST)
 

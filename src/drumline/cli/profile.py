@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face model's config.json;"
+        help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json;"
         " or a profile to show again",
     )
     parser.add_argument(
@@ -31,11 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="rows of a microbatch (default 1,2,4,8)",
     )
-    parser.add_argument("--ranks", type=flags.whole_number, default=2, metavar="P", help="that measure at once (default 2)")
+    parser.add_argument(
+        "--ranks", type=flags.whole_number, default=2, metavar="P", help="that measure at once (default 2)"
+    )
     parser.add_argument("--threads", type=flags.whole_number, default=1, metavar="N", help="of each rank (default 1)")
     parser.add_argument("--device", metavar="NAME", help="of PyTorch's, like cuda (default cpu)")
     parser.add_argument(
-        "--sequence-length", type=flags.whole_number, metavar="N", help="tokens of a row, for a config.json (default 512)"
+        "--sequence-length",
+        type=flags.whole_number,
+        metavar="N",
+        help="tokens of a row, for a config.json (default 512)",
     )
     parser.add_argument("--runs", type=flags.whole_number, default=10, metavar="N", help="of each size (default 10)")
     parser.add_argument(

@@ -25,9 +25,9 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.chain import Partition
+from drumline.plan.layers import Profile
 from drumline.plan.timed import TimedCuts
 from drumline.profile.layers import profile
-from drumline.plan.layers import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model

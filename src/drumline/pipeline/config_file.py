@@ -41,6 +41,11 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
     return Material(model.train(), None, {"input_ids": ids, "labels": ids}, None)
 
 
+def check_config(path: str) -> None:
+    """Refuse what is no configuration, without making the model."""
+    _config(Path(path))
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -27,11 +27,11 @@ from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.handling import Handling, ends_of
 from drumline.core.measured import Measured
 from drumline.pipeline.arguments import device_named
-from drumline.pipeline.config_file import is_config, material_from_config
+from drumline.pipeline.config_file import check_config, is_config, material_from_config
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch import launch
-from drumline.pipeline.model_file import Maker, Material, material_from
+from drumline.pipeline.model_file import Maker, Material, check_source, material_from
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.layers import Profile
@@ -109,6 +109,8 @@ def profile_model(
     for name, value in (("ranks", num_ranks), ("runs", num_runs), ("threads", num_threads)):
         if value < 1:
             raise UsageError(f"{value} {name}", expected="a whole number of 1 or more")
+    if isinstance(source, str):
+        (check_config if is_config(source) else check_source)(source)
     device_named(device)
     settings = Settings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
     told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)

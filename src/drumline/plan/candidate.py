@@ -77,7 +77,9 @@ class Candidate:
         """The bytes that go between ranks in a step, activations and gradients."""
         layers, homes = self.stages.profile.layers, self.program.placement.homes
         ends = list(accumulate(self.cut.counts))[:-1]
-        crossed = (layers[end - 1].output_bytes for end, pair in zip(ends, pairwise(homes), strict=True) if len(set(pair)) > 1)
+        crossed = (
+            layers[end - 1].output_bytes for end, pair in zip(ends, pairwise(homes), strict=True) if len(set(pair)) > 1
+        )
         return 2.0 * self.program.num_microbatches * sum(crossed)
 
     @property

@@ -22,7 +22,7 @@ from drumline.plan.bounds import SLACK, suffixes
 
 
 def shortest_largest(seconds: Sequence[Floats]) -> tuple[int, ...] | None:
-    """Return how many blocks each stage gets: the largest stage the shortest, then the sum; None where nothing is allowed.
+    """Return how many blocks each stage gets: the largest the shortest, then the sum; None where nothing is allowed.
 
     `seconds[stage][first, end]` is what the blocks from `first` to `end` take as that stage; infinite is forbidden.
 

@@ -37,8 +37,9 @@ class Layer:
     `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
     blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
 
-    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`. `spreads` are half the
-    distance between the quartiles of each time.
+    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`; in its backward it
+    holds `again_bytes` of that block more than one that is not. `spreads` are half the distance between the quartiles
+    of each time.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Layer:
     output_bytes: int
     tied: tuple[tuple[str, int, int], ...] = ()
     checkpoint_bytes: int = 0
+    again_bytes: int = 0
     spreads: Times | None = None
 
     @property
@@ -96,6 +98,7 @@ class Profile:
         weights, gradients = _static(stages, placement)
         again = [False] * len(stages) if recompute is None else list(recompute)
         kept = [stage[-1].checkpoint_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
         received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
             forward=seconds("forward"),
@@ -105,7 +108,7 @@ class Profile:
             message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
             activation_bytes=[
                 held + stage[0].start_bytes + more
-                for held, stage, more in zip(size("activation_bytes"), stages, kept, strict=True)
+                for held, stage, more in zip(size("activation_bytes"), stages, twice, strict=True)
             ],
             held_until_weight_bytes=size("held_until_weight_bytes"),
             recompute=tuple(again) if any(again) else False,

@@ -1,6 +1,7 @@
 """A model on a device as numbers: what `drumline profile` measures and saves, and all that a plan is made from.
 
-Sizes of microbatches that were not measured lie on straight lines between those that were; beyond them nothing is known.
+Sizes of microbatches that were not measured lie on straight lines between those that were; beyond them nothing is
+known.
 """
 
 from __future__ import annotations

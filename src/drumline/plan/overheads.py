@@ -18,6 +18,7 @@ from drumline.core.handling import Handling
 from drumline.core.program import Program
 from drumline.plan.lines import Line, fitted
 
+_NOTHING = Line()
 _LINES = ("send", "take", "end")
 
 
@@ -28,9 +29,9 @@ class Overheads:
     `end` is that of a rank with so many bytes of gradients.
     """
 
-    send: Line = Line()
-    take: Line = Line()
-    end: Line = Line()
+    send: Line = _NOTHING
+    take: Line = _NOTHING
+    end: Line = _NOTHING
     flight: float = 0.0
     action: float = 0.0
     begin: float = 0.0

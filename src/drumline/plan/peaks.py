@@ -4,8 +4,8 @@
     pairs held, one of them in B      1    2   2+B   2   2+B  1+B      of which only "2+B" can be the peak
 
 A stage that is recomputed holds less, and while its backward runs one microbatch's whole: so each moment counts pairs
-held since F, those of them whose backward runs, and those between I and W. With a cut's bytes put in, the largest sum is
-the simulator's peak.
+held since F, those of them whose backward runs, and those between I and W. With a cut's bytes put in, the largest sum
+is the simulator's peak.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """The seconds of the step."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return float(sum(getattr(self, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class RankBytes:
     @property
     def total(self) -> float:
         """The peak."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return float(sum(getattr(self, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True)
 class Plan:
     """Cuts, placement, schedule, microbatches and checkpointing, with the predicted step and every rank's peak.
 
-    `counts` are the blocks of each stage, `cuts` the names of those with which stages 1, 2, ... begin. `checkpoint` says
-    of each stage whether it is recomputed. `limits` are the bytes that each rank may hold, None where there is none.
+    `counts` are the blocks of each stage, `cuts` the names of those with which stages 1, 2, ... begin. `checkpoint`
+    says of each stage whether it is recomputed. `limits` are the bytes that each rank may hold, None without any.
     """
 
     model: Identity

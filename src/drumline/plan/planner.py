@@ -239,9 +239,12 @@ class Planner:
                 if own < most:
                     weights[placement.stages_of(rank)[0]] += most - own
             costs, limit = replace(costs, weight_bytes=weights), Limit(max_bytes=most)
-        found = search(
-            costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds
-        )
+        try:
+            found = search(
+                costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds
+            )
+        except PlanError:
+            return None  # one limit for all ranks is tighter than theirs
         if found.timeline.makespan >= start.makespan * (1 - 1e-6):
             return None
         assert not validate(found.program), "the search returns programs that can run"
@@ -286,7 +289,7 @@ def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
-    """Yield which stages to recompute: those of the first rank on the way, of the first two, ..., of all; or all alone."""
+    """Yield which stages to recompute: those of the first rank on the way, of the first two, ..., of all; or all."""
     homes = program.placement.homes
     ranks = list(dict.fromkeys(homes))
     for number in range(1 if partly else len(ranks), len(ranks) + 1):

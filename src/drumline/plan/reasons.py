@@ -38,8 +38,9 @@ def nothing_fits(planner: Planner, rejected: Sequence[Candidate]) -> PlanError:
     share = max(size / own for size, own in zip(nearest.cut.rank_bytes, planner.ranks.memory, strict=True))
     enough = math.ceil(max(planner.ranks.memory) * share / (1 - planner.ranks.headroom))
     error = PlanError(
-        f"nothing fits: of {counted(len(rejected), 'combination')} the smallest ({nearest.program.name}, {_how(nearest)})"
-        f" holds {items.total / _MIB:.1f} MiB on rank {rank}, which may hold {limit / _MIB:.1f}",
+        f"nothing fits: of {counted(len(rejected), 'combination')} the smallest"
+        f" ({nearest.program.name}, {_how(nearest)}) holds {items.total / _MIB:.1f} MiB on rank {rank},"
+        f" which may hold {limit / _MIB:.1f}",
         expected=needs,
         fix=", or ".join([*_mends(planner, nearest), f"{enough / _MIB:.1f} MiB of memory a rank (--memory {enough})"]),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ class RunTable:
     def seconds(self, op: Op) -> Floats:
         """Return the seconds of an op, with what calling a stage adds."""
         own = self._sum([getattr(one.times, _FIELD[op]) for one in self.profile.layers])
-        return own + getattr(self.profile.overhead, _FIELD[op])
+        return own + float(getattr(self.profile.overhead, _FIELD[op]))
 
     @cached_property
     def _outputs(self) -> Floats:
@@ -55,19 +55,20 @@ class RunTable:
         found: Floats = self._outputs[self.firsts]
         return found
 
-    def _leaves(self) -> Floats:
-        """Return what a run that is recomputed keeps beside its input."""
-        found: Floats = np.array([float(one.checkpoint_bytes) for one in self.profile.layers])[self.ends - 1]
+    def _of_last(self, name: str) -> Floats:
+        """Return a number of the last block of each run."""
+        found: Floats = np.array([float(getattr(one, name)) for one in self.profile.layers])[self.ends - 1]
         return found
 
     def full(self, again: bool | npt.NDArray[np.bool_]) -> Floats:
         """Return what a pair holds in its backward."""
         start = np.array([float(one.start_bytes) for one in self.profile.layers])[self.firsts]
-        return self._of_layers("activation_bytes") + start + self._leaves() * again
+        found: Floats = self._of_layers("activation_bytes") + start + self._of_last("again_bytes") * again
+        return found
 
     def kept(self, again: bool | npt.NDArray[np.bool_]) -> Floats:
         """Return what a pair holds until its backward."""
-        found: Floats = np.where(again, self.received + self._leaves(), self.full(False))
+        found: Floats = np.where(again, self.received + self._of_last("checkpoint_bytes"), self.full(False))
         return found
 
     @property
@@ -131,7 +132,7 @@ class CutTable:
     def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool]) -> Floats:
         """Return the seconds of each op with its handling, (ops, cuts, stages)."""
         homes = self.program.placement.homes
-        crossed = np.array([a != b for a, b in zip(homes, homes[1:], strict=False)], dtype=float)
+        crossed = np.array([a != b for a, b in pairwise(homes)], dtype=float)
         later, earlier = np.append(crossed, 0.0), np.append(0.0, crossed)
         plain = {op: self.runs.seconds(op) / speeds for op in OPS}
         again = plain[Op.FORWARD] * np.array(recompute)

@@ -73,7 +73,7 @@ class Stages:
         homes = self.program.placement.homes
         speeds = [self.ranks.speeds[home] for home in homes]
         if set(speeds) != {1.0}:
-            slowed = {
+            slowed: dict[str, Any] = {
                 name: [one / speed for one, speed in zip(costs.per_stage(name, len(homes)), speeds, strict=True)]
                 for name in _TIMES
             }
@@ -195,9 +195,8 @@ class Stages:
         found = []
         for stage, home in enumerate(homes):
             again = self.recompute[stage]
-            seconds = sum(
-                runs.seconds(OPS[at]) * share for at, share in ((0, 1 + again), (1, not split), (2, split), (3, split))
-            )
+            shares = (1 + again, not split, split, split)  # of F, B, I and W
+            seconds = np.sum([runs.seconds(op) * share for op, share in zip(OPS, shares, strict=True)], axis=0)
             seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (3 if split else 2)
             for sizes, crosses in (
                 (runs.sent, stage < last and homes[stage + 1] != home),

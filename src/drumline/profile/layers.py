@@ -90,18 +90,20 @@ def profile(
         runs = _repeated(lambda: [one.run(microbatch, target, clock) for one in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
         again = _Chain(apart, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
-        leaves = again.leaves(microbatch, target)
+        leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
     seconds, overhead = _told_apart(
         [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
         [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
     )
     spreads = _spreads([[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)])
-    each = zip(blocks, seconds, sizes, _tied(blocks), leaves, spreads, strict=True)
+    each = zip(blocks, seconds, sizes, _tied(blocks), zip(leaves, more, strict=True), spreads, strict=True)
     return Profile(
         tuple(
-            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on, tied, leaf, spread)
-            for block, times, (kept, later, received, handed_on), tied, leaf, spread in each
+            Layer(
+                block.name, times, kept, later, received, *_static(block.module), handed_on, tied, *again_bytes, spread
+            )
+            for block, times, (kept, later, received, handed_on), tied, again_bytes, spread in each
         ),
         overhead,
         str(device),
@@ -222,18 +224,30 @@ class _Chain:
         kept, later = ([sum(one.values()) for one in each] for each in (full, until))
         return list(zip(kept, later, received, handed_on, strict=True))
 
-    def leaves(self, value: Any, target: Any) -> list[int]:
-        """Return what each block keeps of a forward beside what it received, where it is recomputed."""
-        found, first = [], value
-        for stage in self.stages:
-            scale = Scale([stage])
-            scale.ignore(first, target)
+    def leaves(
+        self, value: Any, target: Any, sizes: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Return what each block keeps where it is recomputed, beside what it received; and more than else in B.
+
+        `sizes` are those of `weigh`. Only the last block, with which the loss is, holds more.
+        """
+        found, first, scales = [], value, [Scale([stage]) for stage in self.stages]
+        for stage, scale in zip(self.stages, scales, strict=True):
+            scale.begin(first, target)
             with scale.watching():
                 value = stage.forward(_MICROBATCH, value, target)
             found.append(scale.weigh())
+        more, last, scale = [0] * len(self.stages), self.stages[-1], scales[-1]
+        if last.kind is Backward.WHOLE:
+            scale.begin(first, target)
+            with scale.watching():
+                last.backward(_MICROBATCH, _seed(value))
+            kept, _, start, _ = sizes[-1]
+            received = sizes[-2][3] if len(sizes) > 1 else 0
+            more[-1] = max(scale.peak + received - kept - start, 0)
         for stage in self.stages:
             stage.begin()
-        return found
+        return found, more
 
 
 def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:

@@ -284,12 +284,13 @@ class Stage:
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
-        for segment, this in zip(reversed(self.segments), reversed(self.held.pop(microbatch)), strict=True):
+        for segment, this in zip(reversed(self.segments), reversed(self.held[microbatch]), strict=True):
             self._again(segment, this, microbatch)
             roots, given = _paired(this, gradients)
             if roots:
                 engine.backward(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
+        del self.held[microbatch]
         return tuple(gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
