@@ -1,6 +1,6 @@
 """A plan made from a profile, against every other choice that was measured: step, choice and memory.
 
-    python benchmarks/planner.py [--rounds 9] [--seconds 5] [--hidden 256] [--layers 8] [--length 32] [--batch 16]
+    python benchmarks/planner.py [--rounds 9] [--seconds 5] [--hidden 192] [--layers 8] [--length 16] [--batch 16]
         [--repeats 3] [--json FILE]
 
 Two ranks, one thread each, a Llama of Hugging Face's from its configuration, with random weights. A repeat does three
@@ -53,7 +53,7 @@ class Llama:
 
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            vocab_size=2048,
+            vocab_size=1024,
             hidden_size=self.hidden,
             intermediate_size=self.hidden * 11 // 4,
             num_hidden_layers=self.layers,
@@ -234,9 +234,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of searching programs")
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
