@@ -52,12 +52,15 @@ def planned(profile: ModelProfile, **settings: Any) -> Plan:
 def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> None:
     assert profile.rows == (1, 2)
     assert [one.name for one in profile.layers] == ["0", "1", "2", "3"]
-    assert all(one.times.forward > 0 and one.spreads is not None for _, each in profile.sizes for one in each.layers)
+    for _, each in profile.sizes:
+        assert sum(one.times.total(split=split) for one in each.layers for split in (False, True)) > 0
+        assert all(one.spreads is not None for one in each.layers)
     assert profile.sizes[1][1].layers[0].activation_bytes == 2 * profile.sizes[0][1].layers[0].activation_bytes
     assert [(one.source, one.target) for one in profile.links] == [(0, 1), (1, 0)]
     assert all(one.line.bytes_per_second > 0 and len(one.points) == 4 for one in profile.links)
     assert profile.overheads.action > 0
     assert profile.overheads.send.at(100) > 0
+    assert 0.5 <= profile.pace <= 2.0
     assert (profile.num_ranks, profile.transport) == (2, "shared-memory")
     assert ModelProfile.from_json(profile.to_json()) == profile
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_overheads_are_what_was_measured_at_any_size() -> None:
 
 def test_sizes_between_those_measured_lie_on_a_line() -> None:
     profile = model_profile([1.0, 2.0], rows=(1, 4))
-    assert profile.at(4) is profile.sizes[1][1]
+    assert profile.at(4) == profile.sizes[1][1]
+    assert replace(profile, pace=1.5).at(4).layers[1].times.forward == 1.5 * 8.0
     two = profile.at(2)
     assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
     assert [one.activation_bytes for one in two.layers] == [200, 200]
@@ -64,8 +66,6 @@ def test_ranks_profiles_are_merged_by_their_medians() -> None:
 
 
 def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     link = Link(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
     profile = replace(model_profile([1.0, 2.0], overheads=SOME), links=(link,), transport="shared-memory")
     path = tmp_path / "profile.json"

@@ -7,7 +7,8 @@ memory. Four things are measured, one after the other:
 2. Links: messages of some sizes there and back between neighbours.
 3. Handling: pipelines whose blocks compute next to nothing, with small and large messages, show what sending, waking up
    and taking cost a rank, and what the executor adds to an action.
-4. Ends: a few steps of the model itself show what a step ends with, which grows with its gradients.
+4. The model itself, for a few steps: what a step ends with, which grows with its gradients, and by how much blocks take
+   longer there than one by one (`pace`), with another rank's messages and a step's other work between them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.handling import Handling, ends_of
 from drumline.core.measured import Measured
@@ -80,6 +83,7 @@ class Seen:
     links: list[Link]
     handling: list[tuple[float, Handling]]  # by the bytes of a message
     ends: list[tuple[float, float]]  # bytes of gradients, and seconds of a step's end
+    pace: float
     device: str
     transport: str
 
@@ -127,6 +131,7 @@ def profile_model(
         Overheads.fitted(handling, ends) if handling else Overheads(),
         tuple(sorted((one for seen in told for one in seen.links), key=lambda one: (one.source, one.target))),
         first.transport,
+        median(one.pace for one in told),
     )
 
 
@@ -166,14 +171,16 @@ def _measured(settings: Settings) -> Seen:
     say("the executor's own work")
     sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
-    say("the end of a step")
-    ends, transport = _ends(material, inputs, settings.sizes[0], device)
+    say("the model itself")
+    whole = _Whole(material, inputs, settings.sizes[-1], device, profiles[-1])
+    ends, pace, transport = whole.measured()
     return Seen(
         identity,
         profiles,
         links,
         [(size, told) for size, told, _ in handling],
         [*((float(size), end) for size, _, end in handling), *ends],
+        pace,
         device_name(device) or f"{device.type}, {platform.machine()}",
         transport,
     )
@@ -218,33 +225,53 @@ def _handled(size: int, device: torch.device) -> tuple[int, Handling, float]:
     return 4 * width, told, told.end
 
 
-def _ends(material: Material, inputs: Any, rows: int, device: torch.device) -> tuple[list[tuple[float, float]], str]:
-    """Return this rank's bytes of gradients with the seconds of a step's end, and how messages travel."""
-    size = dist.get_world_size()
-    if _count(material.model) < size:
-        return [], ""
-    batch = _rows(inputs, 2 * size * rows)
-    target = None if material.target is None else _rows(material.target, 2 * size * rows)
-    with Pipeline(
-        material.model,
-        loss_fn=material.loss_fn,
-        schedule="1f1b",
-        num_microbatches=2 * size,
-        example=material.batch,
-        balance="even",
-        device=device,
-    ) as pipe:
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The model itself as a pipeline with even stages, at one size of microbatch."""
 
-        def step() -> None:
-            if isinstance(batch, Inputs):
-                pipe.step(*batch.args, target=target, **batch.kwargs)
-            else:
-                pipe.step(batch, target=target)
+    material: Material
+    inputs: Any
+    rows: int
+    device: torch.device
+    profile: Profile
 
-        seen = _timelines(pipe, step, 3)
-        held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
-        here = [ends_of(one)[pipe.rank] for one in seen]
-        return [(held, sorted(here)[len(here) // 2])], pipe.transport
+    def measured(self) -> tuple[list[tuple[float, float]], float, str]:
+        """Return this rank's bytes of gradients with the seconds of a step's end, its pace, and the transport."""
+        size = dist.get_world_size()
+        if _count(self.material.model) < size:
+            return [], 1.0, ""
+        batch, target = (_rows(one, 2 * size * self.rows) for one in (self.inputs, self.material.target))
+        with Pipeline(
+            self.material.model,
+            loss_fn=self.material.loss_fn,
+            schedule="1f1b",
+            num_microbatches=2 * size,
+            example=self.material.batch,
+            balance="even",
+            device=self.device,
+        ) as pipe:
+
+            def step() -> None:
+                if isinstance(batch, Inputs):
+                    pipe.step(*batch.args, target=target, **batch.kwargs)
+                else:
+                    pipe.step(batch, target=target)
+
+            seen = _timelines(pipe, step, _HANDLED_STEPS)
+            held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
+            end = median(ends_of(one)[pipe.rank] for one in seen)
+            paces = [self._pace(one, pipe.rank, size) for one in seen]
+            return [(held, end)], min(max(median(paces), 0.5), 2.0), pipe.transport
+
+    def _pace(self, timeline: Measured, rank: int, size: int) -> float:
+        """Return what a rank's actions took, over what its blocks would take by themselves."""
+        base, more = divmod(len(self.profile.layers), size)
+        costs = self.profile.costs([base + (stage < more) for stage in range(size)])
+        each = {Op.FORWARD: costs.per_stage("forward", size), Op.BACKWARD: costs.per_stage("backward", size)}
+        track = timeline.tracks[rank]
+        told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
+        taken = sum(track.ends) - sum(track.starts)
+        return taken / told if told > 0 else 1.0
 
 
 def _count(model: Any) -> int:

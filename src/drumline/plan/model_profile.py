@@ -48,7 +48,8 @@ class Link:
 class ModelProfile:
     """Seconds and bytes of every block by the rows of a microbatch, links between ranks, and the executor's own work.
 
-    Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`.
+    Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. In a
+    pipeline blocks take `pace` times as long as they do one by one; `at` has that in it, `sizes` have not.
     """
 
     model: Identity
@@ -59,6 +60,7 @@ class ModelProfile:
     overheads: Overheads = field(default_factory=Overheads)
     links: tuple[Link, ...] = ()
     transport: str = ""
+    pace: float = 1.0
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -86,11 +88,9 @@ class ModelProfile:
                 fix=f"profile again with --microbatch-sizes {','.join(map(str, sorted({*known, math.ceil(rows)})))}",
             )
         place = bisect_left(known, rows)
-        if known[place] == rows:
-            return self.sizes[place][1]
-        (low, below), (high, above) = self.sizes[place - 1 : place + 1]
-        share = (rows - low) / (high - low)
-        return _blend([below, above], lambda pair: (1 - share) * pair[0] + share * pair[1])
+        (low, below), (high, above) = self.sizes[place - 1 if known[place] > rows else place], self.sizes[place]
+        share = (rows - low) / (high - low) if high > low else 0.0
+        return _blend([below, above], lambda pair: (1 - share) * pair[0] + share * pair[1], pace=self.pace)
 
     def to_json(self) -> str:
         """Return it as the text of a JSON file."""
@@ -102,6 +102,7 @@ class ModelProfile:
             "num_ranks": self.num_ranks,
             "num_threads": self.num_threads,
             "transport": self.transport,
+            "pace": self.pace,
             "overheads": self.overheads.to_json(),
             "links": [
                 {
@@ -221,6 +222,7 @@ def _read(table: Mapping[str, Any]) -> ModelProfile:
         Overheads.from_json(table["overheads"]),
         links,
         str(table["transport"]),
+        float(table["pace"]),
     )
 
 
@@ -236,11 +238,11 @@ _TIMES = tuple(one.name for one in fields(Times))
 _BYTES = tuple(one.name for one in fields(Layer) if one.name.endswith("_bytes"))
 
 
-def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float]) -> Profile:
+def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float], *, pace: float = 1.0) -> Profile:
     """Return one profile with every number made from those of several, which have the same blocks."""
 
     def times(each: Sequence[Times]) -> Times:
-        return Times(*(how([getattr(one, name) for one in each]) for name in _TIMES))
+        return Times(*(pace * how([getattr(one, name) for one in each]) for name in _TIMES))
 
     first = profiles[0]
     if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):

@@ -14,6 +14,7 @@ from drumline.report.svg import FONT
 from drumline.report.table import table
 
 _MIB = 2**20
+_NOISY = 0.05  # a spread above which a profile says more of the machine than of the model
 _PARTS = (
     ("forward", "F", Op.FORWARD),
     ("backward_input", "I", Op.BACKWARD_INPUT),
@@ -38,7 +39,8 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     lines = [
         f"{profile.model.name}: {counts}",
         f"{profile.device}; {ranks}, {profile.num_threads} thread{'s' if profile.num_threads > 1 else ''} each; medians"
-        f" of {largest.num_runs} runs, half of which are within {spread:.1%} of a block's time",
+        f" of {largest.num_runs} runs, half of which are within {spread:.1%} of a block's time"
+        + (": the machine was not quiet" if spread > _NOISY else ""),
         "",
         f"microbatches of {rows}:",
         _blocks(largest, width),
@@ -50,8 +52,9 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     own = profile.overheads
     lines += [
         "",
-        f"an action adds {own.action * 1e6:.0f} us, a step begins with {own.begin * 1e6:.0f} us and ends with"
-        f" {own.end.seconds * 1e6:.0f} us and {own.end.seconds_per_byte * _MIB * 1e6:.0f} us a MiB of gradients",
+        f"in a pipeline blocks take {profile.pace:.2f} times as long, and an action {own.action * 1e6:.0f} us more",
+        f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us and"
+        f" {own.end.seconds_per_byte * _MIB * 1e6:.0f} us for each MiB of gradients",
     ]
     return "\n".join(lines)
 
