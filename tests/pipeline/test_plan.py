@@ -60,7 +60,8 @@ def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> No
     assert all(one.line.bytes_per_second > 0 and len(one.points) == 4 for one in profile.links)
     assert profile.overheads.action > 0
     assert profile.overheads.send.at(100) > 0
-    assert 0.5 <= profile.pace <= 2.0
+    assert len(profile.paces) == 2
+    assert all(one.times.taped is not None for one in profile.layers)
     assert (profile.num_ranks, profile.transport) == (2, "shared-memory")
     assert ModelProfile.from_json(profile.to_json()) == profile
 

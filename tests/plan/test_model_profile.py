@@ -49,7 +49,9 @@ def test_overheads_are_what_was_measured_at_any_size() -> None:
 def test_sizes_between_those_measured_lie_on_a_line() -> None:
     profile = model_profile([1.0, 2.0], rows=(1, 4))
     assert profile.at(4) == profile.sizes[1][1]
-    assert replace(profile, pace=1.5).at(4).layers[1].times.forward == 1.5 * 8.0
+    paced = replace(profile, paces=(1.0, 1.6))
+    assert paced.at(4).layers[1].times.forward == pytest.approx(1.6 * 8.0)
+    assert paced.at(2).layers[1].times.forward == pytest.approx(1.2 * 4.0)
     two = profile.at(2)
     assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
     assert [one.activation_bytes for one in two.layers] == [200, 200]
@@ -86,6 +88,7 @@ def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
         ({"format": "something"}, "not a profile"),
         ({"sizes": []}, r"sizes of microbatches \[\]"),
         ({"sizes": None}, "a damaged profile"),
+        ({"paces": [1.0]}, "1 paces for 3 sizes"),
         ({"model": {"name": "x"}}, "a damaged profile"),
     ],
 )

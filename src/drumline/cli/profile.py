@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a row, for a config.json (default 512)",
     )
-    parser.add_argument("--runs", type=flags.whole_number, default=10, metavar="N", help="of each size (default 10)")
+    parser.add_argument("--runs", type=flags.whole_number, default=12, metavar="N", help="of each size (default 12)")
     parser.add_argument(
         "--seconds", type=flags.number, default=20.0, metavar="S", help="of measuring a size, at most (default 20)"
     )

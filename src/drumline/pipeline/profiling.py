@@ -8,7 +8,7 @@ memory. Four things are measured, one after the other:
 3. Handling: pipelines whose blocks compute next to nothing, with small and large messages, show what sending, waking up
    and taking cost a rank, and what the executor adds to an action.
 4. The model itself, for a few steps: what a step ends with, which grows with its gradients, and by how much blocks take
-   longer there than one by one (`pace`), with another rank's messages and a step's other work between them.
+   longer there than one by one (the paces), with another rank's messages and a step's other work between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -45,10 +45,13 @@ from drumline.profile.layers import profile
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
 from drumline.runtime.cuda import device_name
+from drumline.runtime.cut import Block
 from drumline.runtime.pieces import Inputs
 from drumline.runtime.values import moved, pack, unpack
 
+_TURNS = 3  # in which sizes of microbatches are measured
 _HANDLED_STEPS, _WARM_UPS = 5, 2
+_LEAST_PACE = 0.5  # a disturbance may not make it anything
 _MICROBATCHES = 8  # of the pipelines whose handling is measured
 
 
@@ -83,7 +86,7 @@ class Seen:
     links: list[Link]
     handling: list[tuple[float, Handling]]  # by the bytes of a message
     ends: list[tuple[float, float]]  # bytes of gradients, and seconds of a step's end
-    pace: float
+    paces: list[float]
     device: str
     transport: str
 
@@ -95,7 +98,7 @@ def profile_model(
     num_ranks: int = 2,
     device: str | None = None,
     num_threads: int = 1,
-    num_runs: int = 10,
+    num_runs: int = 12,
     max_seconds: float = 20.0,
     length: int | None = None,
     seed: int = 0,
@@ -131,7 +134,7 @@ def profile_model(
         Overheads.fitted(handling, ends) if handling else Overheads(),
         tuple(sorted((one for seen in told for one in seen.links), key=lambda one: (one.source, one.target))),
         first.transport,
-        median(one.pace for one in told),
+        tuple(median(each) for each in zip(*(one.paces for one in told), strict=True)),
     )
 
 
@@ -150,40 +153,53 @@ def _measured(settings: Settings) -> Seen:
     intake = Intake(material.loss_fn, None, device, num_microbatches=1)
     intake.follow(material.model)
     say = _say if settings.shows and dist.get_rank() == 0 else _nothing
-    profiles = []
-    for rows in settings.sizes:
-        say(f"{counted(len(blocks), 'block')} at microbatches of {rows} rows")
-        microbatch = moved(_rows(inputs, rows), device)
-        target = microbatch if intake.own else moved(_rows(material.target, rows), device)
-        dist.barrier()
-        profiles.append(
-            profile(
-                blocks,
-                microbatch,
-                target=target,
-                loss_fn=intake.loss if intake.has_loss else None,
-                num_runs=settings.num_runs,
-                max_seconds=settings.max_seconds,
-            )
-        )
+    profiles = _blocks(blocks, inputs, material, intake, settings, say)
     say("messages between ranks")
     links = _links(device)
     say("the executor's own work")
     sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
     say("the model itself")
-    whole = _Whole(material, inputs, settings.sizes[-1], device, profiles[-1])
-    ends, pace, transport = whole.measured()
+    ends, paces, transport = _Whole(material, inputs, device, profiles).measured(settings.sizes)
     return Seen(
         identity,
         profiles,
         links,
         [(size, told) for size, told, _ in handling],
         [*((float(size), end) for size, _, end in handling), *ends],
-        pace,
+        paces,
         device_name(device) or f"{device.type}, {platform.machine()}",
         transport,
     )
+
+
+def _blocks(
+    blocks: Sequence[Block],
+    inputs: Any,
+    material: Material,
+    intake: Intake,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> list[Profile]:
+    """Return the blocks at every size; sizes take turns, so that what disturbs the machine disturbs all of them."""
+    seen: list[list[Profile]] = [[] for _ in settings.sizes]
+    for turn in range(_TURNS):
+        for rows, each in zip(settings.sizes, seen, strict=True):
+            say(f"{counted(len(blocks), 'block')} at microbatches of {rows} rows, turn {turn + 1} of {_TURNS}")
+            microbatch = moved(_rows(inputs, rows), intake.device)
+            target = microbatch if intake.own else moved(_rows(material.target, rows), intake.device)
+            dist.barrier()
+            each.append(
+                profile(
+                    blocks,
+                    microbatch,
+                    target=target,
+                    loss_fn=intake.loss if intake.has_loss else None,
+                    num_runs=-(-settings.num_runs // _TURNS),
+                    max_seconds=settings.max_seconds / _TURNS,
+                )
+            )
+    return [replace(merged(each), num_runs=sum(one.num_runs for one in each)) for each in seen]
 
 
 def _links(device: torch.device) -> list[Link]:
@@ -227,56 +243,55 @@ def _handled(size: int, device: torch.device) -> tuple[int, Handling, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The model itself as a pipeline with even stages, at one size of microbatch."""
+    """The model itself as a pipeline with even stages."""
 
     material: Material
     inputs: Any
-    rows: int
     device: torch.device
-    profile: Profile
+    profiles: Sequence[Profile]
 
-    def measured(self) -> tuple[list[tuple[float, float]], float, str]:
-        """Return this rank's bytes of gradients with the seconds of a step's end, its pace, and the transport."""
-        size = dist.get_world_size()
-        if _count(self.material.model) < size:
-            return [], 1.0, ""
-        batch, target = (_rows(one, 2 * size * self.rows) for one in (self.inputs, self.material.target))
+    def measured(self, sizes: Sequence[int]) -> tuple[list[tuple[float, float]], list[float], str]:
+        """Return this rank's bytes of gradients with the seconds of a step's end, its paces, and the transport."""
+        num_ranks = dist.get_world_size()
+        if len(self.profiles[0].layers) < num_ranks:
+            return [], [], ""
         with Pipeline(
             self.material.model,
             loss_fn=self.material.loss_fn,
             schedule="1f1b",
-            num_microbatches=2 * size,
+            num_microbatches=2 * num_ranks,
             example=self.material.batch,
             balance="even",
             device=self.device,
         ) as pipe:
-
-            def step() -> None:
-                if isinstance(batch, Inputs):
-                    pipe.step(*batch.args, target=target, **batch.kwargs)
-                else:
-                    pipe.step(batch, target=target)
-
-            seen = _timelines(pipe, step, _HANDLED_STEPS)
             held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
-            end = median(ends_of(one)[pipe.rank] for one in seen)
-            paces = [self._pace(one, pipe.rank, size) for one in seen]
-            return [(held, end)], min(max(median(paces), 0.5), 2.0), pipe.transport
+            ends, paces = [], []
+            for rows, profile in zip(sizes, self.profiles, strict=True):
+                seen = _timelines(pipe, self._step(pipe, 2 * num_ranks * rows), _HANDLED_STEPS)
+                ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
+                each = [_pace(profile, one, pipe.rank) for one in seen]
+                paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
+            return ends, paces, pipe.transport
 
-    def _pace(self, timeline: Measured, rank: int, size: int) -> float:
-        """Return what a rank's actions took, over what its blocks would take by themselves."""
-        base, more = divmod(len(self.profile.layers), size)
-        costs = self.profile.costs([base + (stage < more) for stage in range(size)])
-        each = {Op.FORWARD: costs.per_stage("forward", size), Op.BACKWARD: costs.per_stage("backward", size)}
-        track = timeline.tracks[rank]
-        told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
-        taken = sum(track.ends) - sum(track.starts)
-        return taken / told if told > 0 else 1.0
+    def _step(self, pipe: Pipeline, rows: int) -> Callable[[], object]:
+        batch, target = (_rows(one, rows) for one in (self.inputs, self.material.target))
+        if isinstance(batch, Inputs):
+            return lambda: pipe.step(*batch.args, target=target, **batch.kwargs)
+        return lambda: pipe.step(batch, target=target)
 
 
-def _count(model: Any) -> int:
-    """Return a lower bound for how many blocks a model has."""
-    return len(model) if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList) else 10**6
+def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
+    """Return what a rank's actions took, over what its blocks would take by themselves."""
+    num_stages = timeline.program.num_stages
+    base, more = divmod(len(profile.layers), num_stages)
+    costs = profile.costs([base + (stage < more) for stage in range(num_stages)])
+    each = {
+        Op.FORWARD: costs.per_stage("forward", num_stages),
+        Op.BACKWARD: costs.per_stage("backward", num_stages),
+    }
+    track = timeline.tracks[rank]
+    told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
+    return (sum(track.ends) - sum(track.starts)) / told if told > 0 else 1.0
 
 
 def _timelines(pipe: Pipeline, step: Callable[[], object], count: int) -> list[Measured]:

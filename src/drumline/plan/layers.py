@@ -16,16 +16,22 @@ from drumline.plan.chain import BlockCosts
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of F, of the whole B, and of its halves I and W."""
+    """Seconds of F, of the whole B, and of its halves I and W; `taped` is F where a tape is kept for I and W."""
 
     forward: float
     backward: float
     backward_input: float
     backward_weight: float
+    taped: float | None = None
+
+    def forward_for(self, *, split: bool) -> float:
+        """Return the seconds of F before a whole backward, or before one in halves."""
+        return self.forward if self.taped is None or not split else self.taped
 
     def total(self, *, split: bool) -> float:
         """Return the seconds of a microbatch, with the backward as a whole or in halves."""
-        return self.forward + (self.backward_input + self.backward_weight if split else self.backward)
+        back = self.backward_input + self.backward_weight if split else self.backward
+        return self.forward_for(split=split) + back
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,14 @@ class Profile:
         optimizer_states: int = 2,
         placement: Placement | None = None,
         recompute: Sequence[bool] | None = None,
+        split: bool = False,
     ) -> Costs:
         """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
 
         The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
         `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
-        Stages named by `recompute` hold what they received instead, and run F again before their backward.
+        Stages named by `recompute` hold what they received instead, and run F again before their backward. With `split`
+        forwards keep a tape, as those do whose backwards are I and W.
         """
         ends = list(accumulate(counts, initial=0))
         if ends[-1] != len(self.layers) or min(counts) < 1:
@@ -101,7 +109,10 @@ class Profile:
         twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
         received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
-            forward=seconds("forward"),
+            forward=[
+                self.overhead.forward_for(split=split) + sum(one.times.forward_for(split=split) for one in stage)
+                for stage in stages
+            ],
             backward=seconds("backward"),
             backward_input=seconds("backward_input"),
             backward_weight=seconds("backward_weight"),

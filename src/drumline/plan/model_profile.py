@@ -49,7 +49,7 @@ class ModelProfile:
     """Seconds and bytes of every block by the rows of a microbatch, links between ranks, and the executor's own work.
 
     Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. In a
-    pipeline blocks take `pace` times as long as they do one by one; `at` has that in it, `sizes` have not.
+    pipeline blocks take longer than one by one, by a factor for each size (`paces`); `at` has that in it.
     """
 
     model: Identity
@@ -60,7 +60,7 @@ class ModelProfile:
     overheads: Overheads = field(default_factory=Overheads)
     links: tuple[Link, ...] = ()
     transport: str = ""
-    pace: float = 1.0
+    paces: tuple[float, ...] = ()
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -88,9 +88,15 @@ class ModelProfile:
                 fix=f"profile again with --microbatch-sizes {','.join(map(str, sorted({*known, math.ceil(rows)})))}",
             )
         place = bisect_left(known, rows)
-        (low, below), (high, above) = self.sizes[place - 1 if known[place] > rows else place], self.sizes[place]
+        before = place - 1 if known[place] > rows else place
+        (low, below), (high, above) = self.sizes[before], self.sizes[place]
         share = (rows - low) / (high - low) if high > low else 0.0
-        return _blend([below, above], lambda pair: (1 - share) * pair[0] + share * pair[1], pace=self.pace)
+
+        def between(pair: Sequence[float]) -> float:
+            return (1 - share) * pair[0] + share * pair[1]
+
+        paces = self.paces or (1.0,) * len(known)
+        return _blend([below, above], between, pace=between((paces[before], paces[place])))
 
     def to_json(self) -> str:
         """Return it as the text of a JSON file."""
@@ -102,7 +108,7 @@ class ModelProfile:
             "num_ranks": self.num_ranks,
             "num_threads": self.num_threads,
             "transport": self.transport,
-            "pace": self.pace,
+            "paces": self.paces,
             "overheads": self.overheads.to_json(),
             "links": [
                 {
@@ -197,6 +203,8 @@ def _object(text: str) -> dict[str, Any]:
 
 def _read(table: Mapping[str, Any]) -> ModelProfile:
     sizes = tuple((int(one["rows"]), profile_from(one["profile"])) for one in table["sizes"])
+    if len(table["paces"]) not in (0, len(sizes)):
+        raise PlanError(f"{len(table['paces'])} paces for {len(sizes)} sizes", expected="one for each")
     if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}) or sizes[0][0] < 1:
         raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
     if any(not one.layers or len(one.layers) != len(sizes[0][1].layers) for _, one in sizes):
@@ -222,7 +230,7 @@ def _read(table: Mapping[str, Any]) -> ModelProfile:
         Overheads.from_json(table["overheads"]),
         links,
         str(table["transport"]),
-        float(table["pace"]),
+        tuple(map(float, table["paces"])),
     )
 
 
@@ -234,7 +242,7 @@ def _check_numbers(layer: Layer) -> None:
             raise PlanError(f"{name} is {value!r}", expected="a number of 0 or more")
 
 
-_TIMES = tuple(one.name for one in fields(Times))
+_TIMES = ("forward", "backward", "backward_input", "backward_weight")
 _BYTES = tuple(one.name for one in fields(Layer) if one.name.endswith("_bytes"))
 
 
@@ -242,7 +250,9 @@ def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float],
     """Return one profile with every number made from those of several, which have the same blocks."""
 
     def times(each: Sequence[Times]) -> Times:
-        return Times(*(pace * how([getattr(one, name) for one in each]) for name in _TIMES))
+        taped = [one.taped for one in each if one.taped is not None]
+        told = (pace * how([getattr(one, name) for one in each]) for name in _TIMES)
+        return Times(*told, taped=pace * how(taped) if len(taped) == len(each) else None)
 
     first = profiles[0]
     if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):

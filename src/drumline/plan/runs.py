@@ -12,7 +12,7 @@ import numpy.typing as npt
 from drumline.core.action import Op
 from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program
-from drumline.plan.layers import Profile
+from drumline.plan.layers import Profile, Times
 from drumline.plan.overheads import Overheads
 from drumline.plan.peaks import Sizes
 
@@ -34,10 +34,13 @@ class RunTable:
     def _of_layers(self, name: str) -> Floats:
         return self._sum([getattr(one, name) for one in self.profile.layers])
 
-    def seconds(self, op: Op) -> Floats:
-        """Return the seconds of an op, with what calling a stage adds."""
-        own = self._sum([getattr(one.times, _FIELD[op]) for one in self.profile.layers])
-        return own + float(getattr(self.profile.overhead, _FIELD[op]))
+    def seconds(self, op: Op, *, split: bool) -> Floats:
+        """Return the seconds of an op, with what calling a stage adds; of F before a backward in halves, if `split`."""
+
+        def taken(times: Times) -> float:
+            return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, _FIELD[op]))
+
+        return self._sum([taken(one.times) for one in self.profile.layers]) + taken(self.profile.overhead)
 
     @cached_property
     def _outputs(self) -> Floats:
@@ -129,12 +132,12 @@ class CutTable:
         again = np.array(recompute)[None, :]
         return Sizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
 
-    def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool]) -> Floats:
+    def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool], *, split: bool) -> Floats:
         """Return the seconds of each op with its handling, (ops, cuts, stages)."""
         homes = self.program.placement.homes
         crossed = np.array([a != b for a, b in pairwise(homes)], dtype=float)
         later, earlier = np.append(crossed, 0.0), np.append(0.0, crossed)
-        plain = {op: self.runs.seconds(op) / speeds for op in OPS}
+        plain = {op: self.runs.seconds(op, split=split) / speeds for op in OPS}
         again = plain[Op.FORWARD] * np.array(recompute)
         out = _line(overheads, "send", self.runs.sent) * later, _line(overheads, "send", self.runs.received) * earlier
         into = _line(overheads, "take", self.runs.sent) * later, _line(overheads, "take", self.runs.received) * earlier

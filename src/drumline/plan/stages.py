@@ -69,6 +69,7 @@ class Stages:
             optimizer_states=self.optimizer_states,
             placement=self.program.placement,
             recompute=self.recompute,
+            split=splits(self.program),
         )
         homes = self.program.placement.homes
         speeds = [self.ranks.speeds[home] for home in homes]
@@ -140,7 +141,7 @@ class Stages:
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in table.many])
         speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
-        seconds = table.seconds(self.overheads, speeds, self.recompute)  # (ops, cuts, stages)
+        seconds = table.seconds(self.overheads, speeds, self.recompute, split=splits(self.program))
         work = [part for part in program.work() if part.op in OPS]
         ops, stages = [OPS.index(part.op) for part in work], [part.stage for part in work]
         unit = Costs(backward=1.0, comm=self.overheads.flight)
@@ -196,7 +197,9 @@ class Stages:
         for stage, home in enumerate(homes):
             again = self.recompute[stage]
             shares = (1 + again, not split, split, split)  # of F, B, I and W
-            seconds = np.sum([runs.seconds(op) * share for op, share in zip(OPS, shares, strict=True)], axis=0)
+            seconds = np.sum(
+                [runs.seconds(op, split=split) * share for op, share in zip(OPS, shares, strict=True)], axis=0
+            )
             seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (3 if split else 2)
             for sizes, crosses in (
                 (runs.sent, stage < last and homes[stage + 1] != home),
@@ -228,5 +231,7 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
 
 def splits(program: Program) -> bool:
     """Whether most backwards of the program are split into I and W."""
-    ops = [part.op for part in program.work()]
-    return ops.count(Op.BACKWARD_INPUT) > ops.count(Op.BACKWARD)
+    if "splits" not in program.compiled:
+        ops = [part.op for part in program.work()]
+        program.compiled["splits"] = ops.count(Op.BACKWARD_INPUT) > ops.count(Op.BACKWARD)
+    return bool(program.compiled["splits"])

@@ -92,11 +92,12 @@ def profile(
         again = _Chain(apart, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
         leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
-    seconds, overhead = _told_apart(
-        [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
-        [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
+    apart_ops, at_once_ops = (
+        [[*one, *other[1:], other[0]] for one, other in zip(*both, strict=True)]
+        for both in ((whole, halves), (whole_at_once, halves_at_once))
     )
-    spreads = _spreads([[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)])
+    seconds, overhead = _told_apart(apart_ops, at_once_ops)
+    spreads = _spreads(apart_ops)
     each = zip(blocks, seconds, sizes, _tied(blocks), zip(leaves, more, strict=True), spreads, strict=True)
     return Profile(
         tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from html import escape
 
 from drumline.core.action import Op
@@ -52,7 +51,8 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     own = profile.overheads
     lines += [
         "",
-        f"in a pipeline blocks take {profile.pace:.2f} times as long, and an action {own.action * 1e6:.0f} us more",
+        f"an action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
+        f" {' '.join(f'{one:.2f}' for one in profile.paces) or '1.00'} times as long (by rows)",
         f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us and"
         f" {own.end.seconds_per_byte * _MIB * 1e6:.0f} us for each MiB of gradients",
     ]
@@ -167,7 +167,7 @@ def profile_page(profile: ModelProfile) -> str:
     )
 
 
-_TIMES = tuple(one.name for one in fields(Times))
+_TIMES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 def _safe(text: str) -> str:
