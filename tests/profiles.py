@@ -14,9 +14,18 @@ SOME = Overheads(Line(1e-5, 1e-10), Line(2e-5, 1e-10), Line(1e-4, 1e-10), flight
 
 
 def layer(
-    name: str, seconds: float, *, held: int = 100, weights: int = 50, output: int = 10, trains: bool = True
+    name: str,
+    seconds: float,
+    *,
+    held: int = 100,
+    weights: int = 50,
+    output: int = 10,
+    trains: bool = True,
+    tape: float = 0.0,
 ) -> Layer:
-    times = Times(seconds, 2 * seconds, seconds, seconds) if trains else Times(seconds, 0.0, 0.0, 0.0)
+    times = (
+        Times(seconds, 2 * seconds, seconds, seconds, (1 + tape) * seconds) if trains else Times(seconds, 0.0, 0.0, 0.0)
+    )
     return Layer(name, times, held, held // 2, 0, weights, weights if trains else 0, output)
 
 
@@ -29,12 +38,21 @@ def model_profile(
     output: int = 10,
     overheads: Overheads = NONE,
     frozen: int = 0,
+    tape: float = 0.0,
 ) -> ModelProfile:
     """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept."""
 
     def at(size: int) -> Profile:
         layers = [
-            layer(str(at), size * one, held=size * held, weights=weights, output=size * output, trains=at >= frozen)
+            layer(
+                str(at),
+                size * one,
+                held=size * held,
+                weights=weights,
+                output=size * output,
+                trains=at >= frozen,
+                tape=tape,
+            )
             for at, one in enumerate(seconds)
         ]
         return Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)

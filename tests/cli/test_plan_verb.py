@@ -33,7 +33,7 @@ def test_plan_shows_what_it_chose_from_and_why(
     assert (code, err) == (0, "")
     assert "made up on 2 ranks, a batch of 8 rows: 6 combinations fit, 0 do not" in out
     assert out.count("chosen") == 1
-    assert "the bubble is" in out
+    assert "bubble" in out
     assert Plan.load(out_file).schedule == "zb-h1"
 
 
@@ -49,7 +49,7 @@ def test_plan_as_json_has_all_of_it(profile: str, capsys: pytest.CaptureFixture[
     assert max(one["total"] for one in best["rank_bytes"]) <= 20 * 2**20
     assert found["candidates"][0]["step_seconds"] == best["step_seconds"]
     assert all("why_not" in one for one in [*found["candidates"][1:], *found["rejected"]])
-    assert all(not one["fits"] and "does not fit by" in one["why_not"] for one in found["rejected"])
+    assert all(not one["fits"] and "MiB too much on rank" in one["why_not"] for one in found["rejected"])
     assert found["rejected"]
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _SHOWN = 10
+_FEW = 4
 _HEADROOM = 0.1
 
 
@@ -134,12 +135,18 @@ def _row(one: Candidate, found: Planned) -> list[str]:
         one.program.name,
         str(one.program.num_microbatches),
         str(one.rows),
-        " ".join(map(str, one.cut.counts)),
+        _blocks(one.cut.counts),
         _checkpointing(one.stages.recompute, short=True),
         f"{one.step_seconds * 1e3:.1f}",
         f"{max(one.cut.rank_bytes) / _MIB:.1f}",
         "chosen" if one is found.chosen else one.why_not(found.chosen),
     ]
+
+
+def _blocks(counts: tuple[int, ...]) -> str:
+    """Return the blocks of each stage, of many stages the fewest and the most."""
+    few = len(counts) <= _FEW
+    return " ".join(map(str, counts)) if few else f"{len(counts)} of {min(counts)}-{max(counts)}"
 
 
 def _items(value: Any) -> list[tuple[str, float]]:

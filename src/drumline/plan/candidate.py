@@ -28,12 +28,12 @@ _FIELD = {
     Op.BACKWARD_WEIGHT: "backward_weight",
 }
 _SAID = {
-    "compute": "computing takes {} longer",
-    "recompute": "recomputing takes {} longer",
-    "executor": "more actions take {} longer",
-    "communication": "communication takes {} longer",
-    "bubble": "the bubble is {} longer",
-    "around": "the step's end takes {} longer",
+    "compute": "computing {} longer",
+    "recompute": "recomputing {} longer",
+    "executor": "more actions, {} longer",
+    "communication": "communication {} longer",
+    "bubble": "bubble {} longer",
+    "around": "begin and end {} longer",
 }
 
 
@@ -177,14 +177,14 @@ class Candidate:
         """Return why another one was chosen."""
         if not self.fits:
             rank, size = self.over
-            return f"does not fit by {size / _MIB:.1f} MiB on rank {rank}"
+            return f"{size / _MIB:.1f} MiB too much on rank {rank}"
         if self.step_seconds <= best.step_seconds:
             more = max(self.cut.rank_bytes) - max(best.cut.rank_bytes)
             if more > 0:
-                return f"less than 1% faster, and holds {more / _MIB:.1f} MiB more"
+                return f"<1% faster, holds {more / _MIB:.1f} MiB more"
             if self.sent_bytes > best.sent_bytes:
-                return f"less than 1% faster, and sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
-            return "less than 1% faster, and no simpler"
+                return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
+            return "<1% faster"
         mine, other = asdict(self.seconds), asdict(best.seconds)
         most = max(mine, key=lambda name: mine[name] - other[name])
         return _SAID[most].format(f"{(mine[most] - other[most]) * 1e3:.1f} ms")

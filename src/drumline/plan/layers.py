@@ -24,13 +24,17 @@ class Times:
     backward_weight: float
     taped: float | None = None
 
-    def forward_for(self, *, split: bool) -> float:
-        """Return the seconds of F before a whole backward, or before one in halves."""
-        return self.forward if self.taped is None or not split else self.taped
+    def forward_for(self, *, split: float) -> float:
+        """Return the seconds of F where this share of the backwards is in halves.
 
-    def total(self, *, split: bool) -> float:
-        """Return the seconds of a microbatch, with the backward as a whole or in halves."""
-        back = self.backward_input + self.backward_weight if split else self.backward
+        >>> Times(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
+        2.5
+        """
+        return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
+
+    def total(self, *, split: float) -> float:
+        """Return the seconds of a microbatch, where this share of the backwards is in halves."""
+        back = (1 - split) * self.backward + split * (self.backward_input + self.backward_weight)
         return self.forward_for(split=split) + back
 
 
@@ -83,14 +87,14 @@ class Profile:
         optimizer_states: int = 2,
         placement: Placement | None = None,
         recompute: Sequence[bool] | None = None,
-        split: bool = False,
+        split: float = 0.0,
     ) -> Costs:
         """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
 
         The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
         `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
-        Stages named by `recompute` hold what they received instead, and run F again before their backward. With `split`
-        forwards keep a tape, as those do whose backwards are I and W.
+        Stages named by `recompute` hold what they received instead, and run F again before their backward. The share
+        `split` of forwards keeps a tape, as those do whose backwards are I and W.
         """
         ends = list(accumulate(counts, initial=0))
         if ends[-1] != len(self.layers) or min(counts) < 1:
@@ -129,7 +133,7 @@ class Profile:
             optimizer_bytes=[optimizer_states * one for one in gradients],
         )
 
-    def blocks(self, *, split: bool, optimizer_states: int = 2) -> list[BlockCosts]:
+    def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
         """Return the blocks as `partition` takes them, their backwards whole or split."""
         return [
             BlockCosts(

@@ -251,8 +251,8 @@ def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float],
 
     def times(each: Sequence[Times]) -> Times:
         taped = [one.taped for one in each if one.taped is not None]
-        told = (pace * how([getattr(one, name) for one in each]) for name in _TIMES)
-        return Times(*told, taped=pace * how(taped) if len(taped) == len(each) else None)
+        told = {name: pace * how([getattr(one, name) for one in each]) for name in _TIMES}
+        return Times(**told, taped=pace * how(taped) if len(taped) == len(each) else None)
 
     first = profiles[0]
     if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):

@@ -229,7 +229,7 @@ class Planner:
 
     def _searched(self, start: Candidate, seconds: float) -> Candidate | None:
         """Return the candidate with the best program found for its stages, if that takes less time."""
-        costs, placement = start.costs, start.program.placement
+        costs, placement = start.stages.costs_for_search(start.cut.counts), start.program.placement
         limit = None
         if self.ranks.is_limited:
             # One limit for all ranks: those that may hold less are taken to hold the difference already.
@@ -245,13 +245,11 @@ class Planner:
             )
         except PlanError:
             return None  # one limit for all ranks is tighter than theirs
-        if found.timeline.makespan >= start.makespan * (1 - 1e-6):
-            return None
         assert not validate(found.program), "the search returns programs that can run"
         program = Program(found.program.rows, f"searched, {placement.name}")
         stages = replace(start.stages, program=program)
         candidate = Candidate(stages, stages.cuts([start.cut.counts])[0], start.rows, self.batch, searched=True)
-        return candidate if candidate.fits else None
+        return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
 
     def _say(self, what: str) -> None:
         if self.progress is not None:

@@ -34,8 +34,8 @@ class RunTable:
     def _of_layers(self, name: str) -> Floats:
         return self._sum([getattr(one, name) for one in self.profile.layers])
 
-    def seconds(self, op: Op, *, split: bool) -> Floats:
-        """Return the seconds of an op, with what calling a stage adds; of F before a backward in halves, if `split`."""
+    def seconds(self, op: Op, *, split: float) -> Floats:
+        """Return the seconds of an op, with what calling a stage adds; `split` is the share of backwards in halves."""
 
         def taken(times: Times) -> float:
             return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, _FIELD[op]))
@@ -132,7 +132,7 @@ class CutTable:
         again = np.array(recompute)[None, :]
         return Sizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
 
-    def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool], *, split: bool) -> Floats:
+    def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool], *, split: float) -> Floats:
         """Return the seconds of each op with its handling, (ops, cuts, stages)."""
         homes = self.program.placement.homes
         crossed = np.array([a != b for a, b in pairwise(homes)], dtype=float)

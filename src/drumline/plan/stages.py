@@ -62,14 +62,26 @@ class Stages:
     recompute: tuple[bool, ...]
     optimizer_states: int = 2
 
-    def costs(self, counts: Counts, *, messages: bool = True) -> Costs:
-        """Return what the stages of a cut take, handling included; without `messages`, as if those were free."""
+    def costs_for_search(self, counts: Counts) -> Costs:
+        """Return what the stages of a cut take where it is open which backwards are split: the tape counts with I."""
+        plain, taped = (self.costs(counts, split=share) for share in (0.0, 1.0))
+        names = ("forward", "backward_input")
+        stages = self.program.num_stages
+        (forward, own), (longer, _) = ([one.per_stage(name, stages) for name in names] for one in (plain, taped))
+        tape = [max(b - a, 0.0) for a, b in zip(forward, longer, strict=True)]
+        return replace(plain, backward_input=[one + more for one, more in zip(own, tape, strict=True)])
+
+    def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
+        """Return what the stages of a cut take, handling included; without `messages`, as if those were free.
+
+        `split` is the share of forwards that keep a tape, the program's own unless given.
+        """
         costs = self.profile.costs(
             counts,
             optimizer_states=self.optimizer_states,
             placement=self.program.placement,
             recompute=self.recompute,
-            split=splits(self.program),
+            split=split_share(self.program) if split is None else split,
         )
         homes = self.program.placement.homes
         speeds = [self.ranks.speeds[home] for home in homes]
@@ -141,7 +153,7 @@ class Stages:
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in table.many])
         speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
-        seconds = table.seconds(self.overheads, speeds, self.recompute, split=splits(self.program))
+        seconds = table.seconds(self.overheads, speeds, self.recompute, split=split_share(self.program))
         work = [part for part in program.work() if part.op in OPS]
         ops, stages = [OPS.index(part.op) for part in work], [part.stage for part in work]
         unit = Costs(backward=1.0, comm=self.overheads.flight)
@@ -191,16 +203,16 @@ class Stages:
         every = [(i, j) for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)]
         firsts, ends = np.array(every).T
         runs = RunTable(self.profile, firsts, ends)
-        (_, peaks), split = self._of((True,) * program.num_stages), splits(program)
+        (_, peaks), split = self._of((True,) * program.num_stages), split_share(program)
         homes, last = program.placement.homes, program.num_stages - 1
         found = []
         for stage, home in enumerate(homes):
             again = self.recompute[stage]
-            shares = (1 + again, not split, split, split)  # of F, B, I and W
+            shares = (1 + again, 1 - split, split, split)  # of F, B, I and W
             seconds = np.sum(
                 [runs.seconds(op, split=split) * share for op, share in zip(OPS, shares, strict=True)], axis=0
             )
-            seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (3 if split else 2)
+            seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (2 + split)
             for sizes, crosses in (
                 (runs.sent, stage < last and homes[stage + 1] != home),
                 (runs.received, stage > 0 and homes[stage - 1] != home),
@@ -229,9 +241,10 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
     return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
 
 
-def splits(program: Program) -> bool:
-    """Whether most backwards of the program are split into I and W."""
-    if "splits" not in program.compiled:
+def split_share(program: Program) -> float:
+    """Return the share of the program's backwards that are split into I and W."""
+    if "split share" not in program.compiled:
         ops = [part.op for part in program.work()]
-        program.compiled["splits"] = ops.count(Op.BACKWARD_INPUT) > ops.count(Op.BACKWARD)
-    return bool(program.compiled["splits"])
+        halves = ops.count(Op.BACKWARD_INPUT)
+        program.compiled["split share"] = halves / max(halves + ops.count(Op.BACKWARD), 1)
+    return cast(float, program.compiled["split share"])

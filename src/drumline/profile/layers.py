@@ -98,13 +98,13 @@ def profile(
     )
     seconds, overhead = _told_apart(apart_ops, at_once_ops)
     spreads = _spreads(apart_ops)
-    each = zip(blocks, seconds, sizes, _tied(blocks), zip(leaves, more, strict=True), spreads, strict=True)
+    each = zip(blocks, seconds, sizes, _tied(blocks), leaves, more, spreads, strict=True)
     return Profile(
         tuple(
             Layer(
-                block.name, times, kept, later, received, *_static(block.module), handed_on, tied, *again_bytes, spread
+                block.name, times, kept, later, received, *_static(block.module), handed_on, tied, leaf, twice, spread
             )
-            for block, times, (kept, later, received, handed_on), tied, again_bytes, spread in each
+            for block, times, (kept, later, received, handed_on), tied, leaf, twice, spread in each
         ),
         overhead,
         str(device),
