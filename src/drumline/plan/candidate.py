@@ -20,6 +20,7 @@ from drumline.plan.plan import Plan, RankBytes, Seconds
 from drumline.plan.runs import CutTable
 from drumline.plan.stages import Cut, Stages
 
+EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
 _FIELD = {
     Op.FORWARD: "forward",
@@ -83,9 +84,9 @@ class Candidate:
         return 2.0 * self.program.num_microbatches * sum(crossed)
 
     @property
-    def tie(self) -> tuple[object, ...]:
-        """What decides between candidates with equal steps: the smaller, the better."""
-        return max(self.cut.rank_bytes), self.sent_bytes, self.searched, self.step_seconds
+    def peak(self) -> float:
+        """The bytes of the rank that holds most."""
+        return max(self.cut.rank_bytes)
 
     @property
     def largest_share(self) -> float:
@@ -179,8 +180,8 @@ class Candidate:
             rank, size = self.over
             return f"{size / _MIB:.1f} MiB too much on rank {rank}"
         if self.step_seconds <= best.step_seconds:
-            more = max(self.cut.rank_bytes) - max(best.cut.rank_bytes)
-            if more > 0:
+            more = self.peak - best.peak
+            if more > EQUAL * best.peak:
                 return f"<1% faster, holds {more / _MIB:.1f} MiB more"
             if self.sent_bytes > best.sent_bytes:
                 return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"

@@ -9,8 +9,8 @@ The objective, in this order:
 1. Every rank's peak is within its memory, less the headroom. What is not is never returned.
 2. The step is the shortest: computing + recomputing + bubble + communication. Steps within 1% count as equal, because
    no prediction is better than that.
-3. Of equal ones, the rank that holds most holds least: the stash.
-4. Then the fewest bytes are sent, and a schedule with a name comes before a searched one.
+3. Of equal ones, the rank that holds most holds least: the stash. Peaks within 1% count as equal, too.
+4. Then the fewest bytes are sent, a schedule with a name comes before a searched one, and the shortest step is first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drumline.core.errors import PlanError, ScheduleError, nearest
 from drumline.core.idle import Limit
 from drumline.core.program import Program
 from drumline.core.validate import validate
-from drumline.plan.candidate import Candidate
+from drumline.plan.candidate import EQUAL, Candidate
 from drumline.plan.model_profile import ModelProfile
 from drumline.plan.plan import Plan
 from drumline.plan.ranks import Ranks
@@ -38,7 +38,6 @@ from drumline.schedules import find, schedules
 
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each keeps
 CHECKPOINTING = ("none", "full")
-EQUAL = 0.01  # steps that differ by a smaller share count as equal
 _SEARCHED = 3  # combinations for which programs are searched
 _MOST_MICROBATCHES = 128
 # Without a flush, without a backward, or with gradients exchanged between copies, which no profile knows of.
@@ -135,8 +134,7 @@ class Planner:
             raise nothing_fits(self, sorted(rejected, key=lambda one: one.largest_share))
         fitting.sort(key=lambda one: one.step_seconds)
         fitting = self._with_searched(fitting)
-        near = fitting[0].step_seconds * (1 + EQUAL)
-        best = min((one for one in fitting if one.step_seconds <= near), key=lambda one: one.tie)
+        best = _chosen(fitting)
         fitting = [best, *(one for one in fitting if one is not best)]
         rejected.sort(key=lambda one: one.cut.excess)
         return Planned(best.plan(self.profile, self.optimizer), tuple(fitting), tuple(rejected))
@@ -284,6 +282,15 @@ def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
     if not asked:
         raise PlanError("no schedules", expected="one name or more")
     return tuple(asked)
+
+
+def _chosen(fitting: Sequence[Candidate]) -> Candidate:
+    """Return the best of what fits, by the objective."""
+    shortest = min(one.step_seconds for one in fitting)
+    near = [one for one in fitting if one.step_seconds <= shortest * (1 + EQUAL)]
+    smallest = min(one.peak for one in near)
+    near = [one for one in near if one.peak <= smallest * (1 + EQUAL)]
+    return min(near, key=lambda one: (one.sent_bytes, one.searched, one.step_seconds))
 
 
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
