@@ -64,6 +64,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/recording.py --json out/recording.json
 	$(BIN)/python benchmarks/prediction.py --json out/prediction.json
 	$(BIN)/python benchmarks/balance.py --json out/balance.json
+	$(BIN)/python benchmarks/planner.py --json out/planner.json
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
 
 docs: $(VENV)/base.stamp

@@ -8,7 +8,7 @@
     ```py        is not run either, because it needs PyTorch and ranks; it must be Python.
 
 The blocks of a page run in order, in one temporary folder and one namespace; the recorded traces of `docs/traces` are
-there as `traces`. After a wanted change of the output,
+there as `traces`, and the profiles of `docs/profiles` as `profiles`. After a wanted change of the output,
 `python tests/test_docs.py --update` rewrites what commands and prompts show. Blocks that train need PyTorch: the quick
 half leaves them out and runs the rest of their page.
 """
@@ -176,7 +176,8 @@ def replay(path: Path, *, torch: bool = True) -> str:
     """Return the page as it ought to be, its examples run in a folder of their own; without torch, those without it."""
     surroundings = mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"})
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), surroundings:
-        Path("traces").symlink_to(ROOT / "docs" / "traces")
+        for name in ("traces", "profiles"):
+            Path(name).symlink_to(ROOT / "docs" / name)
         mine = set(schedules())
         try:
             return Replay(path, torch=torch).page()

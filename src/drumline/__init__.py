@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.verify import verify
+    from drumline.plan.plan import Plan
+    from drumline.plan.planner import plan
     from drumline.plan.search.objective import Jitter
     from drumline.plan.search.search import search
     from drumline.report.analysis import analyze
@@ -55,6 +57,7 @@ _HOME = {
     "Op": "core.action",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
+    "Plan": "plan.plan",
     "Program": "core.program",
     "Run": "core.run",
     "Timeline": "core.timeline",
@@ -73,6 +76,7 @@ _HOME = {
     "makespans": "core.simulate",
     "materialise": "pipeline.materialise",
     "overlap": "core.action",
+    "plan": "plan",
     "prune": "core.frozen",
     "read_run": "core.run",
     "schedule": "schedules",
@@ -96,6 +100,7 @@ __all__ = [
     "Op",
     "Pipeline",
     "Placement",
+    "Plan",
     "Program",
     "Run",
     "Timeline",
@@ -114,6 +119,7 @@ __all__ = [
     "makespans",
     "materialise",
     "overlap",
+    "plan",
     "prune",
     "read_run",
     "schedule",

@@ -12,9 +12,10 @@ from drumline.core.errors import BatchError, ModelError
 from drumline.core.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.held import held_by
+from drumline.plan.layers import Layer, Profile, Times
 from drumline.plan.partition import rank_bytes
 from drumline.profile.layers import _told_apart, profile
-from drumline.profile.profile import Layer, Profile, Times
+from drumline.report.profiles import layers_table
 from drumline.schedules import generate
 from torch_models import WIDTH, data, mlp
 
@@ -183,7 +184,17 @@ def test_what_one_stage_of_all_blocks_saves_is_what_calls_cost() -> None:
 
 def test_a_profile_is_a_table_and_json() -> None:
     found = made_up(1e-3, 2e-3)
-    assert found.table().splitlines()[1].split() == ["0", "1000", "2000", "1000", "1000", "0.0", "0.0", "0.0", "0.0"]
+    assert layers_table(found).splitlines()[1].split() == [
+        "0",
+        "1000",
+        "2000",
+        "1000",
+        "1000",
+        "0.0",
+        "0.0",
+        "0.0",
+        "0.0",
+    ]
     assert Profile.from_json(found.to_json()) == found
 
 

@@ -37,6 +37,22 @@ def number(text: str) -> float:
     return value
 
 
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size(text: str) -> float:
+    """Parse bytes, as a number or with a unit; the message names the value.
+
+    >>> size("2e9"), size("1.5GiB")
+    (2000000000.0, 1610612736.0)
+    """
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if text.upper().endswith(unit)), "")
+    value = number(text[: len(text) - len(unit)]) * _UNITS.get(unit, 1)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not more than 0")
+    return value
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

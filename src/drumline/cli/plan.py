@@ -1,18 +1,54 @@
-"""`drumline plan MODEL`: what to run, and why."""
+"""`drumline plan SUBJECT`: what to run a model by, from its profile on this device or from its sizes on a cluster."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from drumline.cli import plan_cluster
+from drumline.cli import flags, plan_profile
+from drumline.core.errors import UsageError
+from drumline.plan.model_profile import is_profile
+
+_CLUSTER = "drumline.cli.plan_cluster"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes."""
-    parser.add_argument("subject", metavar="MODEL", help="a model's name, or the config.json of a Hugging Face model")
-    plan_cluster.add_arguments(parser)
+    """Declare what the verb takes: flags of both kinds of subject, and those that they share."""
+    parser.add_argument(
+        "subject",
+        metavar="SUBJECT",
+        help="a JSON file of `drumline profile`; or, for a cluster, a model's name or its config.json",
+    )
+    if find_spec(_CLUSTER) is not None:
+        importlib.import_module(_CLUSTER).add_arguments(parser)
+    plan_profile.add_arguments(parser)
+    add = plan_profile.adder(parser)
+    add("--batch", type=flags.whole_number, metavar="B", help="rows (sequences) of a step")
+    add("--memory", type=flags.size, metavar="BYTES", help="of a rank (device), like 8e9 or 8GiB (default: no limit)")
+    add("--headroom", type=flags.number, metavar="SHARE", help="of the memory that stays free")
+    add("--stages-per-rank", type=flags.whole_number, metavar="V", help="number of stages on each rank (default: any)")
+    add("--out", type=Path, metavar="FILE", help="FILE.json for Pipeline(plan=FILE); more for clusters")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for a cluster."""
-    return plan_cluster.run(args)
+    """Hand over to the half that the subject is for."""
+    if is_profile(args.subject):
+        return plan_profile.run(args)
+    if find_spec(_CLUSTER) is None or (args.subject.endswith(".json") and not Path(args.subject).is_file()):
+        raise UsageError(
+            f"{args.subject}: {'not a profile' if Path(args.subject).is_file() else 'no such file'}",
+            expected="a JSON file that `drumline profile --out FILE.json` wrote",
+        )
+    names: dict[str, Any] = {
+        "memory_gib": None if args.memory is None else args.memory / 2**30,
+        "schedule": args.schedules[0] if args.schedules else None,
+    }
+    for name, value in names.items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    code: int = importlib.import_module(_CLUSTER).run(args)
+    return code

@@ -79,6 +79,11 @@ class Handling:
         )
 
 
+def ends_of(timeline: Measured) -> list[float]:
+    """Return, rank by rank, the seconds in which a step ended: its gradients were looked at."""
+    return [_overhead(record, _END) * NANO for record in timeline.records]
+
+
 def _overhead(record: Record, kind: int) -> int:
     return sum(end - start for one, start, end in record.rows("overheads") if one == kind)
 

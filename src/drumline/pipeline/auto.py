@@ -14,6 +14,9 @@ from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.plan.held import held_by
+from drumline.plan.model_profile import refuse_other
+from drumline.plan.plan import Plan
+from drumline.profile.identity import identity_of
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model, cut
 from drumline.runtime.precision import Precision
@@ -46,6 +49,7 @@ class ChosenCut:
     target: Any
     intake: Intake
     precision: Precision
+    plan: Plan | None = None
 
     def stages(
         self, crew: Crew, program: Program, balance: Sequence[int] | str | None, cuts: Sequence[str] | None
@@ -54,7 +58,9 @@ class ChosenCut:
         device, microbatches = self.intake.device, program.num_microbatches
         blocks = blocks_for(self.model, self.example, device, num_microbatches=microbatches, cuts=cuts)
         measured = None
-        if is_asked(balance, cuts, self.example):
+        if self.plan is not None:
+            refuse_other(self.plan.model, identity_of(blocks, type(self.model).__name__), "the plan")
+        elif is_asked(balance, cuts, self.example):
             with self.precision.autocast:
                 measured = self._measured(crew, program, blocks)
             balance = None if measured is None else measured.counts

@@ -25,9 +25,9 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.chain import Partition
+from drumline.plan.layers import Profile
 from drumline.plan.timed import TimedCuts
 from drumline.profile.layers import profile
-from drumline.profile.profile import Profile
 from drumline.report.table import table
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model
@@ -75,7 +75,12 @@ class Balance:
     @cached_property
     def costs(self) -> Costs:
         """What the stages of the cut take, ready for `simulate`."""
-        return self.profile.costs(self.counts, optimizer_states=self.optimizer_states, placement=self.program.placement)
+        return self.profile.costs(
+            self.counts,
+            optimizer_states=self.optimizer_states,
+            placement=self.program.placement,
+            split=_splits(self.program),
+        )
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -205,7 +210,7 @@ def balanced(
         found.blocks(split=_splits(program), optimizer_states=optimizer_states),
         program,
         [block.trains for block in blocks],
-        partial(found.costs, optimizer_states=optimizer_states, placement=program.placement),
+        partial(found.costs, optimizer_states=optimizer_states, placement=program.placement, split=_splits(program)),
         max_bytes,
     )
     chosen = cuts.best()

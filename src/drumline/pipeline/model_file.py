@@ -58,6 +58,11 @@ def material_from(source: str | Maker) -> Material:
 _EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
 
 
+def check_source(source: str) -> None:
+    """Refuse what names no function of a file, without running the file."""
+    _parts(source)
+
+
 def _parts(source: str) -> tuple[Path, str]:
     file, _, name = source.rpartition(":")
     if not file or not name.isidentifier():

@@ -20,6 +20,8 @@ from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.setup import Options, set_up
 from drumline.pipeline.tally import Ledger, Tally, Told
+from drumline.plan.plan import Plan
+from drumline.plan.planner import Planned
 from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
 from drumline.runtime.compiled import Compile
@@ -56,8 +58,9 @@ class Pipeline:
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
     - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
       over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
-    - `schedule`: a name, a `Program`, a CSV file, or "auto": a few steps are measured, and a program is searched for
-      what they took.
+    - `schedule`: a name ("1f1b" unless given), a `Program`, a CSV file, or "auto": a few steps are measured, and a
+      program is searched for what they took.
+    - `plan`: what `dl.plan` decided, or its file, in place of schedule, microbatches, cut and checkpointing.
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
     - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
     - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
@@ -77,12 +80,13 @@ class Pipeline:
         model: Model,
         *,
         loss_fn: Callable[..., Tensor] | None = None,
-        schedule: str | Path | Program = "1f1b",
+        schedule: str | Path | Program | None = None,
         num_microbatches: int | None = None,
         num_ranks: int | None = None,
         stages_per_rank: int | None = None,
         balance: Sequence[int] | str | None = None,
         cuts: Sequence[str] | None = None,
+        plan: Plan | Planned | str | Path | None = None,
         example: Any = None,
         example_target: Any = None,
         weights: str | Path | Weights | None = None,
@@ -107,7 +111,7 @@ class Pipeline:
         self._number = 0  # of the next step
         self._ledger = Ledger()
         self._named: list[tuple[str, nn.Parameter]] | None = None
-        self._auto = AutoSchedule() if schedule == AUTO else None
+        self._auto = AutoSchedule() if options.schedule == AUTO else None
         parts = set_up(options, self._ledger, self.settle)
         self.device, self.program, self.balance = parts.device, parts.program, parts.balance
         self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen

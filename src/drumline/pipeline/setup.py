@@ -27,10 +27,12 @@ from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.tally import Ledger
 from drumline.pipeline.updates import Updates
+from drumline.plan.plan import Plan
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.cuda import clock_for
 from drumline.runtime.cut import Block, Model
@@ -52,6 +54,7 @@ class Options:
     stages_per_rank: int | None
     balance: Sequence[int] | str | None
     cuts: Sequence[str] | None
+    plan: Plan | None
     example: Any
     example_target: Any
     weights: str | Path | Weights | None
@@ -73,14 +76,20 @@ class Options:
 
     @staticmethod
     def checked(given: Mapping[str, Any]) -> Options:
-        """Return what was given, every argument of its kind and in its range."""
-        arguments.check(given)
-        transports.check(given["transport"])
-        return Options(**{one.name: given[one.name] for one in fields(Options)})
+        """Return what was given, or what its plan decides, every argument of its kind and in its range."""
+        settings = {one.name: given[one.name] for one in fields(Options)}
+        settings["plan"] = decided = planned(given)
+        if decided is not None:
+            settings |= {"num_ranks": decided.num_ranks, **decided.pipeline_settings}
+        elif settings["schedule"] is None:
+            settings["schedule"] = "1f1b"
+        arguments.check(settings)
+        transports.check(settings["transport"])
+        return Options(**settings)
 
     def settings(self) -> dict[str, Any]:
-        """Return all of it by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return all of it by name; of a plan, what it decides."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,7 @@ class _SetUp:
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
-        chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers)
+        chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers, given.plan)
         stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
         ranks = [channel.rank for channel in self.crew.channels]
         materialise_stages(stages, self.program.placement, ranks, given.model, stored, self.device, given.seed)

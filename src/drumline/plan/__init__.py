@@ -1,1 +1,20 @@
-"""Deciding before running: where a model is cut, from numbers alone."""
+"""What to run: cuts, programs and plans. The package is itself the function `plan`, which makes one from a profile."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Plan(ModuleType):
+    """A package that can be called: `dl.plan(profile, num_ranks=2, batch=16)`."""
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        from drumline.plan.planner import plan as make
+
+        return make(*args, **settings)
+
+
+plan = sys.modules[__name__]
+plan.__class__ = _Plan

@@ -116,7 +116,7 @@ class TimedCuts:
         """Move boundaries to the best neighbour for as long as that makes the step shorter."""
         left = _MAX_TIMED
         while True:
-            around = [one for one in dict.fromkeys(_neighbours(counts)) if self._fits(one)]
+            around = [one for one in dict.fromkeys(neighbours(counts)) if self._fits(one)]
             left -= len(around) * sum(map(len, self.program.rows))
             if not around or left < 0:
                 return counts
@@ -127,7 +127,7 @@ class TimedCuts:
             counts, seconds = around[best], times[best]
 
 
-def _neighbours(counts: Counts) -> Iterator[Counts]:
+def neighbours(counts: Counts) -> Iterator[Counts]:
     """Yield the cuts with one boundary moved by one or two blocks, or two of them by one."""
     inner = range(1, len(counts))
     moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in (-1, 1, -2, 2)]

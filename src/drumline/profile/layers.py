@@ -12,10 +12,10 @@ for it once. A block that is frozen has no W, and one with nothing trained up to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drumline.core.backwards import Backward
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.frozen import needed
-from drumline.profile.profile import Layer, Profile, Times
+from drumline.plan.layers import Layer, Profile, Times
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.clock import Clock
 from drumline.runtime.cuda import clock_for
@@ -89,18 +89,22 @@ def profile(
         ]
         runs = _repeated(lambda: [one.run(microbatch, target, clock) for one in chains], num_runs, max_seconds)
         sizes = chains[2].weigh(microbatch, target)
+        again = _Chain(apart, randomness, loss_fn, split=False, checkpointed=[block.name for block in blocks])
+        leaves, more = again.leaves(microbatch, target, sizes)
     whole, whole_at_once, halves, halves_at_once = zip(*runs, strict=True)
-    seconds, overhead = _told_apart(
-        [[*one, *other[1:]] for one, other in zip(whole, halves, strict=True)],
-        [[*one, *other[1:]] for one, other in zip(whole_at_once, halves_at_once, strict=True)],
+    apart_ops, at_once_ops = (
+        [[*one, *other[1:], other[0]] for one, other in zip(*both, strict=True)]
+        for both in ((whole, halves), (whole_at_once, halves_at_once))
     )
-    tied = _tied(blocks)
+    seconds, overhead = _told_apart(apart_ops, at_once_ops)
+    spreads = _spreads(apart_ops)
+    each = zip(blocks, seconds, sizes, _tied(blocks), leaves, more, spreads, strict=True)
     return Profile(
         tuple(
-            Layer(block.name, times, kept, later, received, *_static(block.module), handed_on, tied[number])
-            for number, (block, times, (kept, later, received, handed_on)) in enumerate(
-                zip(blocks, seconds, sizes, strict=True)
+            Layer(
+                block.name, times, kept, later, received, *_static(block.module), handed_on, tied, leaf, twice, spread
             )
+            for block, times, (kept, later, received, handed_on), tied, leaf, twice, spread in each
         ),
         overhead,
         str(device),
@@ -135,7 +139,13 @@ class _Chain:
     """Stages that make up the model, all of them here."""
 
     def __init__(
-        self, stages: Sequence[Sequence[Block]], randomness: Randomness, loss_fn: Loss | None, *, split: bool
+        self,
+        stages: Sequence[Sequence[Block]],
+        randomness: Randomness,
+        loss_fn: Loss | None,
+        *,
+        split: bool,
+        checkpointed: Collection[str] = (),
     ) -> None:
         self.split = split
         last = len(stages) - 1
@@ -145,6 +155,7 @@ class _Chain:
                 index,
                 blocks,
                 randomness,
+                checkpointed=checkpointed,
                 loss=loss_fn if index == last else None,
                 split=(_MICROBATCH,) if split else (),
                 kind=kind,
@@ -214,6 +225,31 @@ class _Chain:
         kept, later = ([sum(one.values()) for one in each] for each in (full, until))
         return list(zip(kept, later, received, handed_on, strict=True))
 
+    def leaves(
+        self, value: Any, target: Any, sizes: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Return what each block keeps where it is recomputed, beside what it received; and more than else in B.
+
+        `sizes` are those of `weigh`. Only the last block, with which the loss is, holds more.
+        """
+        found, first, scales = [], value, [Scale([stage]) for stage in self.stages]
+        for stage, scale in zip(self.stages, scales, strict=True):
+            scale.begin(first, target)
+            with scale.watching():
+                value = stage.forward(_MICROBATCH, value, target)
+            found.append(scale.weigh())
+        more, last, scale = [0] * len(self.stages), self.stages[-1], scales[-1]
+        if last.kind is Backward.WHOLE:
+            scale.begin(first, target)
+            with scale.watching():
+                last.backward(_MICROBATCH, _seed(value))
+            kept, _, start, _ = sizes[-1]
+            received = sizes[-2][3] if len(sizes) > 1 else 0
+            more[-1] = max(scale.peak + received - kept - start, 0)
+        for stage in self.stages:
+            stage.begin()
+        return found, more
+
 
 def _newly(kept: Sequence[dict[int, int]]) -> list[dict[int, int]]:
     """Return, block by block, the storages that none of the blocks before keeps."""
@@ -246,6 +282,17 @@ def _told_apart(apart: Sequence[Ops], at_once: Sequence[Ops]) -> tuple[list[Time
     ]
     own = ([max(0.0, seconds - more) for seconds in op] for op, more in zip(blocks, added, strict=True))
     return [Times(*each) for each in zip(*own, strict=True)], Times(*added)
+
+
+def _spreads(apart: Sequence[Ops]) -> list[Times]:
+    """Return half the distance between the quartiles of each block's times."""
+
+    def spread(values: Sequence[float]) -> float:
+        low, _, high = quantiles(values, n=4) if len(values) > 1 else (0.0, 0.0, 0.0)
+        return (high - low) / 2
+
+    each = [[spread(values) for values in zip(*op, strict=True)] for op in zip(*apart, strict=True)]
+    return [Times(*one) for one in zip(*each, strict=True)]
 
 
 def _static(module: nn.Module) -> tuple[int, int]:

@@ -84,6 +84,7 @@ class Stage:
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
+        self.at_peak: Callable[[], object] | None = None  # called when all that is recomputed is held at once
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -178,12 +179,13 @@ class Stage:
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
-        for segment, this in zip(reversed(self.segments), reversed(self.held.pop(microbatch)), strict=True):
+        for segment, this in zip(reversed(self.segments), reversed(self.held[microbatch]), strict=True):
             self._again(segment, this, microbatch)
             roots, given = _paired(this, gradients)
             if roots:
                 engine.backward(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
+        del self.held[microbatch]
         return tuple(gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -283,6 +285,8 @@ class Stage:
                 self._through(segment, this, microbatch)
             this.buffers, this.chance = {}, None
             this.again = False
+            if self.at_peak is not None:
+                self.at_peak()
 
 
 def _has_gradient(tensor: Tensor) -> bool:

@@ -43,6 +43,8 @@ class Scale:
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = list(stages)
+        for stage in self._stages:
+            stage.at_peak = self.weigh
         self._kept: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._own: set[int] = set()

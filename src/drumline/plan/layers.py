@@ -1,31 +1,41 @@
-"""What the blocks of a model take, as numbers: a table, JSON, the costs of any cut."""
+"""What the blocks of a model take at one size of microbatch, as numbers: JSON, and the costs of any cut."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError
 from drumline.core.placement import Placement
 from drumline.plan.chain import BlockCosts
-from drumline.report.table import table
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of F, of the whole B, and of its halves I and W."""
+    """Seconds of F, of the whole B, and of its halves I and W; `taped` is F where a tape is kept for I and W."""
 
     forward: float
     backward: float
     backward_input: float
     backward_weight: float
+    taped: float | None = None
 
-    def total(self, *, split: bool) -> float:
-        """Return the seconds of a microbatch, with the backward as a whole or in halves."""
-        return self.forward + (self.backward_input + self.backward_weight if split else self.backward)
+    def forward_for(self, *, split: float) -> float:
+        """Return the seconds of F where this share of the backwards is in halves.
+
+        >>> Times(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
+        2.5
+        """
+        return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
+
+    def total(self, *, split: float) -> float:
+        """Return the seconds of a microbatch, where this share of the backwards is in halves."""
+        back = (1 - split) * self.backward + split * (self.backward_input + self.backward_weight)
+        return self.forward_for(split=split) + back
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,10 @@ class Layer:
     A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
     `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
     blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
+
+    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`; in its backward it
+    holds `again_bytes` of that block more than one that is not. `spreads` are half the distance between the quartiles
+    of each time.
     """
 
     name: str
@@ -47,6 +61,14 @@ class Layer:
     gradient_bytes: int
     output_bytes: int
     tied: tuple[tuple[str, int, int], ...] = ()
+    checkpoint_bytes: int = 0
+    again_bytes: int = 0
+    spreads: Times | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return self.gradient_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +80,21 @@ class Profile:
     device: str
     num_runs: int
 
-    def costs(self, counts: Sequence[int], *, optimizer_states: int = 2, placement: Placement | None = None) -> Costs:
+    def costs(
+        self,
+        counts: Sequence[int],
+        *,
+        optimizer_states: int = 2,
+        placement: Placement | None = None,
+        recompute: Sequence[bool] | None = None,
+        split: float = 0.0,
+    ) -> Costs:
         """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
 
         The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
         `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
+        Stages named by `recompute` hold what they received instead, and run F again before their backward. The share
+        `split` of forwards keeps a tape, as those do whose backwards are I and W.
         """
         ends = list(accumulate(counts, initial=0))
         if ends[-1] != len(self.layers) or min(counts) < 1:
@@ -76,22 +108,32 @@ class Profile:
             return [sum(getattr(one, what) for one in stage) for stage in stages]
 
         weights, gradients = _static(stages, placement)
+        again = [False] * len(stages) if recompute is None else list(recompute)
+        kept = [stage[-1].checkpoint_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
-            forward=seconds("forward"),
+            forward=[
+                self.overhead.forward_for(split=split) + sum(one.times.forward_for(split=split) for one in stage)
+                for stage in stages
+            ],
             backward=seconds("backward"),
             backward_input=seconds("backward_input"),
             backward_weight=seconds("backward_weight"),
             message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
             activation_bytes=[
-                held + stage[0].start_bytes for held, stage in zip(size("activation_bytes"), stages, strict=True)
+                held + stage[0].start_bytes + more
+                for held, stage, more in zip(size("activation_bytes"), stages, twice, strict=True)
             ],
             held_until_weight_bytes=size("held_until_weight_bytes"),
+            recompute=tuple(again) if any(again) else False,
+            checkpoint_bytes=tuple(map(sum, zip(received, kept, strict=True))) if any(again) else 0.0,
             weight_bytes=weights,
             gradient_bytes=gradients,
             optimizer_bytes=[optimizer_states * one for one in gradients],
         )
 
-    def blocks(self, *, split: bool, optimizer_states: int = 2) -> list[BlockCosts]:
+    def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
         """Return the blocks as `partition` takes them, their backwards whole or split."""
         return [
             BlockCosts(
@@ -105,12 +147,6 @@ class Profile:
             for one in self.layers
         ]
 
-    def table(self, *, width: int = 120) -> str:
-        """Return a table: microseconds and KiB per block."""
-        header = ["block", "F us", "B us", "I us", "W us", "held KiB", "until W KiB", "weights KiB", "output KiB"]
-        rows = [[one.name, *_micro(one.times), *_kibi(one)] for one in self.layers]
-        return table(header, [*rows, ["(any stage)", *_micro(self.overhead), "", "", "", ""]], width=width)
-
     def to_json(self) -> str:
         """Return it as a JSON object.
 
@@ -123,12 +159,24 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Return the profile that `to_json` wrote."""
-        read = json.loads(text)
-        layers = tuple(
-            Layer(**{**one, "times": Times(**one["times"]), "tied": tuple(map(tuple, one.get("tied", ())))})
-            for one in read.pop("layers")
+        return profile_from(json.loads(text))
+
+
+def profile_from(table: Mapping[str, Any]) -> Profile:
+    """Return the profile that a JSON object spells."""
+    read = dict(table)
+    layers = tuple(
+        Layer(
+            **{
+                **one,
+                "times": Times(**one["times"]),
+                "tied": tuple(map(tuple, one.get("tied", ()))),
+                "spreads": None if one.get("spreads") is None else Times(**one["spreads"]),
+            }
         )
-        return Profile(layers, Times(**read.pop("overhead")), **read)
+        for one in read.pop("layers")
+    )
+    return Profile(layers, Times(**read.pop("overhead")), **read)
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
@@ -146,12 +194,3 @@ def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> t
         weights.append(float(weight))
         gradients.append(float(gradient))
     return weights, gradients
-
-
-def _micro(times: Times) -> list[str]:
-    return [f"{getattr(times, one.name) * 1e6:.0f}" for one in fields(Times)]
-
-
-def _kibi(layer: Layer) -> list[str]:
-    sizes = (layer.activation_bytes, layer.held_until_weight_bytes, layer.weight_bytes, layer.output_bytes)
-    return [f"{one / 1024:.1f}" for one in sizes]

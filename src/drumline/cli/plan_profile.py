@@ -1,0 +1,186 @@
+"""`drumline plan PROFILE.json`: what to run a profiled model by, on ranks like the profiled one or others."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
+from drumline.core.costs import Edge
+from drumline.core.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from drumline.plan.candidate import Candidate
+    from drumline.plan.planner import Planned
+
+_MIB = 2**20
+_SHOWN = 10
+_FEW = 4
+_HEADROOM = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what planning from a profile takes; what clusters take too is the dispatcher's."""
+    add = adder(parser.add_argument_group("a profiled model on this device"))
+    add("--ranks", type=flags.whole_number, metavar="P", help="number of ranks")
+    add("--schedules", type=_names, metavar="NAME,...", help="to choose from (default: all that can be planned)")
+    add("--checkpoint", type=_names, metavar="HOW,...", help="to choose from: none, full (default both)")
+    add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd: what it keeps (default adam)")
+    add("--seconds", type=flags.number, metavar="S", default=5.0, help="of searching programs; 0: none (default 5)")
+    add("--rank-speed", type=_numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
+    add("--rank-memory", type=_bytes, metavar="BYTES,...", help="of each rank")
+    add(
+        "--link",
+        type=_link,
+        action="append",
+        default=[],
+        metavar="A-B:LATENCY:BYTES_PER_SECOND",
+        help="a link between two ranks, both ways, that is none of the profiled; may be repeated",
+    )
+
+
+def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:
+    """Return a function that adds a flag, unless the other kind of subject has one of that name already."""
+
+    def add(flag: str, **settings: Any) -> None:
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag, **settings)
+
+    return add
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and report."""
+    from drumline.plan.planner import CHECKPOINTING, plan
+
+    for flag, value in (("--ranks", args.ranks), ("--batch", args.batch)):
+        if value is None:
+            raise UsageError(f"{flag} missing", fix=f"for example: drumline plan {args.subject} --ranks 2 --batch 16")
+        if value < 1:
+            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    if args.out is not None and args.out.suffix != ".json":
+        raise UsageError(f"--out is {args.out}", expected="a name that ends with .json")
+    try:
+        found = plan(
+            args.subject,
+            num_ranks=args.ranks,
+            batch=args.batch,
+            memory_bytes=args.memory,
+            headroom=_HEADROOM if args.headroom is None else args.headroom,
+            optimizer=args.optimizer,
+            schedules=args.schedules,
+            checkpoint=args.checkpoint or CHECKPOINTING,
+            stages_per_rank=args.stages_per_rank,
+            seconds=args.seconds,
+            rank_speeds=args.rank_speed,
+            rank_memory=args.rank_memory,
+            links={ends: edge for pair, edge in args.link for ends in (pair, pair[::-1])},
+            progress=progress,
+        )
+    finally:
+        progress("")
+    if args.out is not None:
+        save(args.out, found.best.to_json())
+    if args.json:
+        print_json(_summary(found, args.out))
+    else:
+        print(_text(found))
+        if args.out is not None:
+            print(f"wrote {args.out}")
+    return 0
+
+
+def _summary(found: Planned, out: Path | None) -> dict[str, Any]:
+    table = {
+        "best": {**found.best.summary(), "program": found.best.program.format().split("\n")},
+        "candidates": [one.summary(found.chosen) for one in found.candidates],
+        "rejected": [one.summary(found.chosen) for one in found.rejected],
+    }
+    return table if out is None else {**table, "out": str(out)}
+
+
+def _text(found: Planned) -> str:
+    from drumline.report.table import table
+
+    width, best = terminal_width(), found.best
+    header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]
+    rows = [_row(one, found) for one in found.candidates[:_SHOWN]]
+    rows += [_row(one, found) for one in found.rejected[: max(_SHOWN - len(rows), 2)]]
+    items = ", ".join(
+        f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(found.best.seconds) if abs(seconds) >= 5e-5
+    )
+    lines = [
+        f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
+        f" {counted(len(found.candidates), 'combination')} fit, {len(found.rejected)} do not",
+        "",
+        table(header, rows, width=width),
+        "",
+        f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
+        f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"
+        f" {_checkpointing(best.checkpoint)}",
+        f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
+    ]
+    for rank, one in enumerate(best.rank_bytes):
+        parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
+        limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
+        lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
+    return "\n".join(lines[:3] + [wrapped(line, width) for line in lines[3:]])
+
+
+def _row(one: Candidate, found: Planned) -> list[str]:
+    return [
+        one.program.name,
+        str(one.program.num_microbatches),
+        str(one.rows),
+        _blocks(one.cut.counts),
+        _checkpointing(one.stages.recompute, short=True),
+        f"{one.step_seconds * 1e3:.1f}",
+        f"{max(one.cut.rank_bytes) / _MIB:.1f}",
+        "chosen" if one is found.chosen else one.why_not(found.chosen),
+    ]
+
+
+def _blocks(counts: tuple[int, ...]) -> str:
+    """Return the blocks of each stage, of many stages the fewest and the most."""
+    few = len(counts) <= _FEW
+    return " ".join(map(str, counts)) if few else f"{len(counts)} of {min(counts)}-{max(counts)}"
+
+
+def _items(value: Any) -> list[tuple[str, float]]:
+    from dataclasses import asdict
+
+    return list(asdict(value).items())
+
+
+def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
+    if not any(again):
+        return "none" if short else "nothing recomputed"
+    if all(again):
+        return "all" if short else "everything recomputed"
+    named = " ".join(str(stage) for stage, one in enumerate(again) if one)
+    return named if short else f"stages {named} recomputed"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(flags.number(part) for part in text.split(","))
+
+
+def _bytes(text: str) -> tuple[float, ...]:
+    return tuple(flags.size(part) for part in text.split(","))
+
+
+def _link(text: str) -> tuple[tuple[int, int], Edge]:
+    """Parse a link; the message names the value."""
+    ends, *numbers = text.split(":")
+    one, _, other = ends.partition("-")
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a link like 0-1:1e-5:1e9")
+    pair = flags.whole_number(one), flags.whole_number(other)
+    return pair, Edge(flags.number(numbers[0]), flags.size(numbers[1]))

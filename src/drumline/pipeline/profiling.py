@@ -1,0 +1,334 @@
+"""`drumline profile`: a model measured on this device, by as many ranks at once as will run it.
+
+Every rank is a fresh process. All measure at the same time, because ranks of one machine share its caches and its
+memory. Four things are measured, one after the other:
+
+1. Blocks: seconds and bytes of every block, at each size of microbatch.
+2. Links: messages of some sizes there and back between neighbours.
+3. Handling: pipelines whose blocks compute next to nothing, with small and large messages, show what sending, waking up
+   and taking cost a rank, and what the executor adds to an action.
+4. The model itself, for a few steps: what a step ends with, which grows with its gradients, and by how much blocks take
+   longer there than one by one (the paces), with another rank's messages and a step's other work between them.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.action import Op
+from drumline.core.errors import BatchError, UsageError, counted
+from drumline.core.handling import Handling, ends_of
+from drumline.core.measured import Measured
+from drumline.pipeline.arguments import device_named
+from drumline.pipeline.config_file import check_config, is_config, material_from_config
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.intake import Intake
+from drumline.pipeline.launch import launch
+from drumline.pipeline.model_file import Maker, Material, check_source, material_from
+from drumline.pipeline.models import blocks_for, example_inputs
+from drumline.pipeline.pipeline import Pipeline
+from drumline.plan.layers import Profile
+from drumline.plan.model_profile import Identity, Link, ModelProfile, merged
+from drumline.plan.overheads import Overheads
+from drumline.profile.identity import identity_of
+from drumline.profile.layers import profile
+from drumline.profile.links import link, pairs
+from drumline.runtime.batch import num_rows
+from drumline.runtime.cuda import device_name
+from drumline.runtime.cut import Block
+from drumline.runtime.pieces import Inputs
+from drumline.runtime.values import moved, pack, unpack
+
+_TURNS = 3  # in which sizes of microbatches are measured
+_HANDLED_STEPS, _WARM_UPS = 5, 2
+_LEAST_PACE = 0.5  # a disturbance may not make it anything
+_MICROBATCHES = 8  # of the pipelines whose handling is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is to be measured."""
+
+    source: str | Maker
+    sizes: tuple[int, ...]
+    device: str | None
+    num_runs: int
+    max_seconds: float
+    length: int | None
+    seed: int
+    shows: bool
+
+    def material(self) -> Material:
+        """Make the model and its data, the same in every process."""
+        torch.manual_seed(self.seed)
+        if is_config(self.source):
+            assert isinstance(self.source, str)
+            return material_from_config(self.source, rows=max(self.sizes), length=self.length)
+        return material_from(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank measured."""
+
+    identity: Identity
+    profiles: list[Profile]
+    links: list[Link]
+    handling: list[tuple[float, Handling]]  # by the bytes of a message
+    ends: list[tuple[float, float]]  # bytes of gradients, and seconds of a step's end
+    paces: list[float]
+    device: str
+    transport: str
+
+
+def profile_model(
+    source: str | Maker,
+    *,
+    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    num_ranks: int = 2,
+    device: str | None = None,
+    num_threads: int = 1,
+    num_runs: int = 12,
+    max_seconds: float = 20.0,
+    length: int | None = None,
+    seed: int = 0,
+    shows: bool = False,
+) -> ModelProfile:
+    """Return what a model takes on this device, measured by `num_ranks` fresh processes at once.
+
+    `source` is `FILE.py:NAME` or a function that returns (model, loss_fn, batch, target), or the config.json of a
+    Hugging Face model, which is measured on random text of `length` tokens a row. `max_seconds` bounds the measuring of
+    the blocks at each size.
+    """
+    sizes = tuple(sorted(set(microbatch_sizes)))
+    if not sizes or sizes[0] < 1:
+        raise UsageError(f"microbatch sizes {list(microbatch_sizes)}", expected="one or more, each of 1 row or more")
+    for name, value in (("ranks", num_ranks), ("runs", num_runs), ("threads", num_threads)):
+        if value < 1:
+            raise UsageError(f"{value} {name}", expected="a whole number of 1 or more")
+    if isinstance(source, str):
+        (check_config if is_config(source) else check_source)(source)
+    device_named(device)
+    settings = Settings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
+    told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
+    first = told[0]
+    by_size = zip(sizes, zip(*(one.profiles for one in told), strict=True), strict=True)
+    handling = [point for one in told for point in one.handling]
+    ends = [point for one in told for point in one.ends]
+    return ModelProfile(
+        first.identity,
+        first.device,
+        num_ranks,
+        num_threads,
+        tuple((rows, merged(each)) for rows, each in by_size),
+        Overheads.fitted(handling, ends) if handling else Overheads(),
+        tuple(sorted((one for seen in told for one in seen.links), key=lambda one: (one.source, one.target))),
+        first.transport,
+        tuple(median(each) for each in zip(*(one.paces for one in told), strict=True)),
+    )
+
+
+def _measured(settings: Settings) -> Seen:
+    """Measure everything on this rank."""
+    material = settings.material()
+    device = device_named(settings.device) or torch.device("cpu")
+    if isinstance(material.model, nn.Module):
+        material.model.to(device)
+    inputs = example_inputs(material.model, material.batch)
+    _check_rows(inputs, settings.sizes[-1])
+    blocks = blocks_for(material.model, material.batch, device, num_microbatches=1)
+    for block in blocks:
+        block.module.to(device)
+    identity = identity_of(blocks, type(material.model).__name__)
+    intake = Intake(material.loss_fn, None, device, num_microbatches=1)
+    intake.follow(material.model)
+    say = _say if settings.shows and dist.get_rank() == 0 else _nothing
+    profiles = _blocks(blocks, inputs, material, intake, settings, say)
+    say("messages between ranks")
+    links = _links(device)
+    say("the executor's own work")
+    sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
+    handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
+    say("the model itself")
+    ends, paces, transport = _Whole(material, inputs, device, profiles).measured(settings.sizes)
+    return Seen(
+        identity,
+        profiles,
+        links,
+        [(size, told) for size, told, _ in handling],
+        [*((float(size), end) for size, _, end in handling), *ends],
+        paces,
+        device_name(device) or f"{device.type}, {platform.machine()}",
+        transport,
+    )
+
+
+def _blocks(
+    blocks: Sequence[Block],
+    inputs: Any,
+    material: Material,
+    intake: Intake,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> list[Profile]:
+    """Return the blocks at every size; sizes take turns, so that what disturbs the machine disturbs all of them."""
+    seen: list[list[Profile]] = [[] for _ in settings.sizes]
+    for turn in range(_TURNS):
+        for rows, each in zip(settings.sizes, seen, strict=True):
+            say(f"{counted(len(blocks), 'block')} at microbatches of {rows} rows, turn {turn + 1} of {_TURNS}")
+            microbatch = moved(_rows(inputs, rows), intake.device)
+            target = microbatch if intake.own else moved(_rows(material.target, rows), intake.device)
+            dist.barrier()
+            each.append(
+                profile(
+                    blocks,
+                    microbatch,
+                    target=target,
+                    loss_fn=intake.loss if intake.has_loss else None,
+                    num_runs=-(-settings.num_runs // _TURNS),
+                    max_seconds=settings.max_seconds / _TURNS,
+                )
+            )
+    return [replace(merged(each), num_runs=sum(one.num_runs for one in each)) for each in seen]
+
+
+def _links(device: torch.device) -> list[Link]:
+    """Return this rank's links, measured one pair of ranks after the other."""
+    found: list[Link] = []
+    size = dist.get_world_size()
+    if size == 1:
+        return found
+    crew = Crew.gathered("auto", device, num_ranks=size, program=None, ahead=2, timeout=300.0)
+    for pair in pairs(size):
+        dist.barrier()
+        if crew.rank in pair:
+            other = pair[0] if crew.rank == pair[1] else pair[1]
+            found.append(link(crew.channels[0], other, device))
+    dist.barrier()
+    crew.close()
+    return found
+
+
+class _Scaled(nn.Module):
+    """Computes next to nothing, and hands on as much as it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * self.weight
+
+
+def _handled(size: int, device: torch.device) -> tuple[int, Handling, float]:
+    """Return the handling of messages of so many bytes, and the end of a step with hardly any gradients."""
+    width = max(size // 4, 1)
+    light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
+    batch = torch.ones(_MICROBATCHES, width, device=device)
+    with Pipeline(light, loss_fn=functional.mse_loss, schedule="1f1b", num_microbatches=_MICROBATCHES) as pipe:
+        seen = _timelines(pipe, lambda: pipe.step(batch, target=batch), _HANDLED_STEPS)
+    told = Handling.measured(seen)
+    return 4 * width, told, told.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The model itself as a pipeline with even stages."""
+
+    material: Material
+    inputs: Any
+    device: torch.device
+    profiles: Sequence[Profile]
+
+    def measured(self, sizes: Sequence[int]) -> tuple[list[tuple[float, float]], list[float], str]:
+        """Return this rank's bytes of gradients with the seconds of a step's end, its paces, and the transport."""
+        num_ranks = dist.get_world_size()
+        if len(self.profiles[0].layers) < num_ranks:
+            return [], [], ""
+        with Pipeline(
+            self.material.model,
+            loss_fn=self.material.loss_fn,
+            schedule="1f1b",
+            num_microbatches=2 * num_ranks,
+            example=self.material.batch,
+            balance="even",
+            device=self.device,
+        ) as pipe:
+            held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
+            ends, paces = [], []
+            for rows, profile in zip(sizes, self.profiles, strict=True):
+                seen = _timelines(pipe, self._step(pipe, 2 * num_ranks * rows), _HANDLED_STEPS)
+                ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
+                each = [_pace(profile, one, pipe.rank) for one in seen]
+                paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
+            return ends, paces, pipe.transport
+
+    def _step(self, pipe: Pipeline, rows: int) -> Callable[[], object]:
+        batch, target = (_rows(one, rows) for one in (self.inputs, self.material.target))
+        if isinstance(batch, Inputs):
+            return lambda: pipe.step(*batch.args, target=target, **batch.kwargs)
+        return lambda: pipe.step(batch, target=target)
+
+
+def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
+    """Return what a rank's actions took, over what its blocks would take by themselves."""
+    num_stages = timeline.program.num_stages
+    base, more = divmod(len(profile.layers), num_stages)
+    costs = profile.costs([base + (stage < more) for stage in range(num_stages)])
+    each = {
+        Op.FORWARD: costs.per_stage("forward", num_stages),
+        Op.BACKWARD: costs.per_stage("backward", num_stages),
+    }
+    track = timeline.tracks[rank]
+    told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
+    return (sum(track.ends) - sum(track.starts)) / told if told > 0 else 1.0
+
+
+def _timelines(pipe: Pipeline, step: Callable[[], object], count: int) -> list[Measured]:
+    found = []
+    for turn in range(_WARM_UPS + count):
+        dist.barrier()
+        step()
+        if turn >= _WARM_UPS:
+            found.append(pipe.timeline())
+        pipe.settle()
+        pipe.zero_grad()
+    return found
+
+
+def _check_rows(inputs: Any, most: int) -> None:
+    """Refuse a batch that is smaller than the largest microbatch."""
+    found = num_rows(inputs)
+    if found < most:
+        raise BatchError(
+            f"the batch has {counted(found, 'row')} for microbatches of {most}",
+            expected=f"{most} rows or more",
+            fix="let the function return a larger batch, or give smaller --microbatch-sizes",
+        )
+
+
+def _rows(value: Any, count: int) -> Any:
+    """Return so many rows of a value, from the first on and again if there are fewer."""
+    if value is None:
+        return None
+    tensors, form = pack(value)
+    taken = [one[torch.arange(count, device=one.device) % len(one)] for one in tensors]
+    return taken[0] if form is None else unpack(taken, form)
+
+
+def _say(what: str) -> None:
+    print(f"profile: {what} ...", file=sys.stderr, flush=True)
+
+
+def _nothing(what: str) -> None:
+    """Say nothing."""

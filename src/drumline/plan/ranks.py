@@ -1,0 +1,88 @@
+"""The ranks that a plan is for: how fast each computes, what it may hold, and links that are not the profiled ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+
+from drumline.core.costs import Edge
+from drumline.core.errors import PlanError, counted
+
+_MOST_PERMUTED = 4  # ranks of which every order is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """`speeds` are shares of the profiled device's; of its `memory` bytes a rank keeps the share `headroom` free.
+
+    >>> Ranks.of(2, memory_bytes=1000, headroom=0.25).limits
+    (750.0, 750.0)
+    """
+
+    speeds: tuple[float, ...]
+    memory: tuple[float, ...]
+    headroom: float = 0.1
+    edges: Mapping[tuple[int, int], Edge] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        num_ranks: int,
+        *,
+        memory_bytes: float | None = None,
+        headroom: float = 0.1,
+        rank_speeds: Sequence[float] | None = None,
+        rank_memory: Sequence[float] | None = None,
+        links: Mapping[tuple[int, int], Edge] | None = None,
+    ) -> Ranks:
+        """Return the ranks; memory without a limit unless given."""
+        if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+            raise PlanError(f"{num_ranks!r} ranks", expected="a whole number of 1 or more")
+        if not 0 <= headroom < 1:
+            raise PlanError(f"headroom is {headroom:g}", expected="a share of the memory, from 0 to less than 1")
+        if memory_bytes is not None and rank_memory is not None:
+            raise PlanError("memory for all ranks and for each", expected="one of the two")
+        speeds = [1.0] * num_ranks if rank_speeds is None else list(rank_speeds)
+        memory = [math.inf if memory_bytes is None else float(memory_bytes)] * num_ranks
+        if rank_memory is not None:
+            memory = [float(one) for one in rank_memory]
+        for what, values in (("speeds", speeds), ("sizes of memory", memory)):
+            if len(values) != num_ranks:
+                raise PlanError(f"{len(values)} {what}", expected=f"one for each of {counted(num_ranks, 'rank')}")
+            if any(math.isnan(one) or one <= 0 for one in values):
+                raise PlanError(f"{what} {values}", expected="more than 0 each")
+        for source, target in links or {}:
+            if not (source in range(num_ranks) and target in range(num_ranks) and source != target):
+                raise PlanError(f"a link {source}-{target}", expected=f"two different ranks of 0 to {num_ranks - 1}")
+        return Ranks(tuple(speeds), tuple(memory), headroom, dict(links or {}))
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return len(self.speeds)
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The bytes that each rank may hold."""
+        return tuple(one * (1 - self.headroom) for one in self.memory)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether any rank's memory is."""
+        return min(self.memory) < math.inf
+
+    def orders(self) -> Iterator[tuple[int, ...]]:
+        """Yield the orders of ranks that differ: which rank plays the part of rank 0, 1, ... of a schedule.
+
+        >>> list(Ranks.of(3).orders()), list(Ranks.of(2, rank_speeds=[1, 0.5]).orders())
+        ([(0, 1, 2)], [(0, 1), (1, 0)])
+        """
+        alike = len(set(zip(self.speeds, self.memory, strict=True))) == 1 and not self.edges
+        seen = set()
+        every = permutations(range(self.num_ranks)) if not alike and self.num_ranks <= _MOST_PERMUTED else []
+        for order in [tuple(range(self.num_ranks)), *every]:
+            kind = tuple((self.speeds[one], self.memory[one], one if self.edges else 0) for one in order)
+            if kind not in seen:
+                seen.add(kind)
+                yield order

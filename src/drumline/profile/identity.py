@@ -1,0 +1,33 @@
+"""Which model it is, told by its blocks: names, shapes, kinds of numbers, and what of it is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from drumline.plan.model_profile import Identity
+from drumline.runtime.cut import Block
+
+
+def identity_of(blocks: Sequence[Block], name: str) -> Identity:
+    """Return the identity of a model cut into blocks; values do not count, and neither does the device.
+
+    >>> from torch import nn
+    >>> from drumline.runtime.cut import blocks_of
+    >>> one, same, other = (identity_of(blocks_of([nn.Linear(2, width)]), "mine") for width in (3, 3, 4))
+    >>> one == same, one == other, one.num_parameters
+    (True, False, 9)
+    """
+    tensors = {id(one): one.numel() for block in blocks for one in block.module.parameters()}
+    described = [
+        [
+            block.name,
+            [
+                [key, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad]
+                for key, one in block.named_parameters()
+            ],
+        ]
+        for block in blocks
+    ]
+    return Identity(name, sum(tensors.values()), hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32])

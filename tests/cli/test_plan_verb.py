@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drumline.cli.main import main
+from drumline.plan.plan import Plan
+from profiles import SOME, model_profile
+
+FEW = ("--schedules", "1f1b,zb-h1", "--seconds", "0")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "profile.json"
+    model_profile([0.001, 0.004, 0.004, 0.006], overheads=SOME, held=2**20, weights=2**20).save(path)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_plan_shows_what_it_chose_from_and_why(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_file = tmp_path / "plan.json"
+    code, out, err = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", *FEW, "--out", str(out_file))
+    assert (code, err) == (0, "")
+    assert "made up on 2 ranks, a batch of 8 rows: 6 combinations fit, 0 do not" in out
+    assert out.count("chosen") == 1
+    assert "bubble" in out
+    assert Plan.load(out_file).schedule == "zb-h1"
+
+
+def test_plan_as_json_has_all_of_it(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(
+        capsys, "plan", profile, "--ranks", "2", "--batch", "8", *FEW, "--memory", "20MiB", "--headroom", "0", "--json"
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"best", "candidates", "rejected"}
+    best = found["best"]
+    assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
+    assert max(one["total"] for one in best["rank_bytes"]) <= 20 * 2**20
+    assert found["candidates"][0]["step_seconds"] == best["step_seconds"]
+    assert all("why_not" in one for one in [*found["candidates"][1:], *found["rejected"]])
+    assert all(not one["fits"] and "MiB too much on rank" in one["why_not"] for one in found["rejected"])
+    assert found["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--ranks", "0", "--batch", "8"), "--ranks is 0"),
+        (("--ranks", "2", "--batch", "0"), "--batch is 0"),
+        (("--ranks", "2"), "--batch missing"),
+        (("--batch", "8"), "--ranks missing"),
+        (("--ranks", "2", "--batch", "8", "--headroom", "1.5"), "headroom is 1.5"),
+        (("--ranks", "2", "--batch", "8", "--memory", "0"), "is not more than 0"),
+        (("--ranks", "2", "--batch", "8", "--memory", "1KiB"), "nothing fits"),
+        (("--ranks", "2", "--batch", "8", "--rank-speed", "1"), "1 speeds"),
+        (("--ranks", "2", "--batch", "8", "--link", "0-1"), "is not a link like"),
+        (("--ranks", "2", "--batch", "8", "--out", "plan.txt"), "--out is plan.txt"),
+        (("--ranks", "2", "--batch", "8", "--schedules", "1f1v"), "unknown schedule"),
+    ],
+)
+def test_bad_input_is_refused(
+    words: tuple[str, ...], reason: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "plan", profile, "--seconds", "0", *words)
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", str(tmp_path / "none.json"), "--ranks", "2", "--batch", "8")
+    assert code == 2
+    assert "none.json" in err
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"format": "drumline profile", "version": 0}))
+    code, _, err = run(capsys, "plan", str(old), "--ranks", "2", "--batch", "8")
+    assert code == 2
+    assert "a profile of version 0" in err
+
+
+def test_a_profile_is_shown_and_drawn_again(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, page = tmp_path / "profile.svg", tmp_path / "profile.html"
+    code, out, _ = run(capsys, "profile", profile, "--out", str(picture), "--out", str(page))
+    assert code == 0
+    assert "microbatches of 4:" in out
+    assert "<svg" in picture.read_text()
+    assert "<svg" in page.read_text()
+    code, out, _ = run(capsys, "profile", profile, "--json")
+    assert json.loads(out)["model"]["name"] == "made up"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--microbatch-sizes", "0,1"), "has a size below 1"),
+        (("--microbatch-sizes", "a"), "is not a whole number"),
+        (("--out", "profile.txt"), "--out is profile.txt"),
+    ],
+)
+def test_a_profile_of_nonsense_is_refused(
+    words: tuple[str, ...], reason: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "profile", profile, *words)
+    assert code == 2
+    assert reason in err

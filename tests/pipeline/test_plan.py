@@ -1,0 +1,185 @@
+"""From a model to its profile, its plan and the pipeline that runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import drumline as dl
+from drumline.cli.main import main
+from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
+from drumline.pipeline.config_file import material_from_config
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.profiling import _check_rows, profile_model
+from drumline.plan.model_profile import ModelProfile
+from drumline.plan.plan import Plan
+from drumline.plan.planner import plan
+from torch_models import WIDTH, Reference, data, mlp
+
+pytestmark = pytest.mark.torch
+
+ROWS = 8
+FILE = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.0)) for _ in range(4)]
+    return nn.Sequential(*blocks), nn.functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
+"""
+
+
+def material() -> tuple[nn.Module, Any, torch.Tensor, torch.Tensor]:
+    return mlp(4), functional.mse_loss, *data(ROWS)
+
+
+@pytest.fixture(scope="module")
+def profile() -> ModelProfile:
+    return profile_model(material, microbatch_sizes=[2, 1], num_ranks=2, num_runs=2)
+
+
+def planned(profile: ModelProfile, **settings: Any) -> Plan:
+    return plan(profile, num_ranks=2, batch=ROWS, seconds=0.0, **settings).best
+
+
+def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> None:
+    assert profile.rows == (1, 2)
+    assert [one.name for one in profile.layers] == ["0", "1", "2", "3"]
+    for _, each in profile.sizes:
+        assert sum(one.times.total(split=split) for one in each.layers for split in (False, True)) > 0
+        assert all(one.spreads is not None for one in each.layers)
+    assert profile.sizes[1][1].layers[0].activation_bytes == 2 * profile.sizes[0][1].layers[0].activation_bytes
+    assert [(one.source, one.target) for one in profile.links] == [(0, 1), (1, 0)]
+    assert all(one.line.bytes_per_second > 0 and len(one.points) == 4 for one in profile.links)
+    assert profile.overheads.action > 0
+    assert profile.overheads.send.at(100) > 0
+    assert len(profile.paces) == 2
+    assert all(one.times.taped is not None for one in profile.layers)
+    assert (profile.num_ranks, profile.transport) == (2, "shared-memory")
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_planned_pipeline_has_the_gradients_of_one_process(
+    profile: ModelProfile, schedule: str, checkpoint: str, tmp_path: Path
+) -> None:
+    decided = planned(profile, schedules=[schedule], checkpoint=[checkpoint])
+    path = tmp_path / "plan.json"
+    decided.save(path)
+    model, loss_fn, batch, target = material()
+    assert isinstance(model, nn.Sequential)
+    reference = Reference(model, decided.program, loss_fn, balance=decided.counts)
+    expected = reference.step(batch, target)
+    pipe = Pipeline(model, loss_fn=loss_fn, plan=path)
+    loss = pipe.step(batch, target=target).loss
+    assert loss is not None
+    assert torch.equal(loss, expected)
+    reference.compare(pipe, exact=True)
+    assert (pipe.program.name, pipe.num_ranks) == (schedule, 2)
+    held = pipe._engine.assembly.checkpointed
+    assert held == (frozenset("0123") if checkpoint == "full" else frozenset())
+
+
+def test_a_searched_program_in_a_plan_runs_too(profile: ModelProfile) -> None:
+    found = plan(profile, num_ranks=2, batch=ROWS, schedules=["1f1b"], seconds=1.0)
+    model, loss_fn, batch, target = material()
+    pipe = Pipeline(model, loss_fn=loss_fn, plan=found)
+    pipe.step(batch, target=target)
+    assert pipe.program.format() == found.best.program.format()
+
+
+def test_bytes_that_a_plan_predicts_are_what_ranks_hold(profile: ModelProfile) -> None:
+    for schedule, checkpoint in (("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none")):
+        decided = planned(profile, schedules=[schedule], checkpoint=[checkpoint])
+        model, loss_fn, batch, target = material()
+        pipe = Pipeline(model, loss_fn=loss_fn, plan=decided, weigh=True)
+        pipe.step(batch, target=target)
+        measured = pipe.timeline().peak_stash
+        assert measured is not None
+        for one, stash in zip(decided.rank_bytes, measured, strict=True):
+            assert one.activations == pytest.approx(stash, rel=0.1), (schedule, checkpoint)
+        weights = [sum(one.nbytes for one in stage.parameters) for stage in pipe._engine.stages()]
+        assert sum(one.weights for one in decided.rank_bytes) == sum(weights)
+
+
+def test_a_plan_decides_alone(profile: ModelProfile) -> None:
+    decided = planned(profile)
+    for beside in (
+        {"schedule": "gpipe"},
+        {"num_microbatches": 4},
+        {"balance": [2, 2]},
+        {"checkpoint": "full"},
+        {"cuts": ["2"]},
+    ):
+        name = next(iter(beside))
+        with pytest.raises(UsageError, match=f"{name} is .* beside a plan"):
+            Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, **beside)
+    with pytest.raises(UsageError, match="num_ranks is 3; expected 2 ranks, as planned"):
+        Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided, num_ranks=3)
+    with pytest.raises(UsageError, match="plan is 3"):
+        Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=3)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="No such file"):
+        Pipeline(mlp(4), loss_fn=functional.mse_loss, plan="no-such-plan.json")
+
+
+def test_a_plan_of_another_model_is_refused(profile: ModelProfile) -> None:
+    decided = planned(profile)
+    wider = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    for other in (mlp(5), wider):
+        with pytest.raises(PlanError, match=r"the plan is of Sequential .* expected the model that was profiled"):
+            Pipeline(other, loss_fn=functional.mse_loss, plan=decided)
+    frozen = mlp(4)
+    frozen[0].requires_grad_(False)
+    with pytest.raises(PlanError, match="names, shapes or what is trained differ"):
+        Pipeline(frozen, loss_fn=functional.mse_loss, plan=decided)
+
+
+def test_profile_and_plan_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(FILE)
+    source, found, decided = f"{tmp_path / 'own.py'}:make", tmp_path / "profile.json", tmp_path / "plan.json"
+    words = ["--microbatch-sizes", "1,2", "--runs", "1", "--out", str(found)]
+    assert main(["profile", source, *words, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert (table["format"], table["num_ranks"], len(table["sizes"])) == ("drumline profile", 2, 2)
+    assert main(["plan", str(found), "--ranks", "2", "--batch", "8", "--seconds", "0", "--out", str(decided)]) == 0
+    assert "chosen" in capsys.readouterr().out
+    torch.manual_seed(1)
+    pipe = dl.Pipeline(mlp(4), loss_fn=functional.mse_loss, plan=decided)
+    assert pipe.step(torch.randn(8, 6), target=torch.randn(8, 6)).loss is not None
+
+
+def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BatchError, match="the batch has 8 rows for microbatches of 16; expected 16 rows or more"):
+        _check_rows(data(8)[0], 16)
+    with pytest.raises(UsageError, match="0 ranks"):
+        profile_model(material, num_ranks=0)
+    for source, reason in (("nothing.py:make", "no such file"), ("nothing.json", "No such file"), ("model", "FILE.py")):
+        assert main(["profile", source]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_a_config_alone_makes_a_model_and_text(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    sizes = {"vocab_size": 31, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    path.write_text(json.dumps({"model_type": "llama", **sizes, **more}))
+    made = material_from_config(str(path), rows=3, length=5)
+    assert type(made.model).__name__ == "LlamaForCausalLM"
+    assert made.batch["input_ids"].shape == (3, 5)
+    with pytest.raises(UsageError, match="rows of 17 tokens; expected 1 to 16"):
+        material_from_config(str(path), rows=1, length=17)
+    for text, reason in (("{", "is not JSON"), ("{}", "names no model_type"), ('{"model_type": "nope"}', "nope")):
+        path.write_text(text)
+        with pytest.raises(ModelError, match=reason):
+            material_from_config(str(path), rows=1)
+    with pytest.raises(ModelError, match="No such file"):
+        material_from_config(str(tmp_path / "none.json"), rows=1)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.core.errors import PlanError
+from drumline.core.handling import Handling
+from drumline.plan.lines import Line, fitted
+from drumline.plan.model_profile import Link, ModelProfile, is_profile, merged
+from drumline.plan.overheads import Overheads
+from drumline.report.profiles import profile_page, profile_svg, profile_text
+from profiles import SOME, model_profile
+
+
+def test_a_fit_finds_latency_and_bandwidth_through_noise() -> None:
+    rng = random.Random(0)
+    real = Line(2e-5, 1 / 4e9)
+    sizes = (4096, 65536, 524288, 4194304)
+    points = [(size, real.at(size) * rng.uniform(0.97, 1.03)) for size in sizes for _ in range(20)]
+    found = fitted(points)
+    assert found.seconds == pytest.approx(real.seconds, rel=0.05)
+    assert found.bytes_per_second == pytest.approx(4e9, rel=0.05)
+
+
+def test_a_fit_has_no_negative_part() -> None:
+    assert fitted([(0, 2.0), (10, 1.0)]).seconds_per_byte == 0
+    falling = fitted([(10, 0.5), (20, 2.0)])
+    assert falling.seconds == 0
+    assert falling.seconds_per_byte > 0
+    assert fitted([(10, 3.0)]) == Line(3.0)
+    with pytest.raises(PlanError, match="no message was measured"):
+        fitted([])
+
+
+def test_overheads_are_what_was_measured_at_any_size() -> None:
+    told = [(size, Handling(send=1e-6 + 1e-9 * size, take=2e-6, action=5e-6, flight=3e-6)) for size in (100.0, 1000.0)]
+    found = Overheads.fitted(told, [(0.0, 1e-5), (1000.0, 2e-5)])
+    assert found.send.at(500) == pytest.approx(1.5e-6)
+    assert found.take.at(500) == pytest.approx(2e-6)
+    assert found.end.at(2000) == pytest.approx(3e-5)
+    assert (found.action, found.flight) == (5e-6, 3e-6)
+
+
+def test_sizes_between_those_measured_lie_on_a_line() -> None:
+    profile = model_profile([1.0, 2.0], rows=(1, 4))
+    assert profile.at(4) == profile.sizes[1][1]
+    paced = replace(profile, paces=(1.0, 1.6))
+    assert paced.at(4).layers[1].times.forward == pytest.approx(1.6 * 8.0)
+    assert paced.at(2).layers[1].times.forward == pytest.approx(1.2 * 4.0)
+    two = profile.at(2)
+    assert [one.times.forward for one in two.layers] == pytest.approx([2.0, 4.0])
+    assert [one.activation_bytes for one in two.layers] == [200, 200]
+    for rows in (0.5, 5):
+        with pytest.raises(PlanError, match="expected 1 to 4, which were measured"):
+            profile.at(rows)
+
+
+def test_ranks_profiles_are_merged_by_their_medians() -> None:
+    each = [model_profile([seconds], rows=(1,)).at(1) for seconds in (1.0, 5.0, 2.0)]
+    assert merged(each).layers[0].times.forward == 2.0
+    with pytest.raises(PlanError, match="profiles of different blocks"):
+        merged([each[0], model_profile([1.0, 2.0], rows=(1,)).at(1)])
+
+
+def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
+    link = Link(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
+    profile = replace(model_profile([1.0, 2.0], overheads=SOME), links=(link,), transport="shared-memory")
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert ModelProfile.load(path) == profile
+    assert is_profile(path)
+    text = profile_text(profile)
+    assert "0 -> 1" in text
+    assert "microbatches of 4:" in text
+    assert profile_svg(profile).count("<title>") == 2 * 3
+    assert "<svg" in profile_page(profile)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 2}, "a profile of version 2; expected version 1; measure it again"),
+        ({"format": "something"}, "not a profile"),
+        ({"sizes": []}, r"sizes of microbatches \[\]"),
+        ({"sizes": None}, "a damaged profile"),
+        ({"paces": [1.0]}, "1 paces for 3 sizes"),
+        ({"model": {"name": "x"}}, "a damaged profile"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(change: dict[str, Any], reason: str) -> None:
+    table = {**json.loads(model_profile([1.0]).to_json()), **change}
+    with pytest.raises(PlanError, match=reason):
+        ModelProfile.from_json(json.dumps(table))
+
+
+def test_damage_is_named_with_its_file(tmp_path: Path) -> None:
+    table = json.loads(model_profile([1.0]).to_json())
+    del table["device"]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(PlanError, match=f"{path}: a damaged profile: 'device' is missing"):
+        ModelProfile.load(path)
+    table = json.loads(model_profile([1.0]).to_json())
+    table["sizes"][0]["profile"]["layers"][0]["weight_bytes"] = -1
+    with pytest.raises(PlanError, match="weight_bytes is -1"):
+        ModelProfile.from_json(json.dumps(table))
+    for text in ("", "[]", "{", "3"):
+        with pytest.raises(PlanError, match=r"not JSON|JSON of a|not a profile"):
+            ModelProfile.from_json(text)

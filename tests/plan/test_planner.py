@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chains import cuts
+from drumline.core.costs import Edge
+from drumline.core.errors import PlanError, ScheduleError
+from drumline.core.simulate import simulate
+from drumline.core.validate import validate
+from drumline.plan.candidate import Candidate
+from drumline.plan.model_profile import ModelProfile
+from drumline.plan.plan import Plan
+from drumline.plan.planner import plan, reordered
+from drumline.plan.ranks import Ranks
+from drumline.plan.stages import Stages, every_cut
+from profiles import NONE, SOME, model_profile
+from programs import build
+
+MIB = 2**20
+FAST: dict[str, Any] = {"seconds": 0.0}
+
+
+def stages_for(
+    profile: ModelProfile, name: str, microbatches: int, rows: int, *, again: tuple[bool, ...] = (), **ranks: Any
+) -> Stages:
+    program = build(name, ranks.pop("num_ranks", 2), microbatches)
+    known = Ranks.of(program.num_ranks, **ranks)
+    return Stages(profile.at(rows), program, known, profile.overheads, again or (False,) * program.num_stages)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v", "hanayo"])
+@pytest.mark.parametrize("frozen", [0, 3])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
+def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int, speeds: tuple[float, float]) -> None:
+    profile = model_profile([1, 4, 4, 4, 6], overheads=SOME, held=1000, weights=300, output=40, frozen=frozen, tape=0.2)
+    stages = stages_for(profile, name, 4, 2, rank_speeds=speeds)
+    stages = replace(stages, recompute=tuple(stage % 2 == 0 for stage in range(stages.program.num_stages)))
+    found = stages.cuts(every_cut(5, stages.program.num_stages))
+    for one in found:
+        program, costs = stages.pruned(one.counts), stages.costs(one.counts)
+        simulated = simulate(program, costs)
+        assert one.seconds == pytest.approx(simulated.makespan + stages.around(costs, program))
+        assert one.rank_bytes == pytest.approx(simulated.peak_bytes)
+        candidate = Candidate(stages, one, 2, 8)
+        assert candidate.seconds.total == pytest.approx(one.seconds)
+        assert [each.total for each in candidate.rank_bytes] == pytest.approx(list(one.rank_bytes))
+    assert len({one.seconds for one in found}) > 1
+
+
+def brute_force(
+    profile: ModelProfile, names: tuple[str, ...], batch: int, memory: float, headroom: float
+) -> list[tuple[float, tuple[float, ...]]]:
+    """Return the step and every rank's peak of all that fits: each schedule, size, choice of stages and cut."""
+    found = []
+    for name, rows in product(names, (1, 2)):
+        try:
+            program = build(name, 2, batch // rows)
+        except ScheduleError:
+            continue
+        if program.num_stages > len(profile.layers):
+            continue
+        for again in product((False, True), repeat=program.num_stages):
+            stages = stages_for(profile, name, batch // rows, rows, again=again)
+            for counts in cuts(len(profile.layers), program.num_stages):
+                costs = stages.costs(counts)
+                timeline = simulate(program, costs)
+                assert timeline.peak_bytes is not None
+                if max(timeline.peak_bytes) <= memory * (1 - headroom):
+                    found.append((timeline.makespan + stages.around(costs, program), timeline.peak_bytes))
+    return found
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=5),
+    st.integers(0, 200),
+    st.integers(1, 100),
+    st.integers(100, 3000),
+    st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_a_plan_fits_and_nothing_that_fits_is_much_faster(
+    seconds: list[int], held: int, weights: int, memory: int, headroom: float
+) -> None:
+    profile = model_profile(seconds, rows=(1, 2), held=held, weights=weights, output=5, overheads=NONE)
+    names = ("1f1b", "gpipe", "zb-h1", "zb-v")
+    every = brute_force(profile, names, 4, memory, headroom)
+    asked: dict[str, Any] = {"num_ranks": 2, "batch": 4, "memory_bytes": memory, "headroom": headroom}
+    whole = [one for one in every if one[0] < math.inf]
+    if not whole:
+        with pytest.raises(PlanError, match="nothing fits"):
+            plan(profile, schedules=names, **asked, **FAST)
+        return
+    found = plan(profile, schedules=names, **asked, **FAST)
+    best = found.best
+    costs = found.chosen.costs
+    peaks = simulate(best.program, costs).peak_bytes
+    assert peaks is not None
+    assert max(peaks) <= memory * (1 - headroom)
+    assert [one.total for one in best.rank_bytes] == pytest.approx(list(peaks))
+    assert all(one.fits for one in found.candidates)
+    assert not any(one.fits for one in found.rejected)
+    assert not validate(best.program)
+    assert sum(best.counts) == len(seconds)
+    assert best.step_seconds <= min(step for step, _ in whole) * 1.011
+
+
+def test_a_slow_rank_gets_fewer_blocks_and_small_memory_less() -> None:
+    profile = model_profile([1.0] * 12, held=10, weights=10)
+    even = plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], **FAST).best
+    assert even.counts == (6, 6)
+    slow = plan(profile, num_ranks=2, batch=32, schedules=["1f1b"], rank_speeds=[1, 0.5], **FAST)
+    by_rank = {rank: slow.best.counts[stages[0]] for rank, stages in enumerate(slow.best.summary()["placement"])}
+    assert by_rank == {0: 8, 1: 4}
+    asked: dict[str, Any] = {"headroom": 0.0, "optimizer": "sgd", "checkpoint": ["none"]}
+    small = plan(profile, num_ranks=2, batch=4, schedules=["1f1b"], rank_memory=[1000, 120], **asked, **FAST)
+    sizes = [one.total for one in small.best.rank_bytes]
+    assert sizes[1] <= 120 < sizes[0] <= 1000
+
+
+def test_ranks_that_differ_may_change_places() -> None:
+    """The first rank of 1f1b holds the most microbatches, so it is played by the one with the memory."""
+    profile = model_profile([1.0] * 6, held=100, weights=1)
+    asked: dict[str, Any] = {"headroom": 0.0, "checkpoint": ["none"], "schedules": ["1f1b"]}
+    found = plan(profile, num_ranks=2, batch=4, rank_memory=[400, 10_000], **asked, **FAST).best
+    assert found.program.placement.homes == (1, 0)
+    assert reordered(build("1f1b", 2, 4), (0, 1)).placement.homes == (0, 1)
+
+
+def test_a_slow_link_is_crossed_less() -> None:
+    profile = model_profile([1.0] * 8, output=1000)
+    names = ["1f1b", "interleaved-1f1b"]
+    near = plan(profile, num_ranks=2, batch=8, schedules=names, **FAST).best
+    far = {(0, 1): Edge(5.0, 1000.0), (1, 0): Edge(5.0, 1000.0)}
+    slow = plan(profile, num_ranks=2, batch=8, schedules=names, links=far, **FAST).best
+    assert near.schedule == "interleaved-1f1b"
+    assert slow.schedule == "1f1b"
+    assert slow.seconds.communication > near.seconds.communication == 0
+
+
+def test_headroom_is_kept_free() -> None:
+    profile = model_profile([1.0] * 4, held=100, weights=10)
+    asked: dict[str, Any] = {"num_ranks": 2, "batch": 4, "schedules": ["gpipe", "1f1b"], **FAST}
+    free = plan(profile, headroom=0.0, memory_bytes=1000, **asked).best
+    tight = plan(profile, headroom=0.6, memory_bytes=1000, **asked).best
+    assert tight.limits == (400.0, 400.0)
+    assert max(one.total for one in tight.rank_bytes) <= 400
+    assert tight.step_seconds >= free.step_seconds
+
+
+def test_what_is_as_fast_within_a_percent_is_chosen_by_memory() -> None:
+    profile = model_profile([1.0] * 4, held=100)
+    found = plan(profile, num_ranks=2, batch=8, schedules=["gpipe", "1f1b"], **FAST)
+    assert found.best.schedule == "1f1b"  # gpipe takes as long
+    rival = next(
+        one for one in found.candidates if one.program.name == "gpipe" and one.rows == found.best.microbatch_size
+    )
+    assert "<1% faster, holds" in rival.why_not(found.chosen)
+
+
+def test_a_program_is_searched_where_that_is_better() -> None:
+    profile = model_profile([1.0, 1.0, 1.0, 2.6])
+    found = plan(profile, num_ranks=4, batch=8, schedules=["1f1b"], seconds=3.0)
+    assert found.best.searched
+    plain = next(one for one in found.candidates if not one.searched)
+    assert found.best.step_seconds < plain.step_seconds
+    assert "bubble" in plain.why_not(found.chosen)
+    assert not validate(found.best.program)
+
+
+def test_a_forward_that_keeps_a_tape_takes_longer() -> None:
+    plain, taped = (model_profile([1.0] * 4, tape=tape) for tape in (0.0, 0.5))
+    for name, longer in (("1f1b", False), ("zb-h1", True)):
+        steps = [plan(one, num_ranks=2, batch=8, schedules=[name], **FAST).best.step_seconds for one in (plain, taped)]
+        assert (steps[1] > steps[0]) is longer
+    costs = stages_for(taped, "1f1b", 4, 2).costs_for_search((2, 2))
+    assert costs.per_stage("forward", 2) == (4.0, 4.0)
+    assert costs.per_stage("backward_input", 2) == (6.0, 6.0)  # whoever splits pays for the tape
+
+
+def test_why_nothing_fits_and_what_would_do() -> None:
+    profile = model_profile([1.0] * 8, held=100, weights=10)
+    asked: dict[str, Any] = {"num_ranks": 2, "batch": 4, "headroom": 0.0, "schedules": ["1f1b"], **FAST}
+    with pytest.raises(PlanError) as caught:
+        plan(profile, memory_bytes=700, checkpoint=["none"], **asked)
+    text = str(caught.value)
+    assert "nothing fits: of 3 combinations the smallest (1f1b, 4 microbatches of 1)" in text
+    assert "less activation memory" in text
+    assert "full checkpointing on rank 0" in text
+    assert "3 ranks" in text
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    assert plan(profile, memory_bytes=smallest, checkpoint=["none"], **asked).best.schedule == "1f1b"
+    with pytest.raises(PlanError):
+        plan(profile, memory_bytes=smallest - 1, checkpoint=["none"], **asked)
+    again = plan(profile, memory_bytes=700, **asked).best
+    assert any(again.checkpoint)
+    with pytest.raises(PlanError, match="weights, gradients and the optimizer's state alone take"):
+        plan(profile, memory_bytes=30, **asked)
+
+
+def test_smaller_microbatches_are_named_where_none_was_measured() -> None:
+    profile = model_profile([1.0] * 4, rows=(2, 4), held=100, weights=1)
+    with pytest.raises(PlanError, match="smaller microbatches"):
+        plan(profile, num_ranks=2, batch=4, memory_bytes=100, **FAST)
+
+
+def test_a_plan_and_its_file_are_the_same() -> None:
+    found = plan(model_profile([1.0, 2.0, 3.0], overheads=SOME), num_ranks=2, batch=4, memory_bytes=10_000, **FAST).best
+    assert Plan.from_json(found.to_json()) == found
+    assert found.cuts == tuple(str(sum(found.counts[: stage + 1])) for stage in range(len(found.counts) - 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"num_ranks": 0}, "0 ranks; expected a whole number of 1 or more"),
+        ({"num_ranks": 5}, "5 ranks for the model's 3 blocks"),
+        ({"batch": 0}, "a batch of 0 rows"),
+        ({"batch": 7, "profile": model_profile([1.0] * 3, rows=(2, 4))}, "no size of microbatch was measured"),
+        ({"batch": 1, "profile": model_profile([1.0] * 3, rows=(2, 4))}, "it is smaller than any microbatch"),
+        ({"headroom": 1.0}, "headroom is 1"),
+        ({"optimizer": "adan"}, "did you mean adam"),
+        ({"schedules": ["1f1v"]}, "did you mean 1f1b"),
+        ({"schedules": ["chimera"]}, "chimera cannot be planned from a profile"),
+        ({"checkpoint": ["some"]}, "unknown checkpointing 'some'"),
+        ({"rank_speeds": [1.0]}, "1 speeds; expected one for each of 2 ranks"),
+        ({"rank_memory": [1.0, -1.0]}, "expected more than 0 each"),
+        ({"links": {(0, 2): Edge()}}, "a link 0-2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], reason: str) -> None:
+    asked: dict[str, Any] = {"profile": model_profile([1.0] * 3), "num_ranks": 2, "batch": 4, **FAST, **settings}
+    with pytest.raises((PlanError, ScheduleError), match=reason):
+        plan(asked.pop("profile"), **asked)
+
+
+def test_many_blocks_are_cut_by_the_exact_cuts_and_their_neighbours() -> None:
+    profile = model_profile([1.0 + at % 5 for at in range(40)], overheads=SOME)
+    found = plan(profile, num_ranks=4, batch=8, schedules=["1f1b"], **FAST).best
+    stages = stages_for(profile, "1f1b", found.num_microbatches, found.microbatch_size, num_ranks=4)
+    largest = max(sum(1.0 + at % 5 for at in range(i, j)) for i, j in _runs(found.counts))
+    assert largest <= 1.2 * 120 / 4
+    assert found.step_seconds <= stages.cuts([(10, 10, 10, 10)])[0].seconds
+
+
+def _runs(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(sum(counts[:at]), sum(counts[: at + 1])) for at in range(len(counts))]

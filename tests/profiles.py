@@ -1,0 +1,61 @@
+"""Profiles of models that do not exist, for tests that need numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drumline.plan.layers import Layer, Profile, Times
+from drumline.plan.lines import Line
+from drumline.plan.model_profile import Identity, ModelProfile
+from drumline.plan.overheads import Overheads
+
+NONE = Overheads()
+SOME = Overheads(Line(1e-5, 1e-10), Line(2e-5, 1e-10), Line(1e-4, 1e-10), flight=3e-5, action=2e-5, begin=1e-4)
+
+
+def layer(
+    name: str,
+    seconds: float,
+    *,
+    held: int = 100,
+    weights: int = 50,
+    output: int = 10,
+    trains: bool = True,
+    tape: float = 0.0,
+) -> Layer:
+    times = (
+        Times(seconds, 2 * seconds, seconds, seconds, (1 + tape) * seconds) if trains else Times(seconds, 0.0, 0.0, 0.0)
+    )
+    return Layer(name, times, held, held // 2, 0, weights, weights if trains else 0, output)
+
+
+def model_profile(
+    seconds: Sequence[float],
+    *,
+    rows: Sequence[int] = (1, 2, 4),
+    held: int = 100,
+    weights: int = 50,
+    output: int = 10,
+    overheads: Overheads = NONE,
+    frozen: int = 0,
+    tape: float = 0.0,
+) -> ModelProfile:
+    """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept."""
+
+    def at(size: int) -> Profile:
+        layers = [
+            layer(
+                str(at),
+                size * one,
+                held=size * held,
+                weights=weights,
+                output=size * output,
+                trains=at >= frozen,
+                tape=tape,
+            )
+            for at, one in enumerate(seconds)
+        ]
+        return Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 1)
+
+    sizes = tuple((size, at(size)) for size in rows)
+    return ModelProfile(Identity("made up", 100, "abc"), "cpu", 2, 1, sizes, overheads)
