@@ -12,7 +12,7 @@ from drumline.cli.main import main
 from drumline.plan.launch.launch import read_train_config
 
 SMALL = ("gpt-1.7b", "--hardware", "a100-40", "--gpus", "8", "--batch", "16")
-FAST = ("--microbatch", "2", "--zero", "1", "--schedule", "1f1b,interleaved-1f1b")
+FAST = ("--microbatch", "2", "--zero", "1", "--schedules", "1f1b,interleaved-1f1b")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -93,7 +93,7 @@ def test_a_config_of_hugging_face_is_a_model(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_memory_and_headroom_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--json", "--memory-gib", "20", "--headroom", "0.25")
+    _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--json", "--memory", "20GiB", "--headroom", "0.25")
     assert json.loads(out)["limit_bytes"] == 15 * 2**30
 
 
@@ -122,7 +122,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
             "DP 2 would do",
         ),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
-        ((*SMALL, "--schedule", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),
+        ((*SMALL, "--schedules", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),
         (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware missing", "for example"),
         ((*SMALL, "--tensor", "0"), "--tensor is 0", ""),
         ((*SMALL, "--out", "plan.pdf"), "--out is plan.pdf", ""),
@@ -131,7 +131,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         (("missing.json", *SMALL[1:]), "missing.json", ""),
         ((*SMALL, "--microbatch", "3"), "a batch of 16 sequences in microbatches of 3", ""),
         (
-            (*SMALL, "--schedule", "zb-v", "--stages-per-rank", "3"),
+            (*SMALL, "--schedules", "zb-v", "--stages-per-rank", "3"),
             "admits schedule zb-v, stages per rank 3",
             "2 of zb-v",
         ),
@@ -161,3 +161,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_do(capsys: pytest.
     assert "gpt-39.1b does not fit on 8 x A100 40 GB: the smallest layout" in found["error"]
     assert "at most 36.0 GiB with 10% headroom" in found["expected"]
     assert "the smallest that fits:" in found["fix"]
+
+
+def test_flags_of_the_other_kind_of_subject_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--ranks is for a profile" in refused(capsys, *SMALL, "--ranks", "2")["error"]

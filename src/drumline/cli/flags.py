@@ -53,6 +53,15 @@ def size(text: str) -> float:
     return value
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Parse words with commas between.
+
+    >>> names("1f1b, zb-h1")
+    ('1f1b', 'zb-h1')
+    """
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

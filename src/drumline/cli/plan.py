@@ -3,52 +3,51 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from drumline.cli import flags, plan_profile
+from drumline.cli import flags, plan_cluster, plan_profile
 from drumline.core.errors import UsageError
 from drumline.plan.model_profile import is_profile
 
-_CLUSTER = "drumline.cli.plan_cluster"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the verb takes: flags of both kinds of subject, and those that they share."""
+    """Declare what the verb takes: what both kinds of subject share, then the flags of each."""
     parser.add_argument(
         "subject",
         metavar="SUBJECT",
         help="a JSON file of `drumline profile`; or, for a cluster, a model's name or its config.json",
     )
-    if find_spec(_CLUSTER) is not None:
-        importlib.import_module(_CLUSTER).add_arguments(parser)
+    whole = flags.whole_number
+    parser.add_argument("--batch", type=whole, metavar="B", help="rows (sequences) of a step")
+    parser.add_argument("--memory", type=flags.size, metavar="BYTES", help="of a rank (device), like 8e9 or 8GiB")
+    parser.add_argument("--headroom", type=flags.number, metavar="SHARE", help="of the memory that stays free (0.1)")
+    parser.add_argument("--schedules", type=flags.names, metavar="NAME,...", help="to choose from (default: all)")
+    parser.add_argument("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.json; of a cluster .html, .svg, .toml, .args")
+    flags.add_json(parser)
     plan_profile.add_arguments(parser)
-    add = plan_profile.adder(parser)
-    add("--batch", type=flags.whole_number, metavar="B", help="rows (sequences) of a step")
-    add("--memory", type=flags.size, metavar="BYTES", help="of a rank (device), like 8e9 or 8GiB (default: no limit)")
-    add("--headroom", type=flags.number, metavar="SHARE", help="of the memory that stays free")
-    add("--stages-per-rank", type=flags.whole_number, metavar="V", help="number of stages on each rank (default: any)")
-    add("--out", type=Path, metavar="FILE", help="FILE.json for Pipeline(plan=FILE); more for clusters")
-    add("--json", action="store_true", help="print one JSON object")
+    plan_cluster.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Hand over to the half that the subject is for."""
     if is_profile(args.subject):
+        _refuse(args, plan_cluster.add_arguments, "a model on a cluster, and this is a profile")
         return plan_profile.run(args)
-    if find_spec(_CLUSTER) is None or (args.subject.endswith(".json") and not Path(args.subject).is_file()):
+    if args.subject.endswith(".json") and not Path(args.subject).is_file():
         raise UsageError(
-            f"{args.subject}: {'not a profile' if Path(args.subject).is_file() else 'no such file'}",
-            expected="a JSON file that `drumline profile --out FILE.json` wrote",
+            f"{args.subject}: no such file",
+            expected="a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's config.json",
         )
-    names: dict[str, Any] = {
-        "memory_gib": None if args.memory is None else args.memory / 2**30,
-        "schedule": args.schedules[0] if args.schedules else None,
-    }
-    for name, value in names.items():
-        if not hasattr(args, name):
-            setattr(args, name, value)
-    code: int = importlib.import_module(_CLUSTER).run(args)
-    return code
+    _refuse(args, plan_profile.add_arguments, "a profile, and this is a model on a cluster")
+    return plan_cluster.run(args)
+
+
+def _refuse(args: argparse.Namespace, others: Callable[[argparse.ArgumentParser], None], subject: str) -> None:
+    """Refuse flags that the other kind of subject has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    others(parser)
+    for action in parser._actions:
+        if getattr(args, action.dest) != action.default:
+            raise UsageError(f"{action.option_strings[0]} is for {subject}", fix="leave it out")

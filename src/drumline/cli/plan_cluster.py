@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gpus", type=whole, metavar="N", help="devices of the cluster")
     group.add_argument("--nodes", type=whole, metavar="N", help="nodes of the cluster, instead of --gpus")
     group.add_argument("--gpus-per-node", type=whole, metavar="N", help="devices of a node (default: the hardware's)")
-    group.add_argument("--batch", type=whole, metavar="N", help="sequences of a step")
     group.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
     group.add_argument("--top", type=whole, metavar="N", default=10, help="how many meshes to explain (default 10)")
     group.add_argument("--brief", action="store_true", help="the plan alone, without the plans that explain it")
@@ -49,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
     pins.add_argument("--recompute", metavar="HOW", help="none, selective or full")
     pins.add_argument("--no-sequence-parallel", action="store_true", help="keep it out of tensor parallelism")
-    pins.add_argument("--schedule", metavar="NAME[,...]", help="choose among these")
-    pins.add_argument("--stages-per-rank", type=whole, metavar="V", help="number of stages on each rank")
-    parser.add_argument("--memory-gib", type=flags.number, metavar="X", help="memory of a device")
-    parser.add_argument("--headroom", type=flags.number, metavar="SHARE", help="of the memory to leave free (0.1)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.html, .svg, .json; .toml or .args: a config")
-    flags.add_json(parser)
 
 
 _PINS = {
@@ -107,8 +100,6 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}", expected="a whole number of 1 or more")
-    if args.memory_gib is not None and args.memory_gib <= 0:
-        raise UsageError(f"--memory-gib is {args.memory_gib:g}", expected="more than 0")
     if args.out is not None and args.out.suffix not in _WRITERS:
         raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_WRITERS)}")
     if args.out is not None and args.brief and args.out.suffix in (".html", ".svg"):
@@ -147,8 +138,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             fix="leave one of them out",
         )
     found = replace(cluster(args.hardware, gpus), devices_per_node=per_node)
-    memory = getattr(args, "memory", None) if args.memory_gib is None else args.memory_gib * _GIB
-    return found if memory is None else replace(found, device=replace(found.device, memory_bytes=memory))
+    if args.memory is None:
+        return found
+    return replace(found, device=replace(found.device, memory_bytes=args.memory))
 
 
 def _pins(args: argparse.Namespace) -> Pins:
@@ -160,7 +152,7 @@ def _pins(args: argparse.Namespace) -> Pins:
         zero=args.zero,
         recompute=args.recompute,
         sequence_parallel=False if args.no_sequence_parallel else None,
-        schedules=tuple(args.schedule.split(",")) if args.schedule else (getattr(args, "schedules", None) or ()),
+        schedules=tuple(args.schedules or ()),
     )
 
 

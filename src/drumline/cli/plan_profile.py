@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,9 @@ _HEADROOM = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what planning from a profile takes; what clusters take too is the dispatcher's."""
-    add = adder(parser.add_argument_group("a profiled model on this device"))
+    add = parser.add_argument_group("a profiled model on this device").add_argument
     add("--ranks", type=flags.whole_number, metavar="P", help="number of ranks")
-    add("--schedules", type=_names, metavar="NAME,...", help="to choose from (default: all that can be planned)")
-    add("--checkpoint", type=_names, metavar="HOW,...", help="to choose from: none, full (default both)")
+    add("--checkpoint", type=flags.names, metavar="HOW,...", help="to choose from: none, full (default both)")
     add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd: what it keeps (default adam)")
     add("--seconds", type=flags.number, metavar="S", default=5.0, help="of searching programs; 0: none (default 5)")
     add("--rank-speed", type=_numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
@@ -40,16 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A-B:LATENCY:BYTES_PER_SECOND",
         help="a link between two ranks, both ways, that is none of the profiled; may be repeated",
     )
-
-
-def adder(parser: argparse._ActionsContainer) -> Callable[..., None]:
-    """Return a function that adds a flag, unless the other kind of subject has one of that name already."""
-
-    def add(flag: str, **settings: Any) -> None:
-        if flag not in parser._option_string_actions:
-            parser.add_argument(flag, **settings)
-
-    return add
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,10 +150,6 @@ def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
         return "all" if short else "everything recomputed"
     named = " ".join(str(stage) for stage, one in enumerate(again) if one)
     return named if short else f"stages {named} recomputed"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _numbers(text: str) -> tuple[float, ...]:
