@@ -33,7 +33,7 @@ WRONG = [
     ("timeout", float("nan"), "seconds above 0"),
     ("master_weights", "yes", "True or False"),
     ("capture", 1, "True or False"),
-    ("schedule", None, "a name, a Program, or a CSV file"),
+    ("schedule", 1, "a name, a Program, or a CSV file"),
     ("transport", None, ""),
     ("device", "gpu", "a device of PyTorch's"),
     ("device", 1.5, "a device of PyTorch's"),

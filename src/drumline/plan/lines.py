@@ -15,8 +15,8 @@ from drumline.core.errors import PlanError
 class Line:
     """`seconds` for nothing, and `seconds_per_byte` more for each byte.
 
-    >>> Line(1e-5, 1e-9).at(1000)
-    1.1e-05
+    >>> Line(1.0, 0.5).at(4)
+    3.0
     """
 
     seconds: float = 0.0

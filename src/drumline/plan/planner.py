@@ -40,6 +40,7 @@ OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' siz
 CHECKPOINTING = ("none", "full")
 _SEARCHED = 3  # combinations for which programs are searched
 _MOST_MICROBATCHES = 128
+_EVERY_RANK = 4
 # Without a flush, without a backward, or with gradients exchanged between copies, which no profile knows of.
 _UNSUITED = ("pipedream", "pipedream-2bw", "forward-only", "dualpipe", "chimera", "naive")
 
@@ -294,10 +295,14 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
 
 
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
-    """Yield which stages to recompute: those of the first rank on the way, of the first two, ..., of all; or all."""
+    """Yield which stages to recompute: those of the first rank on the way, of more, ..., of all; or all alone.
+
+    Up to four ranks every number of them is tried, of more the first, a quarter, half and all.
+    """
     homes = program.placement.homes
     ranks = list(dict.fromkeys(homes))
-    for number in range(1 if partly else len(ranks), len(ranks) + 1):
+    some = range(1, len(ranks)) if len(ranks) <= _EVERY_RANK else [1, len(ranks) // 4, len(ranks) // 2]
+    for number in dict.fromkeys([*(some if partly else []), len(ranks)]):
         yield tuple(home in ranks[:number] for home in homes)
 
 

@@ -189,12 +189,16 @@ class Stages:
         """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
         starts = {begun, shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)}
         best = min(self.cuts([one for one in starts if one is not None]), key=value)
+        alone = True  # single boundaries first: there are few of them
         for _ in range(_ROUNDS):
-            around = self.cuts(list(dict.fromkeys(neighbours(best.counts))))
+            around = self.cuts(list(dict.fromkeys(neighbours(best.counts, alone=alone))))
             nearest = min(around, key=value, default=best)
-            if value(nearest) >= value(best):
+            if value(nearest) < value(best):
+                best, alone = nearest, True
+            elif alone:
+                alone = False
+            else:
                 break
-            best = nearest
         return best
 
     def tables(self, *, limited: bool = True) -> list[Floats]:

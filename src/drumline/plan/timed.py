@@ -127,11 +127,15 @@ class TimedCuts:
             counts, seconds = around[best], times[best]
 
 
-def neighbours(counts: Counts) -> Iterator[Counts]:
-    """Yield the cuts with one boundary moved by one or two blocks, or two of them by one."""
+def neighbours(counts: Counts, *, alone: bool = False) -> Iterator[Counts]:
+    """Yield the cuts with one boundary moved by one or two blocks, or, unless `alone`, two of them by one."""
     inner = range(1, len(counts))
     moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in (-1, 1, -2, 2)]
-    moves += [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
+    moves += (
+        []
+        if alone
+        else [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
+    )
     ends = list(accumulate(counts, initial=0))
     for move in moves:
         moved = list(ends)
