@@ -6,13 +6,13 @@ import argparse
 import importlib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from drumline.cli import flags, plan_profile
 from drumline.core.errors import UsageError
 from drumline.plan.model_profile import is_profile
 
 _CLUSTER = "drumline.cli.plan_cluster"
+_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,20 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hand over to the half that the subject is for."""
+    """Hand over to the half that the subject is for; both take memory and schedules by either flag."""
+    gib = getattr(args, "memory_gib", None)
+    one = getattr(args, "schedule", None)
+    names = one.split(",") if isinstance(one, str) else one
     if is_profile(args.subject):
+        args.memory = args.memory if args.memory is not None or gib is None else gib * _GIB
+        args.schedules = args.schedules or names
         return plan_profile.run(args)
     if find_spec(_CLUSTER) is None or (args.subject.endswith(".json") and not Path(args.subject).is_file()):
         raise UsageError(
             f"{args.subject}: {'not a profile' if Path(args.subject).is_file() else 'no such file'}",
             expected="a JSON file that `drumline profile --out FILE.json` wrote",
         )
-    names: dict[str, Any] = {
-        "memory_gib": None if args.memory is None else args.memory / 2**30,
-        "schedule": args.schedules[0] if args.schedules else None,
-    }
-    for name, value in names.items():
-        if not hasattr(args, name):
-            setattr(args, name, value)
+    args.memory_gib = gib if gib is not None or args.memory is None else args.memory / _GIB
+    args.schedule = one if one is not None or not args.schedules else ",".join(args.schedules)
     code: int = importlib.import_module(_CLUSTER).run(args)
     return code
