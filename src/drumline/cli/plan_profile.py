@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _SHOWN = 10
 _FEW = 4
+_DRAWN = 6
 _HEADROOM = 0.1
 
 
@@ -49,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag} missing", fix=f"for example: drumline plan {args.subject} --ranks 2 --batch 16")
         if value < 1:
             raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
-    if args.out is not None and args.out.suffix != ".json":
-        raise UsageError(f"--out is {args.out}", expected="a name that ends with .json")
+    if args.out is not None and args.out.suffix not in _WRITERS:
+        raise UsageError(f"--out is {args.out}", expected=f"a name that ends with {', '.join(_WRITERS)}")
     try:
         found = plan(
             args.subject,
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     if args.out is not None:
-        save(args.out, found.best.to_json())
+        save(args.out, _WRITERS[args.out.suffix](found))
     if args.json:
         print_json(_summary(found, args.out))
     else:
@@ -79,6 +81,29 @@ def run(args: argparse.Namespace) -> int:
         if args.out is not None:
             print(f"wrote {args.out}")
     return 0
+
+
+def _page(found: Planned) -> str:
+    """Return the timelines of the choice and of the best by every other schedule."""
+    from drumline.report.html import page
+
+    best: dict[str, Candidate] = {}
+    for one in found.candidates:
+        best.setdefault(one.program.name, one)
+    return page([one.timeline() for one in list(best.values())[:_DRAWN]])
+
+
+def _picture(found: Planned) -> str:
+    from drumline.report.svg import svg
+
+    return svg(found.chosen.timeline()).rstrip("\n")
+
+
+_WRITERS: dict[str, Callable[[Planned], str]] = {
+    ".json": lambda found: found.best.to_json(),
+    ".html": _page,
+    ".svg": _picture,
+}
 
 
 def _summary(found: Planned, out: Path | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate import Simulation, simulate
 from drumline.plan.model_profile import ModelProfile
 from drumline.plan.peaks import Peaks, Sizes
 from drumline.plan.plan import Plan, RankBytes, Seconds
@@ -67,6 +67,10 @@ class Candidate:
     def costs(self) -> Costs:
         """What its stages take, handling of messages included."""
         return self.stages.costs(self.cut.counts)
+
+    def timeline(self) -> Simulation:
+        """Return the step as it is predicted."""
+        return simulate(self.stages.pruned(self.cut.counts), self.costs)
 
     @cached_property
     def makespan(self) -> float:

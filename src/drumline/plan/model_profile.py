@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -181,7 +182,7 @@ def is_profile(path: str | Path) -> bool:
     """
     try:
         with Path(path).open("rb") as file:
-            return f'"format": "{FORMAT}"'.encode() in file.read(1000)
+            return re.search(rf'"format"\s*:\s*"{FORMAT}"'.encode(), file.read(1000)) is not None
     except OSError:
         return False
 

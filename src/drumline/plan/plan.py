@@ -57,6 +57,11 @@ class RankBytes:
         """The peak."""
         return float(sum(getattr(self, one.name) for one in fields(self)))
 
+    @property
+    def stash(self) -> float:
+        """What is held for backwards to come."""
+        return self.activations + self.received
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -28,12 +28,11 @@ def nothing_fits(planner: Planner, rejected: Sequence[Candidate]) -> PlanError:
     nearest = rejected[0]
     rank, over = nearest.over
     items, limit = nearest.rank_bytes[rank], planner.ranks.limits[rank]
-    stash = items.activations + items.received
     needs = (
-        f"{over / stash:.0%} less activation memory"
-        if over < stash
+        f"{over / items.stash:.0%} less activation memory"
+        if over < items.stash
         else f"{over / _MIB:.1f} MiB less: weights, gradients and the optimizer's state alone take"
-        f" {(items.total - stash) / _MIB:.1f} MiB"
+        f" {(items.total - items.stash) / _MIB:.1f} MiB"
     )
     share = max(size / own for size, own in zip(nearest.cut.rank_bytes, planner.ranks.memory, strict=True))
     enough = math.ceil(max(planner.ranks.memory) * share / (1 - planner.ranks.headroom))
@@ -72,7 +71,7 @@ def _mends(planner: Planner, nearest: Candidate) -> Iterator[str]:
         if _some_fit(replace(quiet, ranks=ranks, schedules=("1f1b",))):
             yield f"{num_ranks} ranks"
             break
-    if planner.profile.rows[0] > 1:
+    if planner.profile.rows[0] > 1 and nearest.over[1] < nearest.rank_bytes[nearest.over[0]].stash:
         yield "smaller microbatches (profile again with --microbatch-sizes 1)"
 
 

@@ -13,6 +13,7 @@ from drumline.core.action import Op
 from drumline.core.graph import Floats, Ints
 from drumline.core.program import Program
 from drumline.plan.layers import Profile, Times
+from drumline.plan.lines import Line
 from drumline.plan.overheads import Overheads
 from drumline.plan.peaks import Sizes
 
@@ -139,14 +140,14 @@ class CutTable:
         later, earlier = np.append(crossed, 0.0), np.append(0.0, crossed)
         plain = {op: self.runs.seconds(op, split=split) / speeds for op in OPS}
         again = plain[Op.FORWARD] * np.array(recompute)
-        out = _line(overheads, "send", self.runs.sent) * later, _line(overheads, "send", self.runs.received) * earlier
-        into = _line(overheads, "take", self.runs.sent) * later, _line(overheads, "take", self.runs.received) * earlier
+        sent, received = self.runs.sent, self.runs.received
+        out = line_at(overheads.send, sent) * later, line_at(overheads.send, received) * earlier
+        into = line_at(overheads.take, sent) * later, line_at(overheads.take, received) * earlier
         back = again + into[0] + out[1]
         extra = {Op.FORWARD: out[0] + into[1], Op.BACKWARD: back, Op.BACKWARD_INPUT: back, Op.BACKWARD_WEIGHT: 0.0}
         return np.stack([plain[op] + extra[op] + overheads.action for op in OPS])
 
 
-def _line(overheads: Overheads, name: str, sizes: Floats) -> Floats:
-    line = getattr(overheads, name)
-    found: Floats = line.seconds + line.seconds_per_byte * sizes
-    return found
+def line_at(line: Line, sizes: Floats) -> Floats:
+    """Return the seconds of many sizes."""
+    return line.seconds + line.seconds_per_byte * sizes

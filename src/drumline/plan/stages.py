@@ -26,7 +26,7 @@ from drumline.plan.layers import Profile
 from drumline.plan.overheads import Overheads
 from drumline.plan.peaks import Peaks
 from drumline.plan.ranks import Ranks
-from drumline.plan.runs import OPS, CutTable, RunTable
+from drumline.plan.runs import OPS, CutTable, RunTable, line_at
 from drumline.plan.timed import neighbours
 
 Counts = tuple[int, ...]
@@ -117,6 +117,8 @@ class Stages:
     def trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
         layers = self.profile.layers
+        if all(one.trains for one in layers):
+            return (True,) * len(counts)
         return tuple(any(one.trains for one in layers[i:j]) for i, j in pairwise(accumulate(counts, initial=0)))
 
     def pruned(self, counts: Counts) -> Program:
@@ -154,8 +156,7 @@ class Stages:
             return makespans(program, [self.costs(counts) for counts in table.many])
         speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
         seconds = table.seconds(self.overheads, speeds, self.recompute, split=split_share(self.program))
-        work = [part for part in program.work() if part.op in OPS]
-        ops, stages = [OPS.index(part.op) for part in work], [part.stage for part in work]
+        ops, stages = _work(program)
         unit = Costs(backward=1.0, comm=self.overheads.flight)
         return makespans(program, unit, factors=seconds[ops, :, stages].T)
 
@@ -221,8 +222,8 @@ class Stages:
                 (runs.sent, stage < last and homes[stage + 1] != home),
                 (runs.received, stage > 0 and homes[stage - 1] != home),
             ):
-                both = [self.overheads.send.at(one) + self.overheads.take.at(one) for one in sizes.tolist()]
-                seconds = seconds + np.array(both) * crosses
+                if crosses:
+                    seconds = seconds + (line_at(self.overheads.send, sizes) + line_at(self.overheads.take, sizes))
             size = runs.kept(again), runs.full(again), runs.until_weight
             held = np.max(
                 [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],
@@ -233,6 +234,14 @@ class Stages:
             table[firsts, ends] = np.where(fits, seconds, np.inf)
             found.append(table)
         return found
+
+
+def _work(program: Program) -> tuple[list[int], list[int]]:
+    """Return op and stage of every plain action, row by row, made once."""
+    if "work" not in program.compiled:
+        parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
+        program.compiled["work"] = [op for op, _ in parts], [stage for _, stage in parts]
+    return cast(tuple[list[int], list[int]], program.compiled["work"])
 
 
 def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
