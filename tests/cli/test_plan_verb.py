@@ -113,3 +113,16 @@ def test_a_profile_of_nonsense_is_refused(
     code, _, err = run(capsys, "profile", profile, *words)
     assert code == 2
     assert reason in err
+
+
+def test_a_plan_is_drawn(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, begin in (("plan.html", "<!doctype html>"), ("plan.svg", "<svg")):
+        code, _, _ = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", *FEW, "--out", str(tmp_path / name))
+        assert code == 0
+        assert (tmp_path / name).read_text().startswith(begin)
+
+
+def test_flags_for_clusters_are_refused(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", "--gpus", "8")
+    assert code == 2
+    assert "--gpus is for a model on a cluster" in err

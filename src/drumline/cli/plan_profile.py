@@ -90,7 +90,15 @@ def _page(found: Planned) -> str:
     best: dict[str, Candidate] = {}
     for one in found.candidates:
         best.setdefault(one.program.name, one)
-    return page([one.timeline() for one in list(best.values())[:_DRAWN]])
+    plan = found.best
+    fullest = max(one.total for one in plan.rank_bytes)
+    return page(
+        [one.timeline() for one in list(best.values())[:_DRAWN]],
+        title=f"{plan.model.name} on {counted(plan.num_ranks, 'rank')}, a batch of {plan.batch} rows",
+        advice=f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size},"
+        f" {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks:"
+        f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
+    )
 
 
 def _picture(found: Planned) -> str:
