@@ -86,6 +86,10 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
     code, _, err = run(capsys, "plan", str(old), "--ranks", "2", "--batch", "8")
     assert code == 2
     assert "a profile of version 0" in err
+    old.write_text('{"format": "drumline profile", ')
+    code, out, _ = run(capsys, "plan", str(old), "--ranks", "2", "--batch", "8", "--json")
+    assert code == 2
+    assert "old.json: not JSON" in json.loads(out)["error"]
 
 
 def test_a_profile_is_shown_and_drawn_again(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
