@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from drumline.pipeline.launch import launch
     from drumline.pipeline.materialise import Weights, materialise
     from drumline.pipeline.pipeline import Pipeline
+    from drumline.pipeline.profiling import profile_model
     from drumline.pipeline.verify import verify
     from drumline.plan.plan import Plan
     from drumline.plan.planner import plan
@@ -77,6 +78,7 @@ _HOME = {
     "materialise": "pipeline.materialise",
     "overlap": "core.action",
     "plan": "plan",
+    "profile_model": "pipeline.profiling",
     "prune": "core.frozen",
     "read_run": "core.run",
     "schedule": "schedules",
@@ -120,6 +122,7 @@ __all__ = [
     "materialise",
     "overlap",
     "plan",
+    "profile_model",
     "prune",
     "read_run",
     "schedule",

@@ -109,6 +109,10 @@ def profile_model(
     `source` is `FILE.py:NAME` or a function that returns (model, loss_fn, batch, target), or the config.json of a
     Hugging Face model, which is measured on random text of `length` tokens a row. `max_seconds` bounds the measuring of
     the blocks at each size.
+
+    >>> profile_model("model.py:make", microbatch_sizes=[0, 1])
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: microbatch sizes [0, 1]; expected one or more, each of 1 row or more
     """
     sizes = tuple(sorted(set(microbatch_sizes)))
     if not sizes or sizes[0] < 1:

@@ -81,6 +81,15 @@ def plan(
     `memory_bytes` is what every rank has, of which the share `headroom` stays free; `rank_memory` and `rank_speeds` are
     for ranks that differ, `links` for messages that go by other links than were profiled. `seconds` is the budget for
     searching programs; 0 leaves that out.
+
+    >>> from drumline.plan.layers import Layer, Profile, Times
+    >>> from drumline.plan.model_profile import Identity
+    >>> layers = [Layer(name, Times(1.0, 2.0, 1.0, 1.0), 8, 4, 0, 2, 2, 1) for name in "abcd"]
+    >>> one_row = Profile(tuple(layers), Times(0.0, 0.0, 0.0, 0.0), "cpu", 5)
+    >>> known = ModelProfile(Identity("abcd", 4, ""), "cpu", 2, 1, ((1, one_row),))
+    >>> best = plan(known, num_ranks=2, batch=8, schedules=["gpipe", "1f1b"], seconds=0).best
+    >>> best.schedule, best.counts, best.step_seconds
+    ('1f1b', (2, 2), 54.0)
     """
     known = profile if isinstance(profile, ModelProfile) else ModelProfile.load(profile)
     ranks = Ranks.of(
