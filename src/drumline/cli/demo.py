@@ -114,7 +114,8 @@ def _print(outcomes: Sequence[Outcome]) -> None:
             "bound: the most that the schedule allows with equal stages and free messages. Two flushed stages cannot"
             " pass M / (M + 1), 80% at M = 4, whatever runs them; zb-h1 fills the drain with weight gradients. stash:"
             " activations held for backwards at once, on rank 0 + rank 1. GPipe holds the whole batch whatever M is;"
-            " 1F1B at most two microbatches on rank 0, and these get smaller; recomputing keeps only inputs of stages.",
+            " 1F1B at most two microbatches on rank 0, and these get smaller; recomputing keeps only inputs of stages,"
+            " and the one microbatch that its backward is at.",
             width,
         )
     )
