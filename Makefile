@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 PURE := $(addprefix src/drumline/,core schedules plan report) tests/core tests/schedules tests/plan tests/report
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test quick style lint families bench docs clean
+.PHONY: help setup demo test quick style lint matrices bench docs clean
 
 help:
 	@echo "make demo    train a small model by several schedules on two ranks; ends with a report to open"
 	@echo "make test    all checks and tests, PyTorch comparison included (under 15 minutes)"
 	@echo "make quick   the checks and tests that need no torch (under a minute)"
-	@echo "make families   every family of Hugging Face models that has a pipeline plan"
+	@echo "make matrices   every family of Hugging Face models, every schedule with all counts"
 	@echo "make bench   the benchmarks beside their peers; prints tables, writes JSON to out/"
 	@echo "make docs    the documentation as HTML in docs/_build"
 	@echo "make setup   only the environment, .venv"
@@ -48,9 +48,10 @@ lint: $(VENV)/full.stamp style
 test: lint docs
 	$(BIN)/pytest --numprocesses 2
 
-# One test for every family of models that has a pipeline plan; `make test` runs some of them.
-families: $(VENV)/full.stamp
+# Every family of models that has a pipeline plan, and every schedule with all counts; `make test` runs some of them.
+matrices: $(VENV)/full.stamp
 	ALL_FAMILIES=1 $(BIN)/pytest tests/pipeline/test_hugging_face.py -k every_family --numprocesses 2
+	ALL_COUNTS=1 $(BIN)/pytest tests/core/test_validate.py -k every_admissible_count --numprocesses 2
 
 bench: $(VENV)/full.stamp
 	@mkdir -p out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
@@ -37,8 +38,10 @@ def test_every_schedule_is_legal_on_small_counts(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_legal_for_every_admissible_count(name: str) -> None:
-    for counts in admissible(name, 12, 24, 4):
-        assert validate(build(name, *counts)) == [], (name, counts)
+    every = "ALL_COUNTS" in os.environ  # `make matrices`; else of more than 12 microbatches every third number
+    for ranks, microbatches, stages in admissible(name, 12, 24, 4):
+        if every or microbatches <= 12 or microbatches % 3 == 0:
+            assert validate(build(name, ranks, microbatches, stages)) == [], (name, ranks, microbatches, stages)
 
 
 @settings(max_examples=60)

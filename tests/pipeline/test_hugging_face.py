@@ -102,7 +102,7 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
                 weights[path].copy_(one)
 
 
-# All of them take minutes: `make families` runs all, every other test run some.
+# All of them take minutes: `make matrices` runs all, every other test run some.
 FAMILIES = [name for name in families() if name not in UNRUNNABLE][:: 1 if "ALL_FAMILIES" in os.environ else 8]
 
 
