@@ -84,7 +84,7 @@ def test_nothing_is_left_behind_step_after_step(name: str) -> None:
             optimizer.zero_grad()
         gc.collect()
         alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+        storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in alive}
         return len(alive), sum(storages.values())
 
     assert tensors_after(10) == tensors_after(90)
