@@ -123,3 +123,26 @@ def test_clocks_that_jump_are_said_to_be_far_off() -> None:
     late = world.step(0, num_messages=8)
     jumped = [replace(one, messages=[*one.messages, *more.messages]) for one, more in zip(before, late, strict=True)]
     assert max(dial.error_ns for dial in align([jumped])) > 10_000_000
+
+
+def two_clocks(offset_ns: int, begin_ns: int, rng: random.Random) -> list[Record]:
+    """Return a step of some 60 ms in which messages go to and fro, between clocks that differ by so much."""
+    to_first: list[int] = []
+    to_second: list[int] = []
+    now = begin_ns
+    for number in range(6):
+        for target, arrivals in ((1, to_second), (0, to_first)):
+            now += rng.randint(2_000_000, 9_000_000)
+            left = now + offset_ns * (1 - target)
+            came = now + offset_ns * target + rng.randint(20_000, 60_000)
+            arrivals += [number, 0, 1 - target, number, 1 - target, left, left, came, came, came + 5, 64]
+    first = Record(0, begin_ns=begin_ns, end_ns=now, clock=1, messages=to_first)
+    return [first, Record(1, begin_ns=begin_ns + offset_ns, end_ns=now + offset_ns, clock=2, messages=to_second)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clock_that_is_set_between_steps_keeps_messages_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    jump = rng.choice([-1, 1]) * rng.randint(50_000, 3_000_000)
+    steps = [two_clocks(5_000_000, 1_000_000, rng), two_clocks(5_000_000 + jump, 400_000_000, rng)]
+    assert in_order(steps[-1], align(steps))

@@ -81,6 +81,11 @@ def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
     # first: they have to be in order.
     own = [one for one in _messages(steps[at], clocks) if not one.is_word]
     found = [_offsets(each, lines, begin, length) for each in (own, list(_messages(steps[at], clocks)), whole)]
+    if all(disagree > 0 for _, disagree in found):
+        # What other steps say of the drift does not fit this one, as when a clock was set: its own messages say all.
+        lines = _tree(own, len(clocks))
+        if all(math.isfinite(line.room_ns) for line in lines):
+            found.append(_offsets(own, lines, begin, length))
     dials, _ = min(found, key=lambda each: (each[1] > 0, max(dial.error_ns for dial in each[0])))
     return tuple(dials[clocks.index(number)] for number in numbers)
 
