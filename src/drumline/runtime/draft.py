@@ -44,7 +44,8 @@ class Draft:
         self.waits.extend((len(self.messages) // _MESSAGE_WIDTH, start, end))
 
     def took(self, receive: Action, source: int, delivery: Delivery, start: int, end: int) -> None:
-        """Note a message that was copied out."""
+        """Note a message that was copied out; one that came after it was asked for is taken from then on."""
+        start = max(start, min(delivery.arrived_ns, end))
         made, sent, arrived = delivery.made_ns, delivery.sent_ns, min(delivery.arrived_ns, start)
         what = (len(self.starts), *coded(receive), source)
         self.messages.extend((*what, made, sent, arrived, start, end, delivery.num_bytes))

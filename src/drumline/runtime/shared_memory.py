@@ -146,6 +146,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
 
     def _copy_out(self, source: int, packet: bytes, layout: Layout) -> Delivery:
+        arrived_ns = self._now()
         edge = self._edges[source]
         _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
         tensors = edge.peer_slots[slot].copies(layout, self._device)
@@ -154,7 +155,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         # Credits travel with the next message that goes there, unless the sender might run out of slots before.
         if len(edge.credits) * 2 >= self._num_slots:
             self._send_credits(source, edge)
-        return Delivery(tensors, layout.form, made_ns, sent_ns, self._now(), layout.num_bytes)
+        return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
 
     def _send_credits(self, source: int, edge: _Edge) -> None:
         self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)
