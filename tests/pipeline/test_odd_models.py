@@ -411,3 +411,27 @@ def test_weighing_does_not_hide_a_change_in_place() -> None:
         pipe = pipeline(nn.Sequential(layer(), Bad()), weigh=weigh)
         with pytest.raises(RuntimeError, match="inplace operation"):
             pipe.step(x, target=y)
+
+
+class LeavesALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer()
+        self.extra: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        self.extra = made.square().mean()
+        return made.tanh()
+
+
+def test_a_loss_that_a_recomputed_block_leaves_in_an_attribute_is_refused() -> None:
+    model = nn.Sequential(layer(), layer(), layer(), LeavesALoss())
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        assert isinstance(model[3].extra, Tensor)
+        return functional.mse_loss(output, target) + model[3].extra
+
+    pipe = Pipeline(model, loss_fn=loss_fn, num_ranks=2, num_microbatches=2, checkpoint="full")
+    with pytest.raises(ModelError, match="the loss uses a parameter"):
+        pipe.step(torch.randn(4, 6), target=torch.randn(4, 6))

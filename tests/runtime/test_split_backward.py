@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -334,3 +335,55 @@ def test_parameters_whose_memory_was_exchanged_are_followed() -> None:
     block.weight.data = torch.randn(6, 6)
     stage.begin()
     assert torch.equal(stage.forward(0, value), functional.linear(value, block.weight, block.bias))
+
+
+def fused_in_eval() -> nn.Module:
+    """Return a layer that takes another path where gradients are off, on every processor."""
+    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True).eval()
+
+
+class AsksForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: Tensor) -> Tensor:
+        made: Tensor = self.linear(value)
+        return made if torch.is_grad_enabled() and made.requires_grad else 2 * made
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("make", [fused_in_eval, AsksForGradients, Recurrent])
+def test_the_first_run_of_a_checkpointed_block_computes_what_its_second_does(
+    make: Callable[[], nn.Module], split: bool
+) -> None:
+    torch.manual_seed(0)
+    block = make()
+    twin = copy.deepcopy(block)
+    inputs, gradient = [torch.randn(3, 5, 6) for _ in range(2)], torch.randn(3, 5, 6)
+    plain = {}
+    for microbatch, value in enumerate(inputs):
+        leaf = value.clone().requires_grad_()
+        output = twin(leaf)
+        plain[f"output {microbatch}"] = output.detach()
+        output.backward(gradient)
+        assert leaf.grad is not None
+        plain[f"input {microbatch}"] = leaf.grad
+    plain |= {name: one.grad for name, one in twin.named_parameters() if one.grad is not None}
+    same(plain, results(block, inputs, gradient, split=split, checkpoint=True))
+
+
+def test_a_first_run_saves_nothing_for_a_backward() -> None:
+    saved: list[Tensor] = []
+
+    class Squares(nn.Module):
+        def forward(self, value: Tensor) -> Tensor:
+            between = value * 2
+            saved.append(between)
+            return between * between
+
+    stage = Stage(1, [Block("0", Squares())], Randomness(0, CPU), checkpointed={"0"})
+    output = stage.forward(0, torch.randn(4))
+    kept = weakref.ref(saved.pop())
+    assert kept() is None
+    assert not output.requires_grad

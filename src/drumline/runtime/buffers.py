@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import ModelError
+
 Place = tuple[nn.Module, str]
 
 
@@ -51,6 +53,24 @@ class Buffers:
         by_value = {index for index, copy in saved.items() if not torch.equal(copy, self._at(index))}
         by_version = {index for index, mark in enumerate(now) if mark != marks[index]}
         self._changing.setdefault(self._mode(), set()).update(by_value, by_version, self._statistics)
+
+    def undo(self, saved: dict[int, Tensor]) -> None:
+        """Give the buffers the values that they had at `save`, for a forward that begins again."""
+        if self._before is not None:
+            self._refuse_unsaved(saved, self._before[1])
+        with torch.no_grad():
+            for index, copy in saved.items():
+                self._at(index).copy_(copy)
+
+    def _refuse_unsaved(self, saved: dict[int, Tensor], marks: list[tuple[int, int]]) -> None:
+        changed = [at for at, mark in enumerate(self._marks()) if mark != marks[at] and at not in saved]
+        if changed:
+            raise ModelError(
+                f"a block changes its buffer {self.places[changed[0]][1]} and takes a gradient inside its forward, "
+                "and did neither before",
+                expected="a block that is recomputed to do the same at every step",
+                fix='do not recompute this block: checkpoint="none", or name the other blocks',
+            )
 
     def changed_lately(self) -> bool:
         """Whether any buffer has changed since this was last asked, or may at any time; the first time, since ever."""

@@ -65,6 +65,7 @@ class Segment:
             self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
         self.keeps_input = False  # whether they were seen not to
+        self.needs_graph = False  # whether a first run that saves no tensors was seen to fail for the lack of them
         self.takes_gradients: bool | None = None  # whether they take gradients inside their forward; None: not known
 
     def renew(self) -> bool:

@@ -29,6 +29,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime import engine
 from drumline.runtime.compiled import Compiler
 from drumline.runtime.cut import Block
+from drumline.runtime.discard import GraphNeeded, discarding
 from drumline.runtime.foreign import begun, refuse_foreign
 from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.precision import Precision
@@ -153,13 +154,26 @@ class Stage:
         return Partly(plain, value) if plain and self.kind is not Backward.NONE and self.loss is None else value
 
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
-        """Run a segment that will be run again: on a copy of its input if it changes that, or is not known not to."""
+        """Run a segment that will be run again, as training runs it, and keep nothing of it but the value."""
+        chance = HostChance() if segment.may_draw else None
+        try:
+            with torch.enable_grad() if segment.needs_graph else discarding():
+                value = self._on_input(segment, this, microbatch)
+        except GraphNeeded:
+            segment.needs_graph = True
+            segment.buffers.undo(this.buffers)
+            drawn = nullcontext() if chance is None else chance.again()
+            with torch.enable_grad(), drawn:
+                value = self._on_input(segment, this, microbatch)
+        this.chance = chance if chance is not None and chance.has_moved() else None
+        tensors, form = pack(value)
+        return unpack([one.detach() for one in tensors], form)
+
+    def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
+        """Run a segment on its input, or on a copy if it changes that, or is not known not to."""
         given = this.leaves if segment.keeps_input else [leaf.clone() for leaf in this.leaves]
         versions = versions_of(given)
-        chance = HostChance() if segment.may_draw else None
-        with torch.no_grad():
-            value = segment.run(unpack(given, this.form), microbatch, self.randomness)
-        this.chance = chance if chance is not None and chance.has_moved() else None
+        value = segment.run(unpack(given, this.form), microbatch, self.randomness)
         if segment.keeps_input:
             segment.unchanged(given, versions)
         elif versions_of(given) == versions:
