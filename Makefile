@@ -67,6 +67,7 @@ bench: $(VENV)/full.stamp
 	$(BIN)/python benchmarks/balance.py --json out/balance.json
 	$(BIN)/python benchmarks/planner.py --json out/planner.json
 	$(BIN)/python benchmarks/compile.py --json out/compile.json
+	$(BIN)/python benchmarks/planted.py --json out/planted.json
 
 docs: $(VENV)/base.stamp
 	$(BIN)/sphinx-build --quiet --fail-on-warning docs docs/_build

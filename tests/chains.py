@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 
 from drumline.plan.chain import BlockCosts
-from programs import NAMES
+from names import NAMES
 
 FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))
 

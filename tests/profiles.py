@@ -35,12 +35,16 @@ def model_profile(
     rows: Sequence[int] = (1, 2, 4),
     held: int = 100,
     weights: int = 50,
-    output: int = 10,
+    output: int | Sequence[int] = 10,
     overheads: Overheads = NONE,
     frozen: int = 0,
     tape: float = 0.0,
 ) -> ModelProfile:
-    """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept."""
+    """Return the profile of a chain whose blocks take so many seconds for a row; `held` bytes a row are kept.
+
+    `output` is what each of them hands on, of all or of each.
+    """
+    handed = [output] * len(seconds) if isinstance(output, int) else output
 
     def at(size: int) -> Profile:
         layers = [
@@ -49,7 +53,7 @@ def model_profile(
                 size * one,
                 held=size * held,
                 weights=weights,
-                output=size * output,
+                output=size * handed[at],
                 trains=at >= frozen,
                 tape=tape,
             )

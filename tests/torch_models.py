@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.reference import reference_step
 from drumline.runtime.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
-from drumline.schedules import generate
-from programs import NAMES
+from drumline.schedules import find, generate
+from names import NAMES
 
 SYNCHRONOUS = tuple(name for name in NAMES if name not in ("pipedream", "pipedream-2bw", "forward-only"))
 TWO_WAYS = ("dualpipe", "chimera")
@@ -81,13 +80,11 @@ def data(rows: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
 
-def programs(name: str, num_ranks: int, counts: tuple[int, ...]) -> Iterator[Program]:
-    """Yield the schedule's programs for every count of microbatches that it admits on these ranks."""
-    for num_microbatches in counts:
-        try:
-            yield generate(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-        except ScheduleError:
-            continue
+def programs(name: str, num_ranks: int, counts: tuple[int, ...]) -> list[Program]:
+    """Return the schedule's programs for these counts of microbatches; none where it wants an even number of ranks."""
+    if find(name).even_ranks and num_ranks % 2:
+        return []
+    return [generate(name, num_ranks=num_ranks, num_microbatches=count) for count in counts]
 
 
 class Reference:

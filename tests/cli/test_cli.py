@@ -18,7 +18,7 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.schedules import unregister
-from programs import NAMES, build
+from names import NAMES, build
 
 COUNTS = ("--ranks", "4", "--microbatches", "8")
 

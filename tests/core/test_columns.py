@@ -9,6 +9,7 @@ from drumline.core.columns import Columns
 from drumline.core.graph import OPS
 from drumline.core.program import Program
 from programs import programs
+from some import some
 
 
 def spelled(columns: Columns) -> list[list[Action]]:
@@ -28,7 +29,7 @@ def test_the_arrays_spell_the_rows(program: Program) -> None:
 @given(programs())
 def test_positions_point_at_the_actions(program: Program) -> None:
     columns = program.columns
-    for rank, position, stage in zip(columns.rank, columns.position, columns.stage, strict=True):
+    for rank, position, stage in some(zip(columns.rank, columns.position, columns.stage, strict=True)):
         assert stage in [part.stage for part in program.rows[rank][position].work]
 
 

@@ -8,6 +8,7 @@ from drumline.core.memory import holdings
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from programs import build, programs
+from some import some
 
 
 def peaks(program: Program, **costs: float) -> tuple[float, ...]:
@@ -18,7 +19,7 @@ def peaks(program: Program, **costs: float) -> tuple[float, ...]:
 
 @given(programs())
 def test_nothing_is_held_after_the_last_action(program: Program) -> None:
-    for holding in holdings(program, Costs(activation_bytes=3, held_until_weight_bytes=2, weight_bytes=5)):
+    for holding in some(holdings(program, Costs(activation_bytes=3, held_until_weight_bytes=2, weight_bytes=5))):
         assert holding.pairs[-1][1] == 0
         assert holding.bytes is not None
         assert holding.bytes[-1][1] == holding.static_bytes
@@ -83,7 +84,7 @@ def test_2bw_every_step_sees_the_weights_of_the_step_before() -> None:
     program = build("pipedream-2bw", 4, 5)
     for row in program.rows:
         updates = 0
-        for action in row:
+        for action in some(row):
             if action.op.value == "UPDATE":
                 updates += 1
             elif action.op.value == "F":

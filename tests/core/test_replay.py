@@ -12,7 +12,7 @@ from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.replay import latencies, replay, typical_costs
 from drumline.core.simulate import simulate
-from programs import NAMES, build
+from names import NAMES, build
 from simulated_runs import records_of
 
 

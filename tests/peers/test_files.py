@@ -17,7 +17,7 @@ from drumline.core.simulate import simulate
 from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.core.validate import validate
 from drumline.plan.search.search import search
-from programs import NAMES, build
+from names import NAMES, build
 
 pytestmark = pytest.mark.torch
 

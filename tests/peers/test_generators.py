@@ -8,7 +8,8 @@ import torch_peer as peer
 from drumline.core.costs import Costs
 from drumline.core.simulate import simulate
 from drumline.core.validate import validate
-from programs import build
+from names import build
+from some import some
 
 pytestmark = pytest.mark.torch
 
@@ -42,7 +43,9 @@ def test_no_slower_and_no_larger_than_torch_wherever_torch_accepts(name: str) ->
                 for costs in COSTS:
                     mine, other = simulate(ours, costs), simulate(theirs, costs)
                     assert mine.makespan <= other.makespan * (1 + 1e-12), (ranks, microbatches, per_rank)
-                    assert all(a <= b for a, b in zip(mine.peak_activations, other.peak_activations, strict=True)), (
+                    assert all(
+                        some(a <= b for a, b in zip(mine.peak_activations, other.peak_activations, strict=True))
+                    ), (
                         ranks,
                         microbatches,
                         per_rank,

@@ -19,6 +19,7 @@ from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.pipeline.balance import balance
 from drumline.pipeline.pipeline import Pipeline
+from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, low_rank_upper_half, mlp, programs
 
 pytestmark = pytest.mark.torch
@@ -137,7 +138,7 @@ def test_a_stage_that_hands_the_gradient_on_keeps_no_tape_and_lets_go_with_its_i
     pipe = pipeline(model_of("top"), "zb-h1", num_ranks=4)
     stage = pipe._engine.executors[3].stages[3]
     stage.forward(0, torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    assert all(this.tape is None for this in stage.held[0])
+    assert all(some(this.tape is None for this in stage.held[0]))
     (found,) = stage.backward_input(0, (torch.ones(()),))
     assert found is not None
     assert stage.held == {}

@@ -13,6 +13,7 @@ import pytest
 
 import drumline as dl
 from loading import build, measure, write
+from some import some
 
 pytestmark = [
     pytest.mark.torch,
@@ -39,7 +40,7 @@ def test_ranks_load_and_run_under_a_limit_that_the_whole_model_breaks(tmp_path: 
     assert "made" not in alone, "the whole model was made"
     cases = ((2, False, 1), (4, True, 2)) if from_files else ((2, False, 1),)
     for num_ranks, train, copies in cases:  # with gradients a rank holds its part twice
-        for found in run(folder, num_ranks=num_ranks, train=train):
+        for found in some(run(folder, num_ranks=num_ranks, train=train)):
             assert not found["failed"]
             assert found["own"] == WHOLE // num_ranks
             assert found["made"] < LIMIT

@@ -13,6 +13,7 @@ from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
+from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs
 
 pytestmark = pytest.mark.torch
@@ -42,7 +43,7 @@ def test_stash_bytes_are_those_simulated_from_another_runs_profile(name: str) ->
         measured = weighed(program)
         simulated = simulate(program, profile)
         assert measured.stash is not None
-        for rank, holding in enumerate(simulated.memory):
+        for rank, holding in some(enumerate(simulated.memory)):
             assert holding.bytes is not None
             expected = [int(after) for _, after in holding.bytes]
             assert list(measured.stash[rank]) == expected
@@ -97,6 +98,6 @@ def test_an_output_that_was_sent_is_not_held_for_its_backward() -> None:
     made = stage.forward(0, torch.randn(3, 6))
     storage = made.untyped_storage()
     place = storage.data_ptr()
-    assert all(leaf.untyped_storage().data_ptr() != place for leaf in stage.held[0][0].leaves)
+    assert all(some(leaf.untyped_storage().data_ptr() != place for leaf in stage.held[0][0].leaves))
     held = [root.node for root in stage.held[0][0].roots]
     assert held, "a root is a place in the graph"

@@ -15,6 +15,7 @@ from torch.nn import functional
 import drumline as dl
 from drumline.core.errors import BatchError, ModelError, NonFiniteError, ProgramError, RunError, UsageError
 from drumline.pipeline.pipeline import Pipeline
+from some import some
 from torch_models import Reference, Unused, data, mlp, programs
 
 pytestmark = pytest.mark.torch
@@ -99,7 +100,7 @@ def test_running_statistics_change_once_per_microbatch(checkpoint: Any) -> None:
         if step == 0:
             pipe = pipeline(model, checkpoint=checkpoint)
         pipe.step(batch, target=target)
-    for one, other in zip(model.buffers(), whole.buffers(), strict=True):
+    for one, other in some(zip(model.buffers(), whole.buffers(), strict=True)):
         assert torch.equal(one, other)
 
 
@@ -362,7 +363,7 @@ def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, 
     before = {name: one.clone() for name, one in pipe.state_dict().items()}
     with pytest.raises(ModelError, match=says):
         pipe.load_state_dict(state(before))
-    assert all(torch.equal(one, before[name]) for name, one in pipe.state_dict().items())
+    assert all(some(torch.equal(one, before[name]) for name, one in pipe.state_dict().items()))
 
 
 def test_an_optimizer_that_is_no_class_is_refused() -> None:
@@ -397,8 +398,8 @@ def test_a_program_and_a_csv_file_run_as_they_are(tmp_path: Path) -> None:
         pipe.step(batch, target=target)
         assert [str(one) for one in pipe.timeline().tracks[1].actions] == ["1F0", "1F1", "1B1", "1B0"]
         found.append([one.grad for one in model.parameters()])
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))  # type: ignore[arg-type]
+    for other in some(found[1:]):
+        assert all(some(torch.equal(one, two) for one, two in zip(found[0], other, strict=True)))  # type: ignore[arg-type]
     with pytest.raises(ProgramError, match="is for 2 ranks"):
         pipeline(schedule=program, num_ranks=3, num_microbatches=None)
     with pytest.raises(ProgramError, match="has 2 microbatches"):
@@ -418,10 +419,10 @@ def test_the_measured_timeline_reads_like_any_other() -> None:
     sent = [(transfer.source, transfer.target) for transfer in timeline.transfers]
     assert sorted(set(sent)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
     assert len(sent) == 20
-    assert all(transfer.made <= transfer.end <= transfer.consumed for transfer in timeline.transfers)
-    assert all(transfer.num_bytes == 2 * 6 * 4 for transfer in timeline.transfers)
-    assert all(wait.end >= wait.start for wait in timeline.waits)
-    assert all(idle.cause for idle in timeline.causes)
+    assert all(some(transfer.made <= transfer.end <= transfer.consumed for transfer in timeline.transfers))
+    assert all(some(transfer.num_bytes == 2 * 6 * 4 for transfer in timeline.transfers))
+    assert all(some(wait.end >= wait.start for wait in timeline.waits))
+    assert all(some(idle.cause for idle in timeline.causes))
     assert "3 ranks" in dl.grid(timeline) or dl.grid(timeline)
     assert dl.simulate(pipe.program, timeline.measured_costs()).makespan > 0
 

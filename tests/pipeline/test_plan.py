@@ -20,6 +20,7 @@ from drumline.pipeline.profiling import _check_rows, profile_model
 from drumline.plan.model_profile import ModelProfile
 from drumline.plan.plan import Plan
 from drumline.plan.planner import plan
+from some import some
 from torch_models import WIDTH, Reference, data, mlp
 
 pytestmark = pytest.mark.torch
@@ -52,9 +53,9 @@ def planned(profile: ModelProfile, **settings: Any) -> Plan:
 def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> None:
     assert profile.rows == (1, 2)
     assert [one.name for one in profile.layers] == ["0", "1", "2", "3"]
-    for _, each in profile.sizes:
+    for _, each in some(profile.sizes):
         assert sum(one.times.total(split=split) for one in each.layers for split in (False, True)) > 0
-        assert all(one.spreads is not None for one in each.layers)
+        assert all(some(one.spreads is not None for one in each.layers))
     assert profile.sizes[1][1].layers[0].activation_bytes == 2 * profile.sizes[0][1].layers[0].activation_bytes
     assert [(one.source, one.target) for one in profile.links] == [(0, 1), (1, 0)]
     assert all(one.line.bytes_per_second > 0 and len(one.points) == 4 for one in profile.links)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
 from drumline.pipeline.launch import launch
 from drumline.pipeline.pipeline import Pipeline
+from some import some
 from torch_models import TWO_WAYS, Reference, data, mlp, programs
 
 pytestmark = pytest.mark.torch
@@ -191,9 +192,11 @@ class Hot(nn.Module):
         return made - (made * (1.0 - 1.0 / self.size)).detach()
 
 
-def hot() -> nn.Sequential:
+def hot(at: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Hot(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    blocks: list[nn.Module] = [nn.Linear(6, 6) for _ in range(4)]
+    blocks[at] = Hot()
+    return nn.Sequential(*blocks)
 
 
 def made_hot(model: nn.Module, size: float) -> None:
@@ -202,9 +205,13 @@ def made_hot(model: nn.Module, size: float) -> None:
             one.size = size
 
 
-def overflows(transport: str) -> dict[str, Any]:
-    """Overflow on the first stage only, then go on; return what this process saw."""
-    model = hot()
+def overflows(transport: str) -> list[dict[str, Any]]:
+    """Overflow on the first stage only, and again on the last; return what this process saw of each."""
+    return [overflows_on(stage, transport) for stage in (0, 1)]
+
+
+def overflows_on(stage: int, transport: str) -> dict[str, Any]:
+    model = hot(-stage)
     with pipeline(model, precision="fp16", transport=transport) as pipe:
         assert pipe.scaler is not None
         pipe.scaler.scale = 2.0**15
@@ -235,15 +242,16 @@ def overflows(transport: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transport", ["in-process", "shared-memory", "gloo"])
 def test_an_overflow_on_one_stage_makes_all_ranks_skip(transport: str) -> None:
-    seen = [overflows(transport)] if transport == "in-process" else launch(overflows, transport, num_ranks=2)
-    assert not all(seen[0]["finite"])
-    if len(seen) > 1:
-        assert all(seen[1]["finite"]), "the overflow is on the first rank only"
-    for one in seen:
-        assert one["kept"]
-        assert one["states"] == 0
-        assert one["halved"] == one["scale"] == 2.0**14
-        assert one["moved"]
+    told = [overflows(transport)] if transport == "in-process" else launch(overflows, transport, num_ranks=2)
+    for stage in (0, 1):
+        seen = [one[stage] for one in told]
+        finite = [all(some(one["finite"])) for one in seen]
+        assert finite == ([False] if len(seen) == 1 else [rank != stage for rank in (0, 1)]), "on one rank only"
+        for one in seen:
+            assert one["kept"]
+            assert one["states"] == 0
+            assert one["halved"] == one["scale"] == 2.0**14
+            assert one["moved"]
 
 
 def test_the_scale_grows_and_falls_as_torchs_does() -> None:
@@ -409,7 +417,7 @@ def test_masters_take_updates_that_are_too_small_for_the_parameters(name: str, p
                 one.copy_(masters[key])
                 one.grad = None
     found = dict(pipe.named_master_weights())
-    for key, master in found.items():
+    for key, master in some(found.items()):
         assert master.dtype is torch.float32
         if name in TWO_WAYS:
             torch.testing.assert_close(master, masters[key])

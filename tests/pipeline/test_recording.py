@@ -25,6 +25,7 @@ from drumline.core.parts import parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft
+from some import some
 
 pytestmark = pytest.mark.torch
 
@@ -71,6 +72,16 @@ def test_steps_that_nobody_asked_about_have_their_metrics_when_the_pipeline_is_c
         for _ in range(3):
             pipe.step(torch.randn(8, 4), target=torch.zeros(8, 4))
     assert [one["step"] for one in dl.read_run(tmp_path).metrics()] == [0, 1, 2]
+
+
+def test_a_gradient_norm_is_noted_on_the_step_that_it_is_of(tmp_path: Path) -> None:
+    norms: list[float | None] = []
+    with pipeline(record=tmp_path) as pipe:
+        for clipped in (False, False, True, True, False, True):  # the metrics of steps not asked about are not written
+            pipe.step(torch.randn(8, 4), target=torch.zeros(8, 4))
+            norms.append(pipe.clip_grad_norm_(1e9).item() if clipped else None)
+    assert [one.get("grad_norm") for one in dl.read_run(tmp_path).metrics()] == norms
+    assert len(set(norms)) == 4
 
 
 def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +218,7 @@ def test_the_parts_of_every_rank_sum_to_its_step(tmp_path: Path) -> None:
             assert min(parts.busy, parts.transfer, parts.wait, parts.overhead) > 0
             assert parts.unexplained >= 0
             assert summed_parts(record, same) == parts_of(account(record, same))
-        for rank, idle in enumerate(timeline.idle):
+        for rank, idle in some(enumerate(timeline.idle)):
             assert sum(one.seconds for one in timeline.causes if one.rank == rank) == pytest.approx(idle)
 
 
@@ -294,9 +305,10 @@ def test_depths_of_queues_are_recorded_at_every_change() -> None:
     pipe = pipeline(schedule="gpipe")
     train(pipe, 1)
     timeline = pipe.timeline()
+    assert timeline.queue_depths.keys() == {(0, 1), (1, 0)}
     for (source, target), curve in timeline.queue_depths.items():
         changes = 2 * len([one for one in timeline.transfers if (one.source, one.target) == (source, target)])
-        assert len(curve) == changes
+        assert len(curve) == changes == 2 * pipe.program.num_microbatches
         assert curve[-1][1] == 0
 
 
@@ -452,7 +464,7 @@ def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path:
     told = dl.launch(record_with_skewed_clocks, str(tmp_path), transport, num_ranks=3)
     assert told[0] == told[1] == told[2], "all ranks read the clocks alike"
     run = dl.read_run(tmp_path)
-    for step in run.steps:
+    for step in some(run.steps):
         timeline = run.timeline(step)
         assert timeline.clock_errors[0] == 0
         assert 0 < timeline.clock_error < 1
@@ -462,15 +474,15 @@ def test_clocks_that_differ_are_aligned_within_the_error_that_is_shown(tmp_path:
                 off = timeline.common(record.rank, moment) - true(record.rank, moment)
                 assert abs(off) <= error * 1e9 + 1000
         for record in timeline.records:
-            for _, _, _, _, source, made, _, arrived, start, *_ in record.rows("messages"):
+            for _, _, _, _, source, made, _, arrived, start, *_ in some(record.rows("messages")):
                 assert timeline.common(source, made) <= timeline.common(record.rank, min(arrived, start)) + 1
-            for source, left, came in record.rows("heard"):
+            for source, left, came in some(record.rows("heard")):
                 assert true(source, left) <= true(record.rank, came) + 1, "or the test's own clocks are wrong"
-        assert all(one.made <= one.start <= one.end <= one.consumed for one in timeline.transfers)
+        assert all(some(one.made <= one.start <= one.end <= one.consumed for one in timeline.transfers))
         for parts, record in zip(timeline.parts, timeline.records, strict=True):
             assert round(parts.total * 1e9) == record.end_ns - record.begin_ns
             assert parts.unexplained >= 0
-    assert all(one["pp/clock_error_seconds"] > 0 for one in run.metrics())
+    assert all(some(one["pp/clock_error_seconds"] > 0 for one in run.metrics()))
 
 
 def test_ranks_of_one_host_share_a_clock(tmp_path: Path) -> None:

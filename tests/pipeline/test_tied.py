@@ -15,6 +15,7 @@ from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify import verify
+from some import some
 from tied_models import MODELS, WIDTH, everywhere, language_model, loss_fn, repeated, tokens
 from torch_models import Reference, data, programs
 
@@ -49,6 +50,7 @@ def test_gradients_are_those_of_one_process_and_copies_stay_equal(
         pipe = pipeline(model, program, num_ranks=num_ranks)
         assert [one for one, _ in sorted(pipe.named_parameters())] == sorted(dict(model.named_parameters()))
         copies = copies_of(pipe)
+        assert len(copies) == sum(one.is_copied and one.is_parameter for one in pipe._engine.assembly.ties.tensors)
         # Every rank has an optimizer of its own, as ranks of their own would.
         each = [torch.optim.AdamW(one.values(), lr=1e-2) for one in everywhere(pipe)]
         theirs = torch.optim.AdamW(reference.model.parameters(), lr=1e-2)
@@ -61,13 +63,13 @@ def test_gradients_are_those_of_one_process_and_copies_stay_equal(
             assert torch.equal(result.loss, reference.step(batch, target))  # type: ignore[arg-type]
             reference.compare(pipe, exact=False)
             for parameter_name, (first, *others) in copies.items():
-                assert all(one is not first for one in others), "one object on two ranks proves nothing"
-                assert all(torch.equal(first.grad, one.grad) for one in others), parameter_name  # type: ignore[arg-type]
+                assert all(some(one is not first for one in others)), "one object on two ranks proves nothing"
+                assert all(some(torch.equal(first.grad, one.grad) for one in others)), parameter_name  # type: ignore[arg-type]
             for optimizer in (*each, theirs):
                 optimizer.step()
                 optimizer.zero_grad()
             for parameter_name, (first, *others) in copies.items():
-                assert all(torch.equal(first, one) for one in others), f"{parameter_name} drifted apart"
+                assert all(some(torch.equal(first, one) for one in others)), f"{parameter_name} drifted apart"
         tried += 1
     assert tried or (name in ("dualpipe", "chimera") and num_ranks == 1)
 
@@ -169,10 +171,10 @@ def test_low_precision_leaves_sums_and_copies_right(name: str, settings: dict[st
             batch, target = tokens(8, seed=step)
             pipe.step(batch, target=target)
         found.append({one: parameter.grad for one, parameter in pipe.named_parameters()})
-        for copies in copies_of(pipe).values():
+        for copies in some(copies_of(pipe).values()):
             assert copies[0].grad is not None
-            assert all(one.grad is not None and one.grad.dtype is copies[0].grad.dtype for one in copies)
-    for one, expected in found[0].items():
+            assert all(some(one.grad is not None and one.grad.dtype is copies[0].grad.dtype for one in copies))
+    for one, expected in some(found[0].items()):
         assert expected is not None
         assert expected.dtype is torch.float32
         assert (found[1][one] - expected).norm() <= 1e-6 * expected.norm(), one  # type: ignore[operator]
@@ -308,7 +310,7 @@ def test_a_weight_that_one_owner_reaches_is_reached(name: str) -> None:
                 break
             reference.step(batch, target)
             reference.compare(pipe, exact=False)
-            for gradients in ([one.grad for one in copies] for copies in copies_of(pipe).values()):
+            for gradients in some([one.grad for one in copies] for copies in copies_of(pipe).values()):
                 assert len({id(one) for one in gradients}) == len(gradients), "two copies have one gradient"
 
 
@@ -366,8 +368,8 @@ def test_the_state_has_every_tensor_once_and_is_taken_back_by_any_name(name: str
         del state["0.weight" if renamed else "7.weight"]
         state["elsewhere"] = torch.zeros(3)
         pipe.load_state_dict(state)
-        for rank in everywhere(pipe):
-            assert all(torch.equal(one, other.get_parameter(one_name)) for one_name, one in rank.items())
+        for rank in some(everywhere(pipe)):
+            assert all(some(torch.equal(one, other.get_parameter(one_name)) for one_name, one in rank.items()))
         pipe.load_state_dict(stored)
 
 
@@ -387,7 +389,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change: dict[str, Tensor | No
     changed = {**language_model(seed=2).state_dict(), **change}
     with pytest.raises(ModelError, match=says):
         pipe.load_state_dict({name: value for name, value in changed.items() if value is not None})
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(some(torch.equal(value, model.state_dict()[name]) for name, value in before.items()))
 
 
 def test_the_exchange_is_in_the_timeline_and_its_waiting_is_no_overhead() -> None:

@@ -82,8 +82,22 @@ class Explodes(nn.Module):
         return made * float("nan") if self.how == "nan" else made
 
 
-def with_last(how: str, *, like: int = 8) -> nn.Sequential:
-    return nn.Sequential(*list(mlp(like))[:-1], Explodes(how))
+class OwnSlope(nn.Module):
+    """Adds nothing, but the gradient of its own parameter is infinite, and only that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.own.sqrt()
+
+
+def with_one(at: int, block: nn.Module) -> nn.Sequential:
+    """Return the model with another block in the place of one; of the eight, four are on either of two ranks."""
+    blocks = list(mlp())
+    blocks[at] = block
+    return nn.Sequential(*blocks)
 
 
 def outcome(pipe_of: Any, *, batch: Any = None, target: Any = None) -> tuple[str, str]:
@@ -136,22 +150,31 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
     def pipe(model: nn.Sequential | None = None, **more: Any) -> Any:
         return lambda: Pipeline(model if model is not None else mlp(), **{**given, **more})
 
-    unused = nn.Sequential(mlp()[0], Unused(), *list(mlp())[2:])
-    return {
-        "mismatched schedules": outcome(pipe(schedule="1f1b" if rank else "gpipe")),
-        "mismatched models": outcome(pipe(mlp(8 + rank))),
-        "mismatched seeds": outcome(pipe(seed=rank)),
-        "one bad name": outcome(pipe(schedule="1f1v" if rank else "1f1b")),
-        "one bad model": outcome(pipe("model" if rank else None)),  # type: ignore[arg-type]
-        "too small a batch": outcome(pipe(), batch=batch[:3], target=target[:3]),
-        "no target": outcome(pipe(), batch=batch),
-        "no batch": outcome(pipe(), target=target),
-        "a block fails": outcome(pipe(with_last("fail")), batch=batch, target=target),
-        "a nan": outcome(pipe(with_last("nan")), batch=batch, target=target),
-        "a nan and then none": goes_on(pipe()(), batch, target),
-        "unused parameters": outcome(pipe(unused), batch=batch, target=target),
-        "then all is well": outcome(pipe(), batch=batch, target=target),
+    either = {
+        f"{what} on rank {at}": outcome(pipe(with_one(-at, block)), batch=batch, target=target)
+        for at in (0, 1)
+        for what, block in (
+            ("a block fails", Explodes("fail")),
+            ("a nan", Explodes("nan")),
+            ("a slope that is infinite", OwnSlope()),
+            ("unused parameters", Unused()),
+        )
     }
+    return (
+        either
+        | {
+            "mismatched schedules": outcome(pipe(schedule="1f1b" if rank else "gpipe")),
+            "mismatched models": outcome(pipe(mlp(8 + rank))),
+            "mismatched seeds": outcome(pipe(seed=rank)),
+            "one bad name": outcome(pipe(schedule="1f1v" if rank else "1f1b")),
+            "one bad model": outcome(pipe("model" if rank else None)),  # type: ignore[arg-type]
+            "too small a batch": outcome(pipe(), batch=batch[:3], target=target[:3]),
+            "no target": outcome(pipe(), batch=batch),
+            "no batch": outcome(pipe(), target=target),
+            "a nan and then none": goes_on(pipe()(), batch, target),
+            "then all is well": outcome(pipe(), batch=batch, target=target),
+        }
+    )
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
@@ -166,49 +189,61 @@ def test_every_rank_learns_of_every_trouble(transport: str) -> None:
         "too small a batch": (BatchError.__name__, "3 rows for 4 microbatches"),
         "no target": (BatchError.__name__, "got no target"),
         "no batch": (BatchError.__name__, "got no batch"),
-        "a block fails": ("KeyError", "no such layer"),
-        "a nan": (NonFiniteError.__name__, "NaN or infinite"),
+        "a block fails on rank 0": ("KeyError", "no such layer"),
+        "a block fails on rank 1": ("KeyError", "no such layer"),
+        "a nan on rank 0": (NonFiniteError.__name__, "NaN or infinite"),
+        "a nan on rank 1": (NonFiniteError.__name__, "NaN or infinite"),
+        "a slope that is infinite on rank 0": (NonFiniteError.__name__, "on rank 0 is NaN or infinite"),
+        "a slope that is infinite on rank 1": (NonFiniteError.__name__, "on rank 1 is NaN or infinite"),
         "a nan and then none": ("fine", ""),
-        "unused parameters": (ModelError.__name__, "no loss reaches 1.unused.bias, 1.unused.weight"),
+        "unused parameters on rank 0": (ModelError.__name__, "no loss reaches 0.unused.bias, 0.unused.weight"),
+        "unused parameters on rank 1": (ModelError.__name__, "no loss reaches 7.unused.bias, 7.unused.weight"),
         "then all is well": ("updated", ""),
     }
-    alike = ("mismatched schedules", "mismatched models", "mismatched seeds", "a nan", "unused parameters")
+    alike = ("mismatched", "a nan on", "a slope", "unused parameters")
+    assert both[0].keys() == both[1].keys() == expected.keys()
     for what, (kind, says) in expected.items():
         found = [told[what] for told in both]
         assert kind in [one for one, _ in found], (what, found)
         for one, text in found:
             assert one in (kind, RankFailed.__name__), (what, found)
             assert says in text, (what, found)
-        if what in alike:
+        if what.startswith(alike):
             assert all(one == kind for one, _ in found), (what, found)
-        if what == "a block fails":
-            assert any("rank 1" in text and "7F0" not in text and "1F0" in text for _, text in found), found
+        if what.startswith("a block fails"):
+            (failed,) = {f"rank {rank} failed at {rank}F0" for rank in (0, 1) if what.endswith(str(rank))}
+            assert any(failed in text for _, text in found), found
 
 
-def dies() -> None:
+def dies(at: int) -> None:
     batch, target = data(8)
-    model = with_last("die")
+    model = with_one(-at, Explodes("die"))
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, transport="shared-memory")
     pipe.step(batch, target=target)
 
 
-def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind(rank: int) -> None:
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
-    with pytest.raises(RankFailed, match=r"rank 1 was killed by SIGKILL|rank 1"):
-        launch(dies, num_ranks=2)
+    with pytest.raises(RankFailed, match=f"rank {rank} "):
+        launch(dies, rank, num_ranks=2)
     if Path("/dev/shm").exists():
         assert set(os.listdir("/dev/shm")) <= before
 
 
-def waits() -> tuple[str, str]:
-    """Let rank 0 wait for a rank that never comes."""
+def waits() -> list[tuple[str, str]]:
+    """Let rank 0 wait for a rank that never comes, then rank 1."""
+    return [waits_on(rank) for rank in (0, 1)]
+
+
+def waits_on(waiting: int) -> tuple[str, str]:
     rank = int(os.environ["RANK"])
     batch, target = data(8)
     pipe = Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=4, transport="shared-memory", timeout=2.0)
     import torch.distributed as dist
 
     found = ("fine", "")
-    if rank == 0:
+    if rank == waiting:
         try:
             pipe.step(batch, target=target)
         except RunError as error:
@@ -218,10 +253,10 @@ def waits() -> tuple[str, str]:
 
 
 def test_a_rank_that_waits_too_long_says_for_what(capfd: pytest.CaptureFixture[str]) -> None:
-    (kind, text), _ = launch(waits, num_ranks=2)
-    assert kind == "WaitTimeout"
-    assert "rank 0 at 0B0 waits for 1B0" in text
-    assert "of rank 1" in text
+    first, second = launch(waits, num_ranks=2)
+    assert [kind for kind, _ in (first[0], second[1])] == ["WaitTimeout"] * 2
+    assert "rank 0 at 0B0 waits for 1B0 or 1I0 of rank 1" in first[0][1]
+    assert "rank 1 at 1F0 waits for 0F0 of rank 0" in second[1][1]
     assert "File " in capfd.readouterr().err, "the stacks are printed"
 
 

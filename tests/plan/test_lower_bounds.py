@@ -11,7 +11,7 @@ from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.plan.search.instance import F, I, Instance, W
-from drumline.plan.search.lower_bounds import BOUNDS, lower_bound
+from drumline.plan.search.lower_bounds import BOUNDS, lower_bound, residence
 from drumline.plan.search.objective import OBJECTIVES, Objective
 
 
@@ -98,6 +98,38 @@ def test_bounds_are_often_what_the_best_program_reaches() -> None:
         lower_bound(drawn(seed)).value == pytest.approx(brute_force(drawn(seed), "makespan")) for seed in range(40)
     ]
     assert sum(reached) >= 24
+
+
+# Where the limit is what counts: all that each rank holds, it holds for as long as it must.
+HELD = {
+    "one pair at a time": (Costs(backward_weight=2, comm=8), Limit(max_activations=1), True),
+    "one pair at a time, of unequal stages": (
+        Costs(forward=[3, 1], backward_input=[2, 4], backward_weight=[5, 2], comm=3),
+        Limit(max_activations=1),
+        True,
+    ),
+    "one pair's bytes on the last rank alone": (
+        Costs(backward_weight=[1, 4], activation_bytes=[1, 4]),
+        Limit(max_bytes=4),
+        True,
+    ),
+    "bytes that I frees for the next one": (
+        Costs(backward_weight=3, activation_bytes=1, held_until_weight_bytes=0),
+        Limit(max_bytes=1),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("costs", "limit", "is_reached"), HELD.values(), ids=HELD)
+def test_residence_is_what_the_best_program_reaches_and_no_more(
+    costs: Costs, limit: Limit, is_reached: bool, objective: str
+) -> None:
+    instance = Instance(costs, Placement.linear(2), 2, limit)
+    best, bound = brute_force(instance, objective), residence(instance, objective)
+    assert bound <= best
+    assert (bound == best) is is_reached
 
 
 def published(

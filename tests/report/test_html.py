@@ -20,6 +20,7 @@ from drumline.report.html import json_for_script, page, viewer_script
 from drumline.report.packed import unpacked
 from drumline.report.scene import OPS, document, scene
 from drumline.schedules import generate, schedules
+from some import some
 
 
 def timeline(name: str = "1f1b", *, costs: Costs | None = None) -> Simulation:
@@ -106,7 +107,7 @@ def test_awkward_times_keep_nine_digits() -> None:
 
 def test_memory_steps_reach_the_peak_and_return() -> None:
     drawn = timeline()
-    for rank, row in enumerate(scene(drawn)["why"]["rows"]):
+    for rank, row in some(enumerate(scene(drawn)["why"]["rows"])):
         time, value = unpacked(row["memory"]["time"]), unpacked(row["memory"]["value"])
         assert max(value) == drawn.peak_activations[rank]
         assert value[-1] == 0
@@ -172,7 +173,7 @@ def test_hostile_names_stay_text() -> None:
 def test_the_page_refers_to_nothing_outside() -> None:
     text = page([timeline()])
     assert set(re.findall(r"https?://[^\"'\s]*", text)) == {"http://www.w3.org/2000/svg"}
-    for tag, attributes in Parts(text).tags:
+    for tag, attributes in some(Parts(text).tags):
         assert "src" not in attributes, tag
         assert not (attributes.get("href") or "data:").startswith(("http", "//", "/"))
         assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)

@@ -25,7 +25,8 @@ from drumline.report.kineto_clocks import align
 from drumline.report.kineto_load import load
 from drumline.report.summary import idle_by_cause
 from kineto_traces import BEGIN, MESSAGE_BYTES, UNIT, Event, event, info, mark, save, written
-from programs import build
+from names import build
+from some import some
 
 MILLI = 1e-3
 CLOSE = 5e-9  # times are written to the thousandth of a microsecond
@@ -85,7 +86,7 @@ def test_clocks_of_several_hosts_are_put_right_within_the_error_that_is_reported
         off = traces.alignment.shifts[rank] / 1e3 + offsets[rank] - offsets[0]
         assert abs(off) * 1e3 <= traces.alignment.errors[rank] + 1
     assert traces.alignment.contradiction == 0
-    for one in found.transfers:
+    for one in some(found.transfers):
         assert one.made <= one.end + CLOSE
     for rank in range(3):
         assert sum(one.seconds for one in found.causes if one.rank == rank) == pytest.approx(found.idle[rank])
@@ -131,7 +132,7 @@ def test_no_message_arrives_before_it_is_sent_once_clocks_are_aligned(data: st.D
     messages = [(a, b, time + skews[a], time + took + skews[b]) for a, b, time, took in sent if a != b]
     found = align(number, messages)
     assert found.contradiction == 0
-    for a, b, left, arrived in messages:
+    for a, b, left, arrived in some(messages):
         assert left + found.shifts[a] <= arrived + found.shifts[b] + 1  # whole numbers: half a unit each
 
 

@@ -21,7 +21,7 @@ from drumline.report.kineto_events import events
 from drumline.report.kineto_load import load
 from drumline.report.kineto_recording import read
 from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
-from programs import build
+from names import build
 
 TRACE = json.dumps({"schemaVersion": 1, "traceEvents": [mark("PP:0F0", 0, 1), mark("PP:0B0", 1, 2)], "traceName": "x"})
 

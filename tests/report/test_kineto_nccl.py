@@ -16,6 +16,7 @@ from drumline.core.validate import validate
 from drumline.report.analysis import analyze
 from drumline.report.kineto_load import load
 from drumline.schedules import generate
+from some import some
 
 TRACES = Path(__file__).resolve().parents[2] / "docs" / "traces"
 
@@ -70,7 +71,7 @@ def test_backwards_count_what_the_profilers_annotations_of_the_device_leave_out(
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_a_message_moves_while_both_kernels_run(name: str) -> None:
     timeline = load([TRACES / name]).step()
-    for one in timeline.transfers:
+    for one in some(timeline.transfers):
         _, _, sent, received = timeline.messages[one.action]
         assert sent.done is not None
         assert received.done is not None

@@ -24,6 +24,7 @@ from drumline.report.plan_page import plan_page
 from drumline.report.plan_text import SECONDS, plan_text
 from drumline.report.remedy import duration
 from drumline.report.svg import size_text
+from some import some
 
 
 @cache
@@ -126,7 +127,26 @@ def test_page_says_the_choice_the_reasons_and_how_to_start() -> None:
     assert all(one["why"] in text for one in told["best"][1:])
     assert all(one["sentence"] in text for one in told["more"])
     assert all(config["command"] in text for config in told["launch"].values())
-    assert all(missing in text for config in told["launch"].values() for missing in config["missing"])
+    assert all(some(missing in text for config in told["launch"].values() for missing in config["missing"]))
+
+
+MARKUP = "</pre></script><b id='planted'>&amp;\"'"
+
+
+def with_markup(value: Any) -> Any:
+    """Return figures with markup at the end of every text that is not a name of something else."""
+    if isinstance(value, dict):
+        return {name: with_markup(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_markup(one) for one in value]
+    return value + MARKUP if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("what", ["launch", "best", "changes", "more", "objective", "chosen"])
+def test_no_text_of_the_plan_becomes_markup(what: str) -> None:
+    told = plan_page({**figures(), what: with_markup(figures()[what])})
+    assert MARKUP in "".join(Told(told).words)
+    assert "<b id='planted'>" not in told.replace(json.dumps(MARKUP)[1:-1], "")
 
 
 def test_a_page_without_a_pipeline_has_no_timeline() -> None:
@@ -164,7 +184,7 @@ def test_pictures_are_svg_with_every_layout() -> None:
     drawn = best_svg(figures())
     root = ET.fromstring(drawn)
     assert root.tag.endswith("svg")
-    assert all(one["mesh"] in drawn for one in figures()["best"])
+    assert all(some(one["mesh"] in drawn for one in figures()["best"]))
     assert list(HUES) == list(SECONDS)
     for picture in (pareto_chart(figures()), scaling_chart(figures())):
         assert ET.fromstring(picture).tag.endswith("svg")

@@ -18,7 +18,7 @@ from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.record import BETWEEN
 from drumline.core.simulate import Simulation, simulate
-from drumline.report.trace import trace
+from drumline.report.trace import trace, traces
 from programs import NAMES, build, costs_for, programs
 from records import PROGRAM, two_ranks
 
@@ -105,6 +105,19 @@ def test_idle_slices_say_why() -> None:
     document = parsed(simulate(build("1f1b", 4, 8)))
     why = [event["args"]["why"] for event in document["traceEvents"] if event.get("cat") == "idle"]
     assert "rank 0 idle 6 from 4: 0B0 waits for 1B0 of rank 1" in why
+
+
+def test_arrows_of_two_timelines_are_told_apart() -> None:
+    one, other = simulate(build("1f1b", 2, 3), Costs(comm=0.3)), simulate(build("zb-v", 3, 2))
+    document = json.loads(gzip.decompress(traces({"one": one, "other": other})))
+    names = [event for event in document["traceEvents"] if event["ph"] == "M"]
+    rest = [event for event in document["traceEvents"] if event["ph"] != "M"]
+    check({"traceEvents": names + rest})
+    arrows = [event for event in rest if event["ph"] == "s"]
+    assert len({event["id"] for event in arrows}) == len(arrows) == len(one.transfers) + len(other.transfers)
+    # An arrow begins and ends on ranks of the same timeline.
+    ends = {event["id"]: event["pid"] for event in rest if event["ph"] == "f"}
+    assert all((event["pid"] < 2) is (ends[event["id"]] < 2) for event in arrows)
 
 
 def test_equal_timelines_give_equal_files() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from some import some
+
 pytestmark = pytest.mark.torch
 
 NUM_RANKS = 3
@@ -74,7 +76,7 @@ def launch(request: pytest.FixtureRequest) -> Launch:
 
 @pytest.mark.parametrize("case", names("CASES"))
 def test_every_rank_is_content_with(launch: Launch, case: str) -> None:
-    for rank, outcome in enumerate(launch.outcomes):
+    for rank, outcome in some(enumerate(launch.outcomes)):
         assert outcome.get(case, "was not run") == "", f"rank {rank}: {outcome.get(case, outcome)}"
 
 

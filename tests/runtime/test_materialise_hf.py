@@ -18,6 +18,7 @@ from drumline.runtime.pieces import Inputs, pieces_of
 from drumline.runtime.weights import Weights
 from hf_models import MODELS, batch_for, tiny
 from materials import assert_same, by_parts, values
+from some import some
 from torch_models import CPU, on_meta
 
 pytestmark = pytest.mark.torch
@@ -64,7 +65,7 @@ def test_the_same_model_is_drawn_whatever_the_cut(name: str, changes: dict[str, 
 def test_values_are_distributed_as_transformers_draws_them(name: str, changes: dict[str, Any]) -> None:
     make: Callable[[], Any] = partial(tiny, name, **changes)
     expected, found = values(make()), values(dl.materialise(on_meta(make)))
-    for which, one in expected.items():
+    for which, one in some(expected.items()):
         mine = found[which]
         if not one.is_floating_point() or (one.numel() > 1 and one.std() == 0) or "inv_freq" in which:
             assert torch.equal(mine, one), which

@@ -11,7 +11,8 @@ from drumline.runtime.clock import Clock
 from drumline.runtime.executor import Executor, Job
 from drumline.runtime.in_process import Hub
 from drumline.runtime.stretches import Stretch, stretches
-from drumline.schedules import generate
+from drumline.schedules import find, generate
+from some import some
 from torch_models import SYNCHRONOUS, programs
 
 pytestmark = pytest.mark.torch
@@ -59,9 +60,9 @@ def test_an_overlapped_pair_waits_for_both_of_its_messages_and_exchanges_stay_ap
     assert [str(one.action) for one in cut[-2:]] == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", [name for name in SYNCHRONOUS if not find(name).even_ranks])
 def test_one_rank_is_one_stretch(name: str) -> None:
-    for program in programs(name, 1, (1, 4)):
+    for program in some(programs(name, 1, (1, 4))):
         (row,) = rows(program)
         assert len(stretches(row, print)) == 1
 
@@ -72,9 +73,10 @@ def flat(row: list[Job]) -> list[Job]:
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_nothing_is_lost_and_only_posts_move_and_only_behind_computations_that_wait_for_nothing(name: str) -> None:
+    moved = 0
     for num_ranks in (2, 3, 4):
         for program in programs(name, num_ranks, (1, 4, 7)):
-            for row in rows(program):
+            for row in some(rows(program)):
                 cut = stretches(row, print)
                 after = flat(cut)
                 assert sorted(map(id, after)) == sorted(map(id, row))
@@ -82,21 +84,24 @@ def test_nothing_is_lost_and_only_posts_move_and_only_behind_computations_that_w
                 others = [one for one in after if one.action.op not in RECV_OPS]
                 assert posts == [one for one in row if one.action.op in RECV_OPS]
                 assert others == [one for one in row if one.action.op not in RECV_OPS]
-                for one in cut:
+                for one in some(cut):
                     if isinstance(one, Stretch):
                         assert one.needs == one.jobs[0].needs
                         assert not any(job.needs for job in one.jobs[1:])
                 for post in posts:
                     passed = set(map(id, after[: after.index(post)])) - set(map(id, row[: row.index(post)]))
-                    assert all(job.timed and not job.needs for job in row if id(job) in passed)
+                    behind = [job for job in row if id(job) in passed]
+                    assert not any(job.needs or not job.timed for job in behind)
+                    moved += len(behind)
+    assert moved > 0 or name == "naive"
 
 
 def test_a_receive_is_posted_before_its_message_is_needed() -> None:
     for name in SYNCHRONOUS:
         for program in programs(name, 2, (4,)):
-            for row in rows(program):
+            for row in some(rows(program)):
                 posted: set[Action] = set()
-                for job in stretches(row, print):
+                for job in some(stretches(row, print)):
                     assert posted.issuperset(receive for receive, _ in job.needs)
                     if job.action.op in RECV_OPS:
                         posted.add(job.action)

@@ -8,7 +8,7 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.simulate import Simulation, simulate
-from programs import build
+from names import build
 
 
 def run(name: str, ranks: int, microbatches: int, stages: int | None = None, **costs: Any) -> Simulation:

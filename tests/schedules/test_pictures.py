@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import NAMES
+from names import NAMES
 
 DRAW = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "draw_pictures.py"))
 

@@ -12,7 +12,7 @@ from drumline.core.simulate import simulate
 from drumline.core.validate import validate
 from drumline.schedules import find, generate, schedule, schedules, unregister
 from drumline.schedules.registry import MAX_PAIRS
-from programs import NAMES
+from names import NAMES
 
 
 def test_every_schedule_of_the_field_is_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.schedules import find
-from programs import build
+from names import build
 
 
 def row(name: str, rank: int, ranks: int, microbatches: int) -> str:

@@ -1,0 +1,12 @@
+"""All bugs that `planted.py` plants."""
+
+from __future__ import annotations
+
+from planted_core import CORE
+from planted_pipeline import PIPELINE
+from planted_plan import PLAN
+from planted_report import REPORT
+from planted_runtime import RUNTIME
+from planted_schedules import SCHEDULES
+
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *PIPELINE)

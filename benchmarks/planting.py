@@ -1,0 +1,156 @@
+"""A bug that is planted on purpose: one text of one file in the place of another, and the tests that should notice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "src/drumline"
+
+# Which tests look at a file: its own first, where there are any, then these, in this order.
+OF_FOLDER = {
+    "core": ("tests/core", "tests/schedules", "tests/report"),
+    "schedules": ("tests/schedules", "tests/core/test_validate.py", "tests/core/test_simulate.py"),
+    "plan": ("tests/plan", "tests/report/test_plan_page.py", "tests/cli/test_plan_verb.py"),
+    "report": ("tests/report",),
+    "runtime": (
+        "tests/pipeline/test_parity.py",
+        "tests/pipeline/test_pipeline.py",
+        "tests/runtime",
+        "tests/pipeline/test_odd_models.py",
+        "tests/pipeline/test_tied.py",
+        "tests/pipeline/test_memory.py",
+        "tests/pipeline/test_precision.py",
+        "tests/pipeline/test_captured.py",
+        "tests/pipeline/test_transports.py",
+    ),
+    "pipeline": (
+        "tests/pipeline/test_pipeline.py",
+        "tests/pipeline/test_parity.py",
+        "tests/pipeline/test_recording.py",
+        "tests/pipeline/test_precision.py",
+        "tests/pipeline/test_tied.py",
+        "tests/pipeline/test_frozen.py",
+        "tests/pipeline/test_by_value.py",
+        "tests/pipeline/test_launch.py",
+        "tests/pipeline/test_transports.py",
+    ),
+}
+
+# Tests of a file that does not share its name with them.
+OF_FILE = {
+    "core/account.py": ("tests/core/test_measured.py",),
+    "core/assemble.py": ("tests/core/test_simulate.py",),
+    "core/check_exchange.py": ("tests/core/test_validate.py",),
+    "core/durations.py": ("tests/core/test_simulate.py",),
+    "core/metrics.py": ("tests/core/test_measured.py", "tests/pipeline/test_recording.py"),
+    "core/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
+    "core/versions.py": ("tests/core/test_memory.py",),
+    "pipeline/assembly.py": ("tests/pipeline/test_transports.py",),
+    "pipeline/guard.py": ("tests/pipeline/test_pipeline.py",),
+    "pipeline/holdings.py": ("tests/pipeline/test_tied.py",),
+    "pipeline/masters.py": ("tests/pipeline/test_precision.py",),
+    "pipeline/metrics.py": ("tests/pipeline/test_recording.py",),
+    "pipeline/own_loss.py": ("tests/pipeline/test_hugging_face.py",),
+    "pipeline/run_folder.py": ("tests/pipeline/test_recording.py",),
+    "pipeline/scaler.py": ("tests/pipeline/test_precision.py",),
+    "pipeline/state.py": ("tests/pipeline/test_tied.py",),
+    "pipeline/updates.py": ("tests/pipeline/test_precision.py",),
+    "plan/bounds.py": ("tests/plan/test_partition.py",),
+    "plan/candidate.py": ("tests/plan/test_planner.py",),
+    "plan/chain.py": ("tests/plan/test_partition.py",),
+    "plan/held.py": ("tests/plan/test_partition.py",),
+    "plan/layers.py": ("tests/plan/test_planner.py", "tests/profile/test_layers.py"),
+    "plan/overheads.py": ("tests/plan/test_planner.py",),
+    "plan/peaks.py": ("tests/plan/test_planner.py",),
+    "plan/ranks.py": ("tests/plan/test_planner.py",),
+    "plan/runs.py": ("tests/plan/test_planner.py",),
+    "plan/stages.py": ("tests/plan/test_planner.py",),
+    "plan/cluster": ("tests/plan/test_cluster_estimate.py", "tests/plan/test_cluster_shape.py"),
+    "plan/search": ("tests/plan/test_lower_bounds.py", "tests/plan/test_search.py"),
+    "runtime/batch.py": ("tests/pipeline/test_pipeline.py",),
+    "runtime/buffers.py": ("tests/pipeline/test_odd_models.py",),
+    "runtime/capture.py": ("tests/pipeline/test_captured.py",),
+    "runtime/captured.py": ("tests/pipeline/test_captured.py",),
+    "runtime/clip.py": ("tests/pipeline/test_pipeline.py",),
+    "runtime/copies.py": ("tests/pipeline/test_tied.py",),
+    "runtime/exchange.py": ("tests/pipeline/test_tied.py", "tests/pipeline/test_tied_ranks.py"),
+    "runtime/finite.py": ("tests/pipeline/test_pipeline.py",),
+    "runtime/in_process.py": ("tests/runtime/test_channels.py",),
+    "runtime/layout.py": ("tests/runtime/test_channels.py",),
+    "runtime/link.py": ("tests/runtime/test_mesh.py", "tests/runtime/test_channels.py"),
+    "runtime/mesh.py": ("tests/runtime/test_mesh.py", "tests/runtime/test_clock.py"),
+    "runtime/mesh_channel.py": ("tests/runtime/test_channels.py",),
+    "runtime/randomness.py": ("tests/pipeline/test_parity.py", "tests/pipeline/test_odd_models.py"),
+    "runtime/shared_memory.py": ("tests/runtime/test_channels.py",),
+    "runtime/slots.py": ("tests/runtime/test_channels.py",),
+    "runtime/stash.py": ("tests/pipeline/test_memory.py",),
+    "runtime/tape.py": ("tests/runtime/test_split_backward.py",),
+    "runtime/tied.py": ("tests/pipeline/test_tied.py",),
+    "runtime/values.py": ("tests/pipeline/test_pipeline.py", "tests/pipeline/test_odd_models.py"),
+}
+
+
+class Bug(NamedTuple):
+    """A bug: in `file` of the package the text `old` becomes `new`, and that `breaks` something.
+
+    `survives` says why no test can be asked to notice it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    survives: str = ""
+
+    @property
+    def path(self) -> str:
+        """The file's place in the tree."""
+        return f"{PACKAGE}/{self.file}"
+
+    @property
+    def folder(self) -> str:
+        """The package's folder that the file belongs to."""
+        return self.file.partition("/")[0]
+
+    def planted_in(self, text: str) -> str:
+        """Return the file's text with the bug in it; the old text must stand there exactly once."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.name}: {self.path} holds {self.old!r} {count} times; expected once")
+        return text.replace(self.old, self.new)
+
+    def tests(self, root: Path = ROOT) -> list[str]:
+        """Return what to run, the likeliest to notice first: doctests of the file, then test files."""
+        stem = Path(self.file).stem
+        wanted = [self.path, f"tests/{self.folder}/test_{stem}.py"]
+        for place in (self.file, str(Path(self.file).parent)):
+            wanted += OF_FILE.get(place, ())
+        found = []
+        for one in (*wanted, *OF_FOLDER[self.folder]):
+            listed = sorted((root / one).glob("test_*.py")) if (root / one).is_dir() else [root / one]
+            found += [str(path.relative_to(root)) for path in listed if path.exists()]
+        return list(dict.fromkeys(found))
+
+
+class Planted:
+    """A file of a tree with a bug in it, for as long as the block lasts."""
+
+    def __init__(self, bug: Bug, tree: Path, moment: float) -> None:
+        self.file = tree / bug.path
+        self.bug = bug
+        self.moment = moment  # of the change: compiled code is told apart by it, in whole seconds
+
+    def __enter__(self) -> None:
+        self.text = self.file.read_text(encoding="utf-8")
+        self._write(self.bug.planted_in(self.text), self.moment)
+
+    def __exit__(self, *_: object) -> None:
+        self._write(self.text, self.moment + 1)
+
+    def _write(self, text: str, moment: float) -> None:
+        self.file.write_text(text, encoding="utf-8")
+        os.utime(self.file, (moment, moment))

@@ -1,0 +1,155 @@
+"""No test passes because what it goes through is empty.
+
+Loops with assertions, and `all(...)` in an assertion, go through something that is written out, that another assertion
+of the test speaks of, that cannot be empty by what it is, or through `some(...)`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+FILES = sorted(FOLDER.rglob("*.py"))
+# What cannot be empty: every program has rows, every launch ranks, every model parameters.
+FILLED_CALLS = {"some", "admissible", "launch", "named_parameters", "parameters", "programs", "schedules", "spans"}
+FILLED_CALLS |= {"split", "splitlines", "two_ranks"}
+FILLED_PARTS = {"actions", "executors", "homes", "ranks", "records", "rows", "starts", "tracks", "__slots__"}
+OF_FIRST = {"dict", "enumerate", "items", "keys", "list", "reversed", "set", "sorted", "tuple", "values"}
+NOTHING = {"()", "[]", "{}", "set()", "0", "''"}
+
+
+class Function:
+    """A test function: which of its names are known to hold something, and what its assertions speak of."""
+
+    def __init__(self, node: ast.FunctionDef, outside: dict[str, bool]) -> None:
+        self.node = node
+        self.known = outside | {one.arg: True for one in (*node.args.args, *node.args.kwonlyargs)}
+        self.known |= dict(self.assigned(node))
+        asserted = [one.test for one in ast.walk(node) if isinstance(one, ast.Assert)]
+        self.spoken_of = {text for test in asserted for text in self.compared(test)}
+
+    def assigned(self, node: ast.AST) -> Iterator[tuple[str, bool]]:
+        """Yield the names that are assigned, and whether to something."""
+        for one in ast.walk(node):
+            if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+                for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
+                    if isinstance(target, ast.Name):
+                        yield target.id, self.is_filled(one.value)
+
+    def compared(self, test: ast.expr) -> Iterator[str]:
+        """Yield what an assertion says something of, other than by going through it."""
+        for one in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]:
+            sides = [one.left, *one.comparators] if isinstance(one, ast.Compare) else [] if is_all(one) else [one]
+            if not any(ast.unparse(side) in NOTHING for side in sides):
+                yield from (ast.unparse(part) for side in sides for part in parts_of(side))
+
+    def is_filled(self, node: ast.expr) -> bool:
+        """Whether an expression cannot be empty."""
+        match node:
+            case ast.Tuple() | ast.List() | ast.Set():
+                return any(not isinstance(one, ast.Starred) or self.is_filled(one.value) for one in node.elts)
+            case ast.Dict():
+                return bool(node.keys)
+            case ast.Constant():
+                return bool(node.value)
+            case ast.Name():
+                return node.id.isupper() or node.id[0].isupper() or self.known.get(node.id, False)
+            case ast.Attribute():
+                return node.attr in FILLED_PARTS or node.attr.isupper() or node.attr.startswith("num_")
+            case ast.BinOp():
+                return self.is_filled(node.left) or (isinstance(node.op, ast.Add) and self.is_filled(node.right))
+            case ast.ListComp() | ast.GeneratorExp() | ast.SetComp() | ast.DictComp():
+                return all(not one.ifs and self.is_filled(one.iter) for one in node.generators)
+            case ast.Subscript():
+                return not isinstance(node.slice, ast.Slice) and self.is_filled(node.value)
+            case ast.IfExp():
+                return self.is_filled(node.body) and self.is_filled(node.orelse)
+            case ast.Call():
+                return self.is_filled_call(node)
+        return False
+
+    def is_filled_call(self, node: ast.Call) -> bool:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        if name in FILLED_CALLS or (name == "range" and len(node.args) > 1):
+            return True
+        if name == "zip":
+            strict = any(one.arg == "strict" and ast.unparse(one.value) == "True" for one in node.keywords)
+            return (any if strict else all)(map(self.is_filled, node.args))
+        if name in OF_FIRST and isinstance(node.func, ast.Attribute):
+            return self.is_filled(node.func.value)
+        return name in {*OF_FIRST, "range", "map", "product"} and all(map(self.is_filled, node.args[-1:]))
+
+    def holds_something(self, node: ast.expr) -> bool:
+        return self.is_filled(node) or any(ast.unparse(one) in self.spoken_of for one in parts_of(node))
+
+    def empty_checks(self) -> Iterator[tuple[int, str]]:
+        """Yield line and text of what is gone through and may be empty."""
+        for one in ast.walk(self.node):
+            if isinstance(one, ast.For) and any(isinstance(part, ast.Assert) for part in ast.walk(one)):
+                if not self.holds_something(one.iter):
+                    yield one.lineno, ast.unparse(one.iter)
+            elif isinstance(one, ast.Assert):
+                for call in (part for part in ast.walk(one.test) if is_all(part)):
+                    assert isinstance(call, ast.Call)
+                    argument = call.args[0]
+                    chosen = isinstance(argument, ast.GeneratorExp) and any(part.ifs for part in argument.generators)
+                    sources = argument.generators if isinstance(argument, ast.GeneratorExp) else []
+                    found = [self.holds_something(part.iter) for part in sources] or [self.is_filled(argument)]
+                    if chosen or not min(found):
+                        yield one.lineno, ast.unparse(argument)
+
+
+def parts_of(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield an expression and all that has to hold something if it does."""
+    yield node
+    match node:
+        case ast.Call(func=ast.Attribute(value=value), args=[]):
+            yield from parts_of(value)
+        case ast.Call():
+            yield from (part for one in node.args for part in parts_of(one))
+        case ast.Subscript():
+            yield from parts_of(node.value)
+        case ast.GeneratorExp() | ast.ListComp() | ast.SetComp() | ast.DictComp():
+            yield from (part for one in node.generators for part in parts_of(one.iter))
+        case ast.Starred():
+            yield from parts_of(node.value)
+
+
+def is_all(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "all"
+
+
+def empty_checks(text: str) -> list[tuple[int, str]]:
+    tree = ast.parse(text)
+    outside: dict[str, bool] = {}
+    found = []
+    for one in ast.walk(tree):
+        if isinstance(one, ast.FunctionDef) and one.name.startswith("test_"):
+            found += list(Function(one, outside).empty_checks())
+    return found
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, id=str(file.relative_to(FOLDER))) for file in FILES])
+def test_no_check_goes_through_what_may_be_empty(file: Path) -> None:
+    assert empty_checks(file.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_refused"),
+    [
+        ("for one in found(): assert one", True),
+        ("for one in [x for x in (1, 2) if x > 2]: assert one", True),
+        ("assert all(one > 0 for one in found())", True),
+        ("assert all(one > 0 for one in (1, 2) if one > 2)", True),
+        ("for one in (1, 2): assert one", False),
+        ("for one in some(found()): assert one", False),
+        ("assert all(some(one > 0 for one in found()))", False),
+        ("listed = found()\n    assert len(listed) == 2\n    for one in listed: assert one", False),
+    ],
+)
+def test_loops_that_may_be_empty_are_found(loop: str, is_refused: bool) -> None:
+    assert bool(empty_checks(f"def test_it():\n    {loop}\n")) is is_refused
