@@ -59,9 +59,7 @@ def peaks(program: Program, costs: Costs) -> tuple[int, float]:
     most_pairs, most_bytes = 0, 0.0
     for row in program.rows:
         held: dict[tuple[int, int], float] = {}
-        for action in row:
-            if action.op is Op.REDUCE_GRAD:
-                continue
+        for action in (part for one in row if one.is_compute for part in one.work):
             pair, factor = (action.stage, action.microbatch or 0), factors[action.microbatch or 0]
             if action.op is Op.FORWARD:
                 held[pair] = full * factor
@@ -105,7 +103,7 @@ def test_weight_gradients_woven_into_an_order_follow_their_own_input_gradient() 
             woven = Styles(one, may_join=False).build(style, order=split(rows))
             if woven is not None:
                 assert validate(one.program(woven.rows), limit=one.limit, costs=one.costs) == []
-    assert num_overtaking > 8
+    assert num_overtaking > 3
 
 
 def test_an_order_that_overtakes_gets_its_weight_gradients_in_the_order_of_their_input_gradients() -> None:
