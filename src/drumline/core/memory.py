@@ -59,6 +59,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     if "holdings" not in program.compiled:
         program.compiled["holdings"] = tuple(_counted(program))
     counted = cast(tuple[Holding, ...], program.compiled["holdings"])
+    costs.check_counts(program.num_stages, program.num_microbatches)
     if not costs.knows_bytes:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)

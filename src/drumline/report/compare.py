@@ -70,6 +70,7 @@ def compare(
     ['zb-v', 'interleaved-zb', 'dualpipe']
     """
     costs = _for_all(costs or Costs())
+    costs.factors(num_microbatches)
     rows = []
     for name, schedule in schedules().items():
         v = schedule.stages_per_rank
@@ -102,7 +103,7 @@ def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bo
 def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
     """Return the costs with one step's microbatch factors repeated for every step of the program."""
     factor = costs.microbatch_factor
-    if isinstance(factor, Sequence) and factor and num_microbatches % len(factor) == 0:
+    if isinstance(factor, Sequence):
         return replace(costs, microbatch_factor=[*factor] * (num_microbatches // len(factor)))
     return costs
 

@@ -71,6 +71,9 @@ class Instance:
     num_microbatches: int
     limit: Limit = _NO_LIMIT
 
+    def __post_init__(self) -> None:
+        self.costs.check_counts(self.num_stages, self.num_microbatches)
+
     def number(self, stage: int, op: int, microbatch: int) -> int:
         """Return an action's number."""
         return 4 * (stage * self.num_microbatches + microbatch) + op
