@@ -115,7 +115,7 @@ def test_a_list_of_another_length_is_refused_also_where_nothing_reads_it(name: s
 
 
 def test_a_comparison_takes_a_factor_for_every_microbatch_and_no_fewer() -> None:
-    with pytest.raises(CostsError, match="^microbatch_factor has 2 values; expected .* the 4 microbatches"):
+    with pytest.raises(CostsError, match=r"^microbatch_factor has 2 values; expected .* the 4 microbatches"):
         compare(2, num_microbatches=4, costs=Costs(microbatch_factor=[1, 2]))
 
 
@@ -125,7 +125,7 @@ def test_a_comparison_takes_a_factor_for_every_microbatch_and_no_fewer() -> None
     ids=repr,
 )
 def test_edges_are_links_by_pairs_of_ranks(edges: Any) -> None:
-    with pytest.raises(CostsError, match="^edges "):
+    with pytest.raises(CostsError, match=r"^edges "):
         Costs(edges=edges)
 
 
@@ -143,7 +143,7 @@ def test_edges_are_links_by_pairs_of_ranks(edges: Any) -> None:
     ids=repr,
 )
 def test_edges_in_a_file_are_a_list_of_single_links(edges: Any) -> None:
-    with pytest.raises(CostsError, match="^edges "):
+    with pytest.raises(CostsError, match=r"^edges "):
         Costs.from_json(json.dumps({"edges": edges}))
 
 
@@ -157,5 +157,5 @@ def test_a_link_has_single_numbers(name: str, value: Any) -> None:
 
 
 def test_a_number_of_too_many_digits_is_refused() -> None:
-    with pytest.raises(CostsError, match="^the costs are not JSON"):
+    with pytest.raises(CostsError, match=r"^the costs are not JSON"):
         Costs.from_json('{"forward": ' + "1" * 5000 + "}")

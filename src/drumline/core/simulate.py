@@ -206,6 +206,8 @@ def simulate(
     if not isinstance(program, Program):
         raise ProgramError(f"{program!r:.60} is not a program", fix='dl.generate("1f1b", ...) makes one')
     costs = costs or Costs()
+    if limit is not None:
+        limit.check(costs)
     try:
         graph = _compiled(program, costs)
         work = work_seconds(graph, costs)

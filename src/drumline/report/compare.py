@@ -71,6 +71,8 @@ def compare(
     """
     costs = _for_all(costs or Costs())
     costs.factors(num_microbatches)
+    if limit is not None:
+        limit.check(costs)
     rows = []
     for name, schedule in schedules().items():
         v = schedule.stages_per_rank
@@ -95,9 +97,9 @@ def compare(
 def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:
     if limit is None:
         return True
-    if limit.max_activations is not None and max(timeline.peak_activations) > limit.max_activations * stages_per_rank:
-        return False
-    return limit.max_bytes is None or timeline.peak_bytes is None or max(timeline.peak_bytes) <= limit.max_bytes
+    if limit.max_activations is not None:
+        limit = replace(limit, max_activations=limit.max_activations * stages_per_rank)
+    return limit.admits_pairs(max(timeline.peak_activations)) and limit.admits_bytes(max(timeline.peak_bytes or (0.0,)))
 
 
 def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:

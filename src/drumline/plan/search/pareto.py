@@ -129,7 +129,7 @@ def pareto(
         if progress is not None:
             progress(f"{instance.placement.name} within {memory:g}")
         per_rank = instance.num_stages // num_ranks
-        limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=memory * per_rank)
+        limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=round(memory * per_rank))
         found = search(
             instance.costs,
             instance.placement,
