@@ -11,6 +11,7 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.program import Program
+from drumline.core.simulate import simulate
 from drumline.core.validate import validate
 from drumline.plan.search.construct import Builder
 from drumline.plan.search.everywhere import placement_named
@@ -21,6 +22,7 @@ from drumline.plan.search.search import search
 from drumline.plan.search.starts import split
 from drumline.plan.search.stretch import stretched
 from drumline.plan.search.styles import WOVEN, Styles
+from drumline.schedules import generate
 from reference import reference_times
 
 
@@ -146,3 +148,15 @@ def test_what_is_stretched_has_every_action_once_also_where_whole_backwards_stan
             # Ranks that repeat different moments may wait for each other: timing finds that, and drops them.
             assert [reason for reason in reasons if "wait for each other" not in reason] == []
     assert num_stretched > 20
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_rows_whose_sends_hold_their_ranks_are_worth_what_the_simulator_says(objective: str) -> None:
+    costs = Costs(message_bytes=2, bytes_per_second=1, overlap=False, reduce=[0, 3, 1, 0])
+    program = generate("chimera", num_ranks=4, num_microbatches=4)
+    one = Instance(costs, program.placement, 4)
+    rows = one.rows_of(program)
+    assert rows is not None
+    measured, timeline = Objective(one, objective).measure(rows), simulate(program, costs)
+    assert measured is not None
+    assert measured.value == (timeline.makespan if objective == "makespan" else timeline.span)
