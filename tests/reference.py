@@ -12,7 +12,8 @@ from drumline.core.program import Program
 def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float, float]]:
     """Return (start, end) of every compute action, written straight from the definitions.
 
-    Compute-only programs; transfers occupy their directed link in the sender's order and, with overlap off, both ranks.
+    Compute-only programs; transfers occupy their directed link in the sender's order and, with overlap off, both ranks:
+    then a receiver takes all that was sent before what it needs, in the order in which it was sent.
     """
     stages = program.num_stages
     seconds = {
@@ -28,7 +29,8 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
     free = [0.0] * program.num_ranks
     link_free: dict[tuple[int, int], float] = {}
     arrived: dict[Action, float] = {}
-    started_moving: dict[Action, float] = {}
+    under_way: dict[tuple[int, int], deque[tuple[Action, float, float]]] = {}
+    received: set[Action] = set()
     times: dict[Action, tuple[float, float]] = {}
 
     def inputs(part: Action) -> list[tuple[Action, ...]]:
@@ -59,16 +61,15 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
                 if any(one is None for _, one in found):
                     break
                 start = free[rank]
-                for p, one in found:
-                    assert one is not None
+                for one in sorted({one for _, one in found if one is not None}, key=lambda one: home[one]):
                     if home[one] == rank:
                         continue
                     if costs.overlap or not costs.has_finite_links:
                         start = max(start, arrived[one])
-                    else:
-                        edge = costs.edge(home[one], rank)
-                        moving = sizes[min(one.stage, p.stage)] * factors[one.microbatch or 0]
-                        start = max(start, started_moving[one] + edge.latency) + moving / edge.bytes_per_second
+                    while not costs.overlap and costs.has_finite_links and one not in received:
+                        sent, begun, moving = under_way[home[one], rank].popleft()
+                        start = max(start, begun + costs.edge(home[one], rank).latency) + moving
+                        received.add(sent)
                 duration = sum(seconds[p.op][p.stage] * factors[p.microbatch or 0] for p in action.work)
                 if action.parts and costs.overlapped is not None:
                     factor = sum(factors[p.microbatch or 0] for p in action.work) / 2
@@ -101,7 +102,7 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
                     else:
                         begin = free[rank]
                         free[rank] = begin + moving
-                    started_moving[part] = begin
+                        under_way.setdefault((rank, taker), deque()).append((part, begin, moving))
                     arrived[part] = begin + moving + edge.latency
                 queue.popleft()
                 progress = True

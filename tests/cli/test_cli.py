@@ -237,6 +237,20 @@ def test_show_draws_slots_and_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert memory[2].startswith("held   |1  2  2  2  2  2  1  1  1  |")
 
 
+def test_compare_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = ("--ranks", "3", "--microbatches", "4")
+    found = run_json(capsys, "compare", *counts)[1]
+    assert [(one["schedule"], one["expected"]) for one in found["left_out"]] == [
+        ("dualpipe", "an even number of ranks"),
+        ("chimera", "an even number of ranks"),
+    ]
+    printed = run(capsys, "compare", *counts)[1]
+    assert "left out: dualpipe with 3 ranks" in printed
+    assert "Not compared: dualpipe, chimera." in " ".join(printed.split())
+    assert run_json(capsys, "compare", *COUNTS)[1]["left_out"] == []
+    assert "left out" not in run(capsys, "compare", *COUNTS)[1]
+
+
 def test_compare_writes_its_page_and_says_what_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "compare.html"
     code, found = run_json(capsys, "compare", *COUNTS, "--out", str(path))

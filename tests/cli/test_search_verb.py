@@ -47,6 +47,15 @@ def test_search_draws_what_it_found(suffix: str, tmp_path: Path, capsys: pytest.
     assert "4 ranks" in path.read_text(encoding="utf-8")
 
 
+def test_placements_that_do_not_admit_the_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--ranks", "3", "--microbatches", "2", "--placement", "all", "--tries", "20")
+    for more in ((), ("--pareto",)):
+        found = json.loads(run(capsys, *words, *more, "--json")[1])
+        assert [one["placement"] for one in found["left_out"]] == ["bidirectional"]
+        assert found["left_out"][0]["error"].startswith("bidirectional with 3 ranks and 2 microbatches")
+        assert "bidirectional: left out, bidirectional with 3 ranks" in run(capsys, *words, *more)[1]
+
+
 @pytest.mark.parametrize("suffix", ["svg", "html"])
 def test_pareto_is_drawn_with_every_hand_made_schedule(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -122,3 +122,10 @@ def test_gradients_kept_for_w_may_outweigh_what_i_frees() -> None:
     program = Program.parse("0F0,0I0,0W0")
     (holding,) = holdings(program, Costs(activation_bytes=10, held_until_weight_bytes=14))
     assert holding.bytes == [(10, 10), (14, 14), (14, 0)]
+
+
+def test_what_only_runs_forwards_holds_neither_gradients_nor_optimizer_state() -> None:
+    sizes = Costs(weight_bytes=7, gradient_bytes=5, optimizer_bytes=11, activation_bytes=2)
+    timeline = simulate(build("forward-only", 2, 4), sizes)
+    assert [holding.static_bytes for holding in timeline.memory] == [7, 7]
+    assert timeline.peak_bytes == (9, 9)

@@ -5,7 +5,9 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.idle import Limit
-from drumline.report.compare import compare, compare_table
+from drumline.report.advice import advise
+from drumline.report.compare import compare, compare_table, left_out_text
+from drumline.report.compare_page import compare_page
 from drumline.report.table import table
 from names import NAMES
 from some import some
@@ -26,10 +28,35 @@ def test_every_row_does_the_same_work_per_microbatch() -> None:
         assert busy == pytest.approx(6)
 
 
-def test_schedules_that_do_not_admit_the_counts_are_left_out() -> None:
-    names = {row.name for row in compare(3, num_microbatches=2)}
-    assert not names & {"dualpipe", "chimera", "pipedream-2bw"}
-    assert {"1f1b", "zb-v"} <= names
+def test_schedules_that_do_not_admit_the_counts_are_left_out_with_the_reason() -> None:
+    rows = compare(3, num_microbatches=2)
+    assert [one.name for one in rows.left_out] == ["dualpipe", "chimera", "pipedream-2bw"]
+    assert {row.name for row in rows} == set(NAMES) - {"dualpipe", "chimera", "pipedream-2bw", "forward-only"}
+    assert rows.left_out[0].summary() == {
+        "schedule": "dualpipe",
+        "stages_per_rank": 1,
+        "error": "dualpipe with 3 ranks: its two directions meet in the middle",
+        "expected": "an even number of ranks",
+        "fix": "2 or 4 would do",
+    }
+    assert left_out_text(rows.left_out).splitlines()[2].startswith("left out: pipedream-2bw with 2 microbatches")
+    assert compare(4, num_microbatches=8).left_out == ()
+
+
+def test_what_is_too_large_with_two_stages_per_rank_is_named_and_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("drumline.schedules.registry.MAX_PAIRS", 20)
+    rows = compare(4, num_microbatches=4)
+    names = [one.name for one in rows.left_out]
+    assert {"zb-v", "interleaved-1f1b", "hanayo"} <= set(names)
+    assert {one.stages_per_rank for one in rows.left_out} == {2}
+    assert left_out_text(rows.left_out) == (
+        f"left out: {', '.join(names)}: 4 ranks x 2 stages x 4 microbatches is too large; "
+        "expected at most 20 (stage, microbatch) pairs"
+    )
+    assert advise(rows).endswith(f" Not compared: {', '.join(names)}.")
+    assert "Not compared" in compare_page(rows, num_ranks=4, num_microbatches=4)
 
 
 def test_what_is_over_the_limit_comes_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -159,13 +160,31 @@ def test_latency_formulas_within_their_conditions(ranks: int, f: float, i: float
         assert run("zb-h2", ranks, microbatches, **costs).span - ideal == pytest.approx(h2)
 
 
-@pytest.mark.parametrize(("f", "w", "fused"), [(1, 1, 3), (1, 1, 2.5), (2, 1, 5), (2, 1, 4)])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 16), (8, 20)])
-def test_dualpipe_idles_as_its_formula_says_where_f_equals_i(
-    ranks: int, microbatches: int, f: float, w: float, fused: float
-) -> None:
-    timeline = run("dualpipe", ranks, microbatches, forward=f, backward_input=f, backward_weight=w, overlapped=fused)
-    assert max(timeline.idle) == pytest.approx((ranks / 2 - 1) * (fused + f + w - 3 * w))
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"),
+    [("dualpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe", 8, 16), ("dualpipe", 8, 20), ("dualpipe", 10, 22)]
+    + [("dualpipe-v", 2, 4), ("dualpipe-v", 4, 8), ("dualpipe-v", 5, 13)],
+)
+def test_dualpipe_idles_as_its_formula_says_where_it_applies(name: str, ranks: int, microbatches: int) -> None:
+    half = ranks // 2 if name == "dualpipe" else ranks
+    for f, w, share in itertools.product((0.5, 1, 2, 3), (0.25, 0.5, 1, 2, 3), (0, 0.25, 0.5, 1, 1.5)):
+        if w > f:
+            continue
+        b = f + w
+        fused = b + share * f  # from as long as a backward alone to longer than both
+        timeline = run(name, ranks, microbatches, forward=f, backward_input=f, backward_weight=w, overlapped=fused)
+        from_middle = [half - 1 - (min(r, ranks - 1 - r) if name == "dualpipe" else r) for r in range(ranks)]
+        expected = [(half - 1) * (fused + b - 3 * w) - max(k - 1, 0) * (f + b - fused) for k in from_middle]
+        assert timeline.idle == pytest.approx(expected)
+        if share == 1:
+            assert timeline.idle == pytest.approx([(half - 1) * (fused + b - 3 * w)] * ranks)
+
+
+@pytest.mark.parametrize(("i", "w", "more"), [(1, 1.5, True), (1, 3, True), (0.5, 0.5, True), (1.5, 0.5, False)])
+def test_dualpipe_s_formula_does_not_hold_for_other_costs(i: float, w: float, more: bool) -> None:
+    idle = run("dualpipe", 8, 20, backward_input=i, backward_weight=w).idle
+    formula = 3 * (1 + 2 * (i + w) - 3 * w)
+    assert min(idle) > formula + 1e-9 if more else max(idle) < formula - 1e-9
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])

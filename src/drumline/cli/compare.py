@@ -9,7 +9,7 @@ from drumline.cli import flags
 from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
 from drumline.report.advice import advise
-from drumline.report.compare import compare, compare_table
+from drumline.report.compare import compare, compare_table, left_out_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     progress("")
     if not rows:
         raise ScheduleError(
-            f"no schedule admits {args.ranks} ranks and {args.microbatches} microbatches", fix="try smaller counts"
+            f"no schedule admits {args.ranks} ranks and {args.microbatches} microbatches",
+            expected=rows.left_out[0].reason.expected if rows.left_out else "",
+            fix="try smaller counts",
         )
     advice = advise(rows)
     if args.out is not None:
@@ -60,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
         save(args.out, compare_page(rows, num_ranks=args.ranks, num_microbatches=args.microbatches))
     if args.json:
         written = {"out": str(args.out)} if args.out is not None else {}
-        print_json({"rows": [row.summary() for row in rows], "advice": advice, **written})
+        left_out = [one.summary() for one in rows.left_out]
+        print_json({"rows": [row.summary() for row in rows], "left_out": left_out, "advice": advice, **written})
     else:
         print(compare_table(rows, width=terminal_width()))
+        if rows.left_out:
+            print("\n" + wrapped(left_out_text(rows.left_out), terminal_width()))
         print("\n" + wrapped(advice, terminal_width()))
         if args.out is not None:
             print(f"wrote {args.out}")

@@ -162,7 +162,7 @@ def costs_of(args: argparse.Namespace) -> Costs:
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
     """Return the limit that the flags say, or None."""
-    if args.max_bytes is not None and not costs.knows_bytes:
+    if args.max_bytes is not None and costs.activation_bytes is None:
         raise UsageError("--max-bytes without bytes to hold against it", fix="give --activation-bytes or --costs")
     for flag, value in (("--max-activations", args.max_activations), ("--max-bytes", args.max_bytes)):
         if value is not None and value <= 0:

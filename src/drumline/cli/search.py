@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json, progress, save, terminal_width, wrapped
 from drumline.core.costs import Costs
-from drumline.core.errors import UsageError
-from drumline.plan.search.everywhere import PLACEMENTS, placement_named, search_all
+from drumline.core.errors import PlanError, UsageError
+from drumline.plan.search.everywhere import PLACEMENTS, Everywhere, placement_named, search_all
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import Found, search
 from drumline.report.summary import summarize
@@ -41,14 +41,16 @@ def run(args: argparse.Namespace) -> int:
     if args.pareto:
         return _pareto(args)
     costs = flags.costs_of(args)
-    found, *others = _found(args, costs)
+    everywhere = _found(args, costs)
+    found, *others = everywhere
     progress("")
     if args.out is not None:
         _write(args.out, found)
     if args.json:
-        print_json(_summary(found, others, args.out))
+        print_json(_summary(found, others, everywhere.left_out, args.out))
     else:
-        print(wrapped(_text(found, others), terminal_width()))
+        left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
+        print(wrapped("\n".join([_text(found, others), *left_out]), terminal_width()))
         if args.out is not None:
             print(f"wrote {args.out}")
     return 0
@@ -75,7 +77,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--out is {args.out}", expected="a name that ends with .csv, .svg or .html")
 
 
-def _found(args: argparse.Namespace, costs: Costs) -> Sequence[Found]:
+def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     jitter = None if args.jitter is None else Jitter(args.jitter, args.quantile, args.samples, args.seed)
     options: dict[str, Any] = {
         "num_microbatches": args.microbatches,
@@ -90,10 +92,12 @@ def _found(args: argparse.Namespace, costs: Costs) -> Sequence[Found]:
     if args.placement == "all":
         return search_all(costs, args.ranks, stages_per_rank=args.stages_per_rank, **options)
     placement = placement_named(args.placement, args.ranks, args.microbatches, args.stages_per_rank)
-    return [search(costs, placement, **options)]
+    return Everywhere([search(costs, placement, **options)])
 
 
-def _summary(found: Found, others: Sequence[Found], out: Path | None) -> dict[str, Any]:
+def _summary(
+    found: Found, others: Sequence[Found], left_out: Mapping[str, PlanError], out: Path | None
+) -> dict[str, Any]:
     summary = {
         **summarize(found.timeline),
         "objective": found.objective,
@@ -110,6 +114,11 @@ def _summary(found: Found, others: Sequence[Found], out: Path | None) -> dict[st
         summary["others"] = [
             {"placement": one.placement, "value": one.value, "lower_bound": one.bound.value, "gap": one.gap}
             for one in others
+        ]
+    if left_out:
+        summary["left_out"] = [
+            {"placement": name, "error": error.error, "expected": error.expected, "fix": error.fix}
+            for name, error in left_out.items()
         ]
     return summary if out is None else {**summary, "out": str(out)}
 
@@ -177,6 +186,9 @@ def _pareto(args: argparse.Namespace) -> int:
         print_json({**picture.summary(), **written})
     else:
         print(pareto_table(picture, width=terminal_width()))
+        left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
+        if left_out:
+            print("\n" + wrapped("\n".join(left_out), terminal_width()))
         if args.out is not None:
             print(f"wrote {args.out}")
     return 0

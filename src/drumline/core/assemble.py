@@ -57,7 +57,7 @@ def _compile(program: Program, messages: Messages) -> Graph:
     spelled = bool(np.isin(cells.code, SENDS + RECVS).any())
     posted = assembly.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
-        assembly.blocking()
+        assembly.blocking(posted)
     elif messages is Messages.LINKS or spelled:
         assembly.links(posted)
         messages = Messages.LINKS
@@ -114,6 +114,9 @@ class Assembly:
         self.node = self.recv_node = np.full(len(producer), -1)
         self.exchanges = np.flatnonzero(cells.code == CODE[Op.REDUCE_GRAD])
         self.exchange_node = np.empty(0, dtype=np.int64)
+        # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
+        self.posted_after = cells.follows[self.exchanges]
+        self.forward_first = self.made_by * 2 + (work.code[producer] != CODE[Op.FORWARD])
 
     def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints) -> Ints:
         """Add nodes and return their indices."""
@@ -139,8 +142,8 @@ class Assembly:
 
     def links(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
         """Add a node per message, chained per link in the order of the sends."""
-        forward_first = self.made_by * 2 + (self.cells.work.code[self.producer] != CODE[Op.FORWARD])
-        sent_after, received_after, order = posted or (self.made_by, np.full(len(self.made_by), -1), forward_first)
+        nowhere = np.full(len(self.made_by), -1)
+        sent_after, received_after, order = posted or (self.made_by, nowhere, self.forward_first)
         edges, edge = np.unique(self.source * self.cells.num_ranks + self.target, return_inverse=True)
         link, nothing = self.num_chains + edge, np.full(len(edge), -1)
         self.num_chains += len(edges)
@@ -172,11 +175,34 @@ class Assembly:
             raise NotCompilable
         return cells.follows[sent], cells.follows[received], sent
 
-    def blocking(self) -> None:
-        """Put a send behind every producer and a receive before every consumer."""
-        nothing = np.full(len(self.producer), -1)
-        self.node = self.add(self.source, self.made_by * 4 + 3, nothing, nothing)
-        self.recv_node = self.add(self.target, self.taken_by * 4, self.node, np.arange(len(nothing)))
+    def blocking(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
+        """Put a send behind every producer, or where it is spelled out, and a receive before every consumer.
+
+        As in a lowered program, activations leave an overlapped pair before gradients, and an edge's messages are
+        received in the order in which they are sent: one that is sent early and taken up late is received early.
+        """
+        sent_after, _, order = posted or (self.made_by, self.made_by, self.forward_first)
+        crossing, nothing = np.argsort(order, kind="stable"), np.full(len(order), -1)
+        # Nodes of one key keep the order in which they are added.
+        self.node, self.recv_node = nothing.copy(), nothing.copy()
+        self.node[crossing] = self.add(self.source[crossing], sent_after[crossing] * 4 + 3, nothing, nothing)
+        taken_by = self.taken_by.copy()
+        crossing = np.lexsort((order, self.target, self.source))
+        edge = (self.source * self.cells.num_ranks + self.target)[crossing]
+        for messages in np.split(crossing, np.flatnonzero(np.diff(edge)) + 1):
+            taken_by[messages] = np.minimum.accumulate(taken_by[messages][::-1])[::-1]
+        key = taken_by[crossing] * 4
+        self.recv_node[crossing] = self.add(self.target[crossing], key, self.node[crossing], crossing)
+        self._post_exchanges_behind(sent_after, order, self.exchanges if posted else self.posted_after * 2 + 2)
+
+    def _post_exchanges_behind(self, sent_after: Ints, order: Ints, before: Ints) -> None:
+        """Let exchanges be posted behind the sends that stand before them, which hold the rank."""
+        by_order = np.argsort(order, kind="stable")
+        place = np.searchsorted(order[by_order], before) - 1
+        for at in np.flatnonzero(place >= 0).tolist():
+            send = by_order[place[at]]
+            if sent_after[send] == self.posted_after[at]:
+                self.posted_after[at] = self.node[send]
 
     def exchange(self) -> None:
         """Add the gradient exchanges: each waits for its own rank and, where the stage has a copy, for the copy's.
@@ -185,7 +211,7 @@ class Assembly:
         """
         cells, work = self.cells, self.cells.work
         stage, rank = cells.stage[self.exchanges].tolist(), cells.rank[self.exchanges].tolist()
-        follows = cells.follows[self.exchanges]
+        follows = self.posted_after
         turns = Turns()
         turn_of = [turns.next(*key) for key in zip(rank, stage, strict=True)]
         posted = {key: at for at, key in enumerate(zip(rank, stage, turn_of, strict=True))}

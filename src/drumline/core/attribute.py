@@ -166,13 +166,13 @@ class _Rank:
     def would_exceed(self, index: int, forward: Action) -> bool:
         assert self.limit is not None
         holding = self.timeline.memory[self.rank]
-        if self.limit.max_activations is not None and holding.pairs[index][1] + 1 > self.limit.max_activations:
+        if not self.limit.admits_pairs(holding.pairs[index][1] + 1):
             return True
         if self.limit.max_bytes is None or holding.bytes is None:
             return False
         where = self.timeline.located[forward.stage, forward.op, forward.microbatch][1]
         size = holding.bytes[where][0] - (holding.bytes[where - 1][1] if where else holding.static_bytes)
-        return holding.bytes[index][1] + size > self.limit.max_bytes
+        return not self.limit.admits_bytes(holding.bytes[index][1] + size)
 
 
 def _next_forwards(actions: Sequence[Action]) -> list[int]:

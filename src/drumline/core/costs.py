@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import CostsError, nearest
+from drumline.core.shapes import LARGEST, SHAPES, check_edges, check_field, check_number
 
 PerStage = float | Sequence[float]
 
@@ -73,27 +74,19 @@ class Costs:
     optimizer_bytes: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            for number in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
-                _check_number(name, number, infinite=name == "bytes_per_second")
+        for name in SHAPES:
+            check_field(name, getattr(self, name))
+        check_edges(self.edges, Edge)
         for (source, target), edge in self.edges.items():
-            _check_number(f"latency of edge {source}->{target}", edge.latency)
-            _check_number(f"bytes_per_second of edge {source}->{target}", edge.bytes_per_second, infinite=True)
+            check_number(f"latency of edge {source}->{target}", edge.latency)
+            check_number(f"bytes_per_second of edge {source}->{target}", edge.bytes_per_second, infinite=True)
         slowest = min((self.bytes_per_second, *(edge.bytes_per_second for edge in self.edges.values())))
-        if slowest < 1 / _LARGEST:
+        if slowest < 1 / LARGEST:
             raise CostsError(
                 f"bytes_per_second is {slowest:g}",
                 expected="more than 0",
                 fix="leave it out for an infinitely fast link",
             )
-        for source, target in self.edges:
-            if source == target:
-                raise CostsError(f"edges names {source}->{target}", expected="two different ranks")
-        self._check_held()
-
-    def _check_held(self) -> None:
-        """Refuse bytes held until W where it is not said what is held from F."""
         if self.held_until_weight_bytes is not None and self.activation_bytes is None:
             raise CostsError(
                 "held_until_weight_bytes without activation_bytes", fix="give activation_bytes, what is held from F on"
@@ -133,6 +126,19 @@ class Costs:
         value = self.recompute if isinstance(self.recompute, Sequence) else [self.recompute] * num_stages
         return tuple(map(bool, _expand("recompute", [float(flag) for flag in value], num_stages, "stages")))
 
+    def check_counts(self, num_stages: int, num_microbatches: int) -> None:
+        """Refuse lists that are not as long as there are stages or microbatches, whether they will be read or not.
+
+        >>> Costs(weight_bytes=[1, 2, 3]).check_counts(num_stages=2, num_microbatches=8)
+        Traceback (most recent call last):
+        drumline.core.errors.CostsError: weight_bytes has 3 values; expected one number, or one for each of the 2 stages
+        """
+        for name, shape in SHAPES.items():
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                count = num_stages if shape.each == "stage" else num_microbatches
+                _check_length(name, value, count, f"{shape.each}{'es' if shape.each == 'microbatch' else 's'}")
+
     def to_json(self) -> dict[str, Any]:
         """Return what differs from the defaults as an object for JSON, which `from_json` reads as text.
 
@@ -162,7 +168,9 @@ class Costs:
         """
         try:
             table = json.loads(text, object_pairs_hook=_without_repeats)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except CostsError:
+            raise
+        except (ValueError, RecursionError) as error:  # also a whole number of more digits than Python reads
             raise CostsError(f"the costs are not JSON: {error}", expected='an object like {"forward": 1}') from None
         if not isinstance(table, dict):
             raise CostsError(f"the costs are a {type(table).__name__}", expected='an object like {"forward": 1}')
@@ -172,10 +180,6 @@ class Costs:
                 raise CostsError(f"unknown cost {key!r}", fix=nearest(key, known))
         if "edges" in table:
             table["edges"] = _edges_from_json(table["edges"])
-        for name in ("overlap", "recompute"):
-            flags = table.get(name, False)
-            if not all(isinstance(flag, bool) for flag in (flags if isinstance(flags, list) else [flags])):
-                raise CostsError(f"{name} is {flags!r}", expected="true or false")
         return Costs(**table)
 
     @staticmethod
@@ -193,33 +197,18 @@ class Costs:
             raise CostsError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
 
 
-# Sums and products of a million numbers up to this one are still finite.
-_LARGEST = 1e100
-_NUMBERS = tuple(one.name for one in fields(Costs) if one.name not in ("edges", "overlap", "recompute"))
-_OPTIONAL = frozenset({"backward", "overlapped", "activation_bytes", "held_until_weight_bytes"})
-
-
-def _check_number(name: str, number: Any, *, infinite: bool = False) -> None:
-    if number is None and name in _OPTIONAL:
-        return
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise CostsError(f"{name} is {number!r}", expected="a number, or one number per stage")
-    if not 0 <= number <= _LARGEST and not (infinite and number == math.inf):
-        raise CostsError(f"{name} is {number}", expected=f"a number from 0 to {_LARGEST:g}")
-
-
-def _repeated(values: Sequence[float], count: int) -> Sequence[float]:
-    return [*values] * count if len(values) == 1 else values
-
-
 def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, ...]:
     if not isinstance(value, Sequence):
         return (float(value),) * count
+    _check_length(name, value, count, what)
+    return tuple(map(float, value))
+
+
+def _check_length(name: str, value: Sequence[float], count: int, what: str) -> None:
     if len(value) != count:
         raise CostsError(
             f"{name} has {len(value)} values", expected=f"one number, or one for each of the {count} {what}"
         )
-    return tuple(map(float, value))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,15 +228,20 @@ def _edge_to_json(source: int, target: int, edge: Edge) -> dict[str, float]:
 def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
     expected = 'a list like [{"from": 0, "to": 1, "latency": 0.1, "bytes_per_second": 1e9}]'
     edges: dict[tuple[int, int], Edge] = {}
-    for entry in listed if isinstance(listed, list) else [listed]:
+    if not isinstance(listed, list):
+        raise CostsError(f"edges is {listed!r:.80}", expected=expected)
+    for entry in listed:
         if not isinstance(entry, dict) or not {"from", "to"} <= entry.keys() <= {
             "from",
             "to",
             "latency",
             "bytes_per_second",
         }:
-            raise CostsError(f"edges holds {entry!r}", expected=expected)
-        if not all(isinstance(entry[end], int) and entry[end] >= 0 for end in ("from", "to")):
-            raise CostsError(f"edges holds {entry!r}", expected="ranks counted from 0 in 'from' and 'to'")
+            raise CostsError(f"edges holds {entry!r:.80}", expected=expected)
+        ends = entry["from"], entry["to"]
+        if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
+            raise CostsError(f"edges holds {entry!r:.80}", expected="ranks counted from 0 in 'from' and 'to'")
+        if ends in edges:
+            raise CostsError(f"edges names {ends[0]}->{ends[1]} twice", expected="every link once")
         edges[entry["from"], entry["to"]] = Edge(entry.get("latency", 0.0), entry.get("bytes_per_second", math.inf))
     return edges

@@ -11,7 +11,7 @@ stands before it and waits for the first. Index -1 is the start of time. Who nee
     messages    nodes beside the actions                   a consumer waits for
     LATENCY     none                                       its producer, plus the edge's latency
     LINKS       one per message, chained per link          its message, plus the edge's latency
-    BLOCKING    a send and a receive inside the rows       the receive just before it
+    BLOCKING    a send and a receive inside the rows       the receive before it
 """
 
 from __future__ import annotations

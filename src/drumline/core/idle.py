@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from drumline.core.action import TRANSFER_OPS, Action, Op
+from drumline.core.errors import CostsError
+
+if TYPE_CHECKING:
+    from drumline.core.costs import Costs
 
 
 class Cause(StrEnum):
@@ -80,12 +86,54 @@ _OVERHEAD = {
 }
 
 
+# Relative: a sum of sizes is rounded with every addition, and what is over a limit by less than this is not over it.
+_ROUNDING = 1e-11
+
+
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most that a rank may hold: pairs, bytes, or both."""
+    """The most that a rank may hold: pairs, bytes, or both.
+
+    >>> Limit(max_bytes=0.3).admits_bytes(0.1 + 0.1 + 0.1)
+    True
+    """
 
     max_activations: float | None = None
     max_bytes: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("max_activations", self.max_activations), ("max_bytes", self.max_bytes)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+            if value is not None and not is_number:
+                raise CostsError(f"{name} is {value!r:.60}", expected="a number, or None for no limit")
+
     def __bool__(self) -> bool:
         return self.max_activations is not None or self.max_bytes is not None
+
+    @property
+    def most_pairs(self) -> float:
+        """How many whole pairs the limit admits; infinite where it does not count them."""
+        most = math.inf if self.max_activations is None else self.max_activations * (1 + _ROUNDING)
+        return most if math.isinf(most) else math.floor(most)
+
+    @property
+    def most_bytes(self) -> float:
+        """The largest sum of sizes that the limit admits; infinite where it does not count bytes."""
+        return math.inf if self.max_bytes is None else self.max_bytes * (1 + _ROUNDING)
+
+    def admits_pairs(self, pairs: float) -> bool:
+        """Whether a rank may hold so many pairs."""
+        return pairs <= self.most_pairs
+
+    def admits_bytes(self, size: float) -> bool:
+        """Whether a rank may hold so many bytes."""
+        return size <= self.most_bytes
+
+    def check(self, costs: Costs) -> None:
+        """Refuse a limit in bytes where the costs do not say what activations take: nothing would be proven by it."""
+        if self.max_bytes is not None and costs.activation_bytes is None:
+            raise CostsError(
+                f"max_bytes is {self.max_bytes:g}, but the costs do not say what activations take",
+                expected="activation_bytes in the costs",
+                fix="give activation_bytes, or limit pairs with max_activations",
+            )

@@ -59,6 +59,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     if "holdings" not in program.compiled:
         program.compiled["holdings"] = tuple(_counted(program))
     counted = cast(tuple[Holding, ...], program.compiled["holdings"])
+    costs.check_counts(program.num_stages, program.num_microbatches)
     if not costs.knows_bytes:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
@@ -132,7 +133,7 @@ class Sizes:
             change[Op.BACKWARD_WEIGHT, stage] = (0.0, -until_weight[stage])
         parameters = (costs.per_stage(f"{what}_bytes", stages) for what in ("weight", "gradient", "optimizer"))
         static = [
-            weight + (gradient + optimizer if kind is Backward.WHOLE or not program.has_backward else 0.0)
+            weight + (gradient + optimizer if kind is Backward.WHOLE else 0.0)
             for kind, weight, gradient, optimizer in zip(program.backwards, *parameters, strict=True)
         ]
         return Sizes(change, static, costs.factors(program.num_microbatches))

@@ -206,6 +206,8 @@ def simulate(
     if not isinstance(program, Program):
         raise ProgramError(f"{program!r:.60} is not a program", fix='dl.generate("1f1b", ...) makes one')
     costs = costs or Costs()
+    if limit is not None:
+        limit.check(costs)
     try:
         graph = _compiled(program, costs)
         work = work_seconds(graph, costs)
@@ -235,7 +237,8 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     if len(kinds) > 1:
         raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
     try:
-        graph = _compiled(program, many[0])
+        for one in many:
+            graph = _compiled(program, one)
         ends = evaluate_many(graph, *_samples(graph, many, factors))
     except NotCompilable:
         raise _invalid(program) from None
@@ -279,6 +282,7 @@ def _compiled(program: Program, costs: Costs) -> Graph:
     graph = compile_program(program, _messages(costs))
     if not graph.plain and _misused(program):
         raise NotCompilable
+    costs.check_counts(graph.num_stages, graph.num_microbatches)
     for source, target in costs.edges:
         if max(source, target) >= graph.num_ranks:
             raise CostsError(

@@ -225,13 +225,14 @@ def _link(index: Index, rank: int, at: int, needed: Place) -> str:
 
 def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
     """Check every rank's stash against the limit; the first action that breaks it is named."""
+    limit.check(costs)
     for rank, holding in enumerate(holdings(program, costs)):
         timed = [at for at, action in enumerate(program.rows[rank]) if action.op in TIMED_OPS]
-        for held, most, unit in (
-            (holding.pairs, limit.max_activations, "pairs"),
-            (holding.bytes or (), limit.max_bytes, "bytes"),
+        for held, most, admits, unit in (
+            (holding.pairs, limit.max_activations, limit.admits_pairs, "pairs"),
+            (holding.bytes or (), limit.max_bytes, limit.admits_bytes, "bytes"),
         ):
-            over = next((at for at, (during, _) in enumerate(held) if most is not None and during > most), None)
+            over = next((at for at, (during, _) in enumerate(held) if not admits(during)), None)
             if over is not None:
                 where = timed[over]
                 reason = f"makes the rank hold {held[over][0]:g} {unit}, over the limit of {most:g}"

@@ -24,6 +24,7 @@ from functools import partial
 from itertools import accumulate
 
 from drumline.core.errors import PlanError, counted
+from drumline.core.idle import Limit
 from drumline.plan.bounds import Bounds
 from drumline.plan.chain import BlockCosts, Chain, Partition
 from drumline.plan.held import Held
@@ -46,7 +47,7 @@ def partition(
     if max_bytes is not None and not held:
         raise PlanError("max_bytes without held", expected="what every rank holds, as held_by(program) tells")
     chain = Chain(blocks, num_stages, held)
-    limit = math.inf if max_bytes is None else max_bytes
+    limit = Limit(max_bytes=max_bytes).most_bytes
     found = Bounds(chain, limit).best_cut()
     if found is not None and not chain.shares_ranks:
         return chain.partition(found, True)

@@ -22,6 +22,7 @@ import numpy as np
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.frozen import prune
+from drumline.core.idle import Limit
 from drumline.core.program import Program
 from drumline.core.simulate import makespans
 from drumline.plan.chain import BlockCosts, Partition
@@ -97,7 +98,7 @@ class TimedCuts:
         return tuple(any(self.trains[i:j]) for i, j in pairwise(accumulate(counts, initial=0)))
 
     def _fits(self, counts: Counts) -> bool:
-        return self.max_bytes is None or max(self.rank_bytes(counts)) <= self.max_bytes
+        return self.max_bytes is None or Limit(max_bytes=self.max_bytes).admits_bytes(max(self.rank_bytes(counts)))
 
     def _evenest(self) -> tuple[list[Partition], PlanError | None]:
         """Return the cut with the evenest ranks, for each number of stages without a backward; and why none is."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.report.compare import Row
+from drumline.report.compare import Comparison, Row
 
 
 def advise(rows: Sequence[Row]) -> str:
     """Return what a comparison comes to; schedules that train on stale weights are not recommended over exact ones.
 
+    What the comparison left out is named: it may be better than what is recommended.
+
     >>> from drumline.report.compare import compare
     >>> print(advise(compare(4, num_microbatches=8)))
     Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. Where memory is short, v-half ...
     """
-    if not rows:
-        return "No schedule admits these counts."
+    said = _advice(rows) if rows else "No schedule admits these counts."
+    left_out = rows.left_out if isinstance(rows, Comparison) else ()
+    return f"{said} Not compared: {', '.join(one.name for one in left_out)}." if left_out else said
+
+
+def _advice(rows: Sequence[Row]) -> str:
     exact = [row for row in rows if row.timeline.program.num_updates == 0 and row.fits]
     if not exact:
         least = min(rows, key=lambda row: row.peak_share)

@@ -7,7 +7,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,6 +52,28 @@ class Row:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A schedule that a comparison leaves out, cut so fine, and why."""
+
+    name: str
+    stages_per_rank: int
+    reason: ScheduleError
+
+    def summary(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        why = {"error": self.reason.error, "expected": self.reason.expected, "fix": self.reason.fix}
+        return {"schedule": self.name, "stages_per_rank": self.stages_per_rank, **why}
+
+
+class Comparison(list[Row]):
+    """The rows of a comparison, best first, and the training schedules that do not admit its counts."""
+
+    def __init__(self, rows: Iterable[Row] = (), left_out: Iterable[LeftOut] = ()) -> None:
+        super().__init__(rows)
+        self.left_out = tuple(left_out)
+
+
 def compare(
     num_ranks: int,
     *,
@@ -61,48 +83,54 @@ def compare(
     frozen: Collection[int] = (),
     limit: Limit | None = None,
     progress: Callable[[str], None] | None = None,
-) -> list[Row]:
+) -> Comparison:
     """Return every training schedule that admits these counts, best first; those over the limit come last.
 
-    `frozen` are stages without trainable parameters, counted as if every rank held one.
+    The others are its `left_out`, each with the reason. `frozen` are stages without trainable parameters, counted as if
+    every rank held one.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
+    >>> [one.name for one in compare(3, num_microbatches=4).left_out]
+    ['dualpipe', 'chimera']
     """
     costs = _for_all(costs or Costs())
-    rows = []
+    costs.factors(num_microbatches)
+    if limit is not None:
+        limit.check(costs)
+    rows, left_out = [], []
     for name, schedule in schedules().items():
         v = schedule.stages_per_rank
         if schedule.stage_counts != "fixed" and stages_per_rank is not None and v > 1:
             v = stages_per_rank
-        if schedule.refusal(num_ranks, num_microbatches, v) is not None:
-            continue
         if progress is not None:
             progress(f"simulating {name}")
         try:
             program = schedule.build(num_ranks, num_microbatches, v)
-        except ScheduleError:
+        except ScheduleError as error:
+            left_out.append(LeftOut(name, v, error))
             continue
         if not program.has_backward:
             continue
         program = prune(program, [stage // v not in frozen for stage in range(program.num_stages)])
         timeline = simulate(program, _over_all_steps(cut_finer(costs, v), program.num_microbatches))
         rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
-    return sorted(rows, key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
+    rows.sort(key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
+    return Comparison(rows, left_out)
 
 
 def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:
     if limit is None:
         return True
-    if limit.max_activations is not None and max(timeline.peak_activations) > limit.max_activations * stages_per_rank:
-        return False
-    return limit.max_bytes is None or timeline.peak_bytes is None or max(timeline.peak_bytes) <= limit.max_bytes
+    if limit.max_activations is not None:
+        limit = replace(limit, max_activations=limit.max_activations * stages_per_rank)
+    return limit.admits_pairs(max(timeline.peak_activations)) and limit.admits_bytes(max(timeline.peak_bytes or (0.0,)))
 
 
 def _over_all_steps(costs: Costs, num_microbatches: int) -> Costs:
     """Return the costs with one step's microbatch factors repeated for every step of the program."""
     factor = costs.microbatch_factor
-    if isinstance(factor, Sequence) and factor and num_microbatches % len(factor) == 0:
+    if isinstance(factor, Sequence):
         return replace(costs, microbatch_factor=[*factor] * (num_microbatches // len(factor)))
     return costs
 
@@ -115,6 +143,23 @@ def _for_all(costs: Costs) -> Costs:
                 f"{field.name} is given per stage", expected="one value: schedules cut the model into different stages"
             )
     return costs
+
+
+def left_out_text(left_out: Sequence[LeftOut]) -> str:
+    """Return which schedules were left out, those with the same reason on one line; nothing where none was.
+
+    >>> print(left_out_text(compare(3, num_microbatches=4).left_out))
+    left out: dualpipe with 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    left out: chimera with 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    """
+    reasons: dict[str, list[str]] = {}
+    for one in left_out:
+        expected = f"; expected {one.reason.expected}" if one.reason.expected else ""
+        reasons.setdefault(one.reason.error + expected, []).append(one.name)
+    return "\n".join(
+        f"left out: {reason}" if reason.startswith(names[0]) else f"left out: {', '.join(names)}: {reason}"
+        for reason, names in reasons.items()
+    )
 
 
 def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,15 +101,19 @@ def _room(resource: Resource, lanes: Sequence[Sequence[int]]) -> float:
 
 
 class _Lane:
-    """One lane while a program is built: how far its forwards and backwards are."""
+    """One lane while a program is built: how far its forwards and backwards are.
 
-    __slots__ = ("actions", "backward", "backwards", "count", "forwards", "room", "rule", "weights")
+    `owed` holds the W whose I has run, in the order of these: an order that is given may let microbatches overtake.
+    """
+
+    __slots__ = ("actions", "backward", "backwards", "count", "forwards", "owed", "room", "rule", "weights")
 
     def __init__(self, actions: list[int], rule: Rule, room: list[float]) -> None:
         self.actions, self.rule, self.room = actions, rule, room
         self.count = len(actions)
         self.backward = B if rule.joined else I
         self.forwards = self.backwards = self.weights = 0
+        self.owed: deque[int] = deque()
 
 
 class _Run:
@@ -178,8 +183,8 @@ class _Run:
                 if at != _UNKNOWN and self._fits(rank, number):
                     at = at if at > time else time
                     offers.append((at + rule.backward, at, number))
-            if lane.weights < backwards:
-                offers.append((time + rule.weight, time, lane.actions[lane.weights] + W))
+            if lane.owed:
+                offers.append((time + rule.weight, time, lane.owed[0]))
             if forwards < lane.count and forwards - backwards < rule.ahead:
                 number = lane.actions[forwards]
                 at = ready[need[number]]
@@ -190,11 +195,7 @@ class _Run:
 
     def _next_offers(self, rank: int, time: float, order: list[int]) -> list[tuple[float, float, int]]:
         """Return the next action of the order, if it can run, and every lane's next W."""
-        offers = [
-            (time + lane.rule.weight, time, lane.actions[lane.weights] + W)
-            for lane in self.lanes[rank]
-            if lane.weights < lane.backwards
-        ]
+        offers = [(time + lane.rule.weight, time, lane.owed[0]) for lane in self.lanes[rank] if lane.owed]
         if self.ordered[rank] < len(order):
             number = order[self.ordered[rank]]
             at = self.ready[self.need[number]]
@@ -225,9 +226,13 @@ class _Run:
                 self.idle[rank] += self.late[rank]
         elif op == W:
             lane.weights += 1
+            lane.owed.popleft()
         else:
             lane.backwards += 1
-            lane.weights += op == B
+            if op == B:
+                lane.weights += 1
+            else:
+                lane.owed.append(number - I + W)
         if op != W:
             self.ordered[rank] += 1
         if self.rows[rank]:

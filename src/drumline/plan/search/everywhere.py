@@ -10,6 +10,7 @@ of them as one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drumline.core.costs import Costs
@@ -49,6 +50,14 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
     return maker(num_ranks, stages_per_rank=stages_per_rank or 2)
 
 
+class Everywhere(list[Found]):
+    """What was found on every placement, the best first, and why placements were left out, by their name."""
+
+    def __init__(self, found: Iterable[Found], left_out: Mapping[str, PlanError] | None = None) -> None:
+        super().__init__(found)
+        self.left_out = dict(left_out or {})
+
+
 def search_all(
     costs: Costs,
     num_ranks: int,
@@ -58,16 +67,17 @@ def search_all(
     limit: Limit | None = None,
     seconds: float = 10.0,
     **options: Any,
-) -> list[Found]:
+) -> Everywhere:
     """Search on every placement that the counts and the limit admit, and return what was found, the best first.
 
-    The seconds are shared out evenly; `options` are those of `search`.
+    The seconds are shared out evenly; `options` are those of `search`. Placements that do not admit the counts or the
+    limit are in `left_out`, each with the reason.
 
     >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
     ['bidirectional', 'loop', 'v', 'linear']
     """
     found: list[Found] = []
-    refused: PlanError | None = None
+    left_out: dict[str, PlanError] = {}
     limit = limit or Limit()
     for name in PLACEMENTS:
         try:
@@ -86,8 +96,7 @@ def search_all(
                 )
             )
         except PlanError as error:
-            refused = refused or error
+            left_out[name] = error
     if not found:
-        assert refused is not None
-        raise refused
-    return sorted(found, key=lambda one: one.value)
+        raise next(iter(left_out.values()))
+    return Everywhere(sorted(found, key=lambda one: one.value), left_out)

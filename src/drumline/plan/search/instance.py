@@ -48,7 +48,8 @@ class Lane:
 class Resource:
     """Something a rank holds: what each action adds while it runs and for good, what is there always, and the most.
 
-    `always` is per rank. The sums are made as the simulator makes them, so that both agree to the last bit.
+    `always` is per rank. The sums are made as the simulator makes them, so that both agree to the last bit; `most` is
+    what the limit admits, rounding included.
     """
 
     during: list[float]
@@ -70,6 +71,10 @@ class Instance:
     placement: Placement
     num_microbatches: int
     limit: Limit = _NO_LIMIT
+
+    def __post_init__(self) -> None:
+        self.costs.check_counts(self.num_stages, self.num_microbatches)
+        self.limit.check(self.costs)
 
     def number(self, stage: int, op: int, microbatch: int) -> int:
         """Return an action's number."""
@@ -237,9 +242,9 @@ class Instance:
         if self.limit.max_activations is not None:
             during, after, pairs = [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, -1.0, -1.0], len(self.rank)
             nothing = [0.0] * self.num_ranks
-            found.append(Resource(during * pairs, after * pairs, nothing, self.limit.max_activations))
-        if self.limit.max_bytes is not None and self.costs.knows_bytes:
-            found.append(self._bytes(self.limit.max_bytes))
+            found.append(Resource(during * pairs, after * pairs, nothing, self.limit.most_pairs))
+        if self.limit.max_bytes is not None:
+            found.append(self._bytes(self.limit.most_bytes))
         return tuple(found)
 
     def _bytes(self, most: float) -> Resource:

@@ -76,11 +76,11 @@ class Objective:
         if name not in OBJECTIVES:
             raise CostsError(f"unknown objective {name!r}", fix=nearest(name, OBJECTIVES))
         self.instance, self.name, self.jitter = instance, name, jitter
-        self._clock = clock(instance)
         self._begin = [0.0] * instance.num_ranks
         # Where stages have copies, their gradients are exchanged behind the last of both ranks' actions.
         exchanged = instance.costs.per_stage("reduce", instance.num_stages)
         copied = bool(instance.placement.mirrored)
+        self._clock = clock(instance, until_sent=name == "makespan" and copied and max(exchanged) > 0)
         self._after = [max(exchanged[lane.stage] for lane in lanes) if copied else 0.0 for lanes in instance.lanes]
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
 

@@ -6,8 +6,8 @@ that placements can be held against each other and against every hand-made sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.core.costs import Costs
@@ -40,7 +40,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """What was searched for every limit, and every hand-made schedule; memory in `unit`."""
+    """What was searched for every limit, and every hand-made schedule; memory in `unit`.
+
+    `left_out` says why placements were not searched, by their name.
+    """
 
     num_ranks: int
     num_microbatches: int
@@ -48,6 +51,7 @@ class Pareto:
     unit: str
     searched: tuple[Point, ...]
     hand_made: tuple[Point, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def front(self) -> tuple[Point, ...]:
@@ -87,6 +91,7 @@ class Pareto:
             "searched": listed(self.searched),
             "front": listed(self.front),
             "hand_made": listed(self.hand_made),
+            "left_out": [{"placement": name, "error": reason} for name, reason in self.left_out.items()],
         }
 
 
@@ -112,7 +117,7 @@ def pareto(
     [(1.0, 0.4), (2.0, 0.077)]
     """
     names = PLACEMENTS if placement is None else (placement,)
-    instances = list(_instances(costs, num_ranks, num_microbatches, names, stages_per_rank, finer=placement is None))
+    instances, left_out = _instances(costs, num_ranks, num_microbatches, names, stages_per_rank)
     in_bytes = costs.activation_bytes is not None
     known = [(one, start) for one in instances for start in starts(one, Objective(one, objective))]
     hand_made = []
@@ -129,7 +134,7 @@ def pareto(
         if progress is not None:
             progress(f"{instance.placement.name} within {memory:g}")
         per_rank = instance.num_stages // num_ranks
-        limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=memory * per_rank)
+        limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=round(memory * per_rank))
         found = search(
             instance.costs,
             instance.placement,
@@ -144,23 +149,29 @@ def pareto(
         peak = _peak(instance, found.program, in_bytes)
         searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
     unit = "bytes" if in_bytes else "activations"
-    return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made))
+    return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made), left_out)
 
 
 def _instances(
-    costs: Costs, num_ranks: int, num_microbatches: int, names: Sequence[str], per_rank: int | None, *, finer: bool
-) -> Iterator[Instance]:
-    """Yield the instance of every placement, without a limit; `finer` cuts the stages where a rank holds several."""
+    costs: Costs, num_ranks: int, num_microbatches: int, names: Sequence[str], per_rank: int | None
+) -> tuple[list[Instance], dict[str, str]]:
+    """Return the instance of every placement, without a limit, and why placements have none.
+
+    Where there are several placements, stages are cut finer where a rank holds several.
+    """
+    found, left_out = [], {}
     for name in names:
         try:
             stages = None if name in ("linear", "bidirectional") else per_rank
             placement = placement_named(name, num_ranks, num_microbatches, stages)
-        except PlanError:
+        except PlanError as error:
             if len(names) == 1:
                 raise
+            left_out[name] = str(error)
             continue
         share = placement.num_stages // num_ranks
-        yield Instance(cut_finer(costs, share) if finer else costs, placement, num_microbatches)
+        found.append(Instance(cut_finer(costs, share) if len(names) > 1 else costs, placement, num_microbatches))
+    return found, left_out
 
 
 def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[float]:

@@ -112,7 +112,7 @@ def _check_limit(instance: Instance) -> None:
     limit, holding = instance.limit, [holdings(one, instance.costs) for one in programs]
     pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
-    if limit.max_activations is not None and pairs > limit.max_activations:
+    if limit.max_activations is not None and not limit.admits_pairs(pairs):
         given, least = f"{limit.max_activations:g} pairs", f"max_activations={pairs}"
     else:
         given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"

@@ -3,18 +3,22 @@
     few    |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1 | I3 W2 I4 W3 W4 |
     more   |F0 F1 F2 I0 F3 I1 W0 | F4 I2 W1   F5 I3 W2   F6 I4 W3 | I5 W4 I6 W5 W6 |
 
-From some moment on every rank's next few actions hold each of its ops once: that is a period. It stands there again for
-every microbatch more, and those behind it are numbered on. Whether the result is any good its times tell.
+From some moment on every rank's next few actions hold one forward and one backward of each stage: that is a period. It
+stands there again for every microbatch more, and those behind it are numbered on. Whether the result is any good its
+times tell.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from drumline.plan.search.instance import B, Instance, Rows
+from drumline.plan.search.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.times import clock
 
 _MOMENTS = 16
+
+Step = tuple[int, int]  # (stage, op)
 
 
 def stretched(few: Instance, rows: Rows, more: Instance) -> Iterator[Rows]:
@@ -52,14 +56,37 @@ def _first_since(few: Instance, row: list[int], ready: list[float], begin: float
 def _repeated(few: Instance, row: list[int], cut: int, more: Instance) -> list[int] | None:
     """Return the row with the period at `cut` repeated; None where there is none."""
     word = [(number // 4 // few.num_microbatches, number % 4) for number in row]
-    period = word[cut : cut + len(set(word))]
-    if len(set(period)) < len(set(word)):
+    period = _period(word, cut)
+    if period is None:
         return None
     longer = [*word[:cut], *period * (more.num_microbatches - few.num_microbatches), *word[cut:]]
     turns: dict[tuple[int, int], int] = {}
+    owed: dict[int, deque[int]] = defaultdict(deque)
     made = []
     for stage, op in longer:
-        turn = turns.get((stage, op), 0)
-        turns[stage, op] = turn + 1
+        if op == W:
+            turn = owed[stage].popleft()
+        else:
+            kind = (stage, F if op == F else I)  # whole and split backwards count on together
+            turn = turns.get(kind, 0)
+            turns[kind] = turn + 1
+            if op == I:
+                owed[stage].append(turn)
         made.append(more.number(stage, op, turn))
     return made
+
+
+def _period(word: list[Step], cut: int) -> list[Step] | None:
+    """Return the next few actions that hold one forward and one backward, whole or split, of every stage.
+
+    >>> _period([(0, F), (0, F), (0, B), (0, F), (0, I), (0, W)], 1)
+    [(0, 0), (0, 3)]
+    """
+    seen: dict[int, set[int]] = {stage: set() for stage, _ in word}
+    for at, (stage, op) in enumerate(word[cut:], start=cut + 1):
+        if op in seen[stage]:
+            return None
+        seen[stage].add(op)
+        if all(ops in ({F, B}, {F, I, W}) for ops in seen.values()):
+            return word[cut:at]
+    return None

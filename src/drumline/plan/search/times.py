@@ -28,10 +28,11 @@ Times = tuple[Ends, list[float]]
 Clock = Callable[[Rows, Sequence[float]], Times | None]
 
 
-def clock(instance: Instance) -> Clock:
+def clock(instance: Instance, *, until_sent: bool = False) -> Clock:
     """Return the function that times rows: every rank's start and end, or None where ranks wait for each other.
 
-    Its second argument is when each rank may begin.
+    Its second argument is when each rank may begin. Where sends hold their rank, a rank ends with its last action, or
+    with its last send where `until_sent`.
 
     >>> from drumline.core.costs import Costs
     >>> from drumline.core.placement import Placement
@@ -40,7 +41,7 @@ def clock(instance: Instance) -> Clock:
     [(0.0, 5.0), (1.0, 4.0)]
     """
     if instance.messages is Messages.BLOCKING:
-        return _simulated(instance)
+        return _simulated(instance, until_sent)
     return _with_links(instance) if instance.messages is Messages.LINKS else _with_latency(instance)
 
 
@@ -143,20 +144,25 @@ def _with_links(instance: Instance) -> Clock:
     return timed
 
 
-def _simulated(instance: Instance) -> Clock:
+def _simulated(instance: Instance, until_sent: bool) -> Clock:
     """Let the simulator itself do it: where messages occupy ranks, when they are posted matters."""
 
     def timed(rows: Rows, begin: Sequence[float]) -> Times | None:
         try:
-            tracks = simulate(instance.program(rows), instance.costs).tracks
+            timeline = simulate(instance.program(rows), instance.costs)
         except InvalidProgram:
             return None
+        tracks = timeline.tracks
+        lasts = [track.ends[-1] for track in tracks]
+        if until_sent:
+            moved = [max((span.end for span in spans), default=0.0) for spans in timeline.occupied]
+            lasts = list(map(max, lasts, moved))
         ready = [0.0] * (instance.num_actions + 1)
         for row, track in zip(rows, tracks, strict=True):
             for number, end in zip(row, track.ends, strict=True):
                 ready[number - 2 if number % 4 == B else number] = end + instance.latency[number]
         later = max(begin)
-        return [(track.starts[0] + later, track.ends[-1] + later) for track in tracks], ready
+        return [(track.starts[0] + later, last + later) for track, last in zip(tracks, lasts, strict=True)], ready
 
     return timed
 

@@ -1,0 +1,136 @@
+"""What each field of `Costs` takes: one number, or a list with one for each stage or microbatch.
+
+    one number           comm, bytes_per_second; overlap is true or false; edges are links by themselves
+    one for each stage   seconds and bytes of stages, message_bytes of the boundary behind each, recompute as flags
+    for each microbatch  microbatch_factor
+
+A list for anything else would be read as something that its writer did not mean, so it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.core.errors import CostsError
+
+# Sums and products of a million numbers up to this one are still finite.
+LARGEST = 1e100
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one field takes; `each` is "stage" or "microbatch" where a list with one value for each will do."""
+
+    each: str = ""
+    optional: bool = False
+    infinite: bool = False
+    flag: bool = False
+
+    @property
+    def expected(self) -> str:
+        """What the field takes, in words."""
+        one = "true or false" if self.flag else "a number"
+        return f"{one}, or one for each {self.each}" if self.each else one
+
+
+_STAGE, _OPTIONAL = Shape("stage"), Shape("stage", optional=True)
+
+SHAPES: dict[str, Shape] = {
+    "forward": _STAGE,
+    "backward_input": _STAGE,
+    "backward_weight": _STAGE,
+    "backward": _OPTIONAL,
+    "overlapped": _OPTIONAL,
+    "update": _STAGE,
+    "reduce": _STAGE,
+    "microbatch_factor": Shape("microbatch"),
+    "comm": Shape(),
+    "bytes_per_second": Shape(infinite=True),
+    "message_bytes": _STAGE,
+    "overlap": Shape(flag=True),
+    "activation_bytes": _OPTIONAL,
+    "held_until_weight_bytes": _OPTIONAL,
+    "recompute": Shape("stage", flag=True),
+    "checkpoint_bytes": _STAGE,
+    "weight_bytes": _STAGE,
+    "gradient_bytes": _STAGE,
+    "optimizer_bytes": _STAGE,
+}
+
+
+def is_list(value: object) -> bool:
+    """Whether a value is a list of values; text and bytes are none."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def check_field(name: str, value: Any) -> None:
+    """Refuse a value of another shape than the field takes.
+
+    >>> check_field("comm", [0, 0.5])
+    Traceback (most recent call last):
+    drumline.core.errors.CostsError: comm is a list; expected a number; name single links in edges
+    """
+    shape = SHAPES[name]
+    if value is None and shape.optional:
+        return
+    if not is_list(value):
+        _check_value(name, value, shape)
+        return
+    if not shape.each:
+        links = name in ("comm", "bytes_per_second")
+        raise CostsError(
+            f"{name} is a list", expected=shape.expected, fix="name single links in edges" if links else ""
+        )
+    if not value:
+        raise CostsError(f"{name} is an empty list", expected=shape.expected)
+    for one in value:
+        _check_value(name, one, shape)
+
+
+def _check_value(name: str, value: Any, shape: Shape) -> None:
+    if shape.flag:
+        if not isinstance(value, bool):
+            raise CostsError(f"{name} is {_shown(value)}", expected=shape.expected)
+    else:
+        check_number(name, value, shape.expected, infinite=shape.infinite)
+
+
+def check_number(name: str, value: Any, expected: str = "a number", *, infinite: bool = False) -> None:
+    """Refuse what is no number, negative, not finite or too large.
+
+    >>> check_number("latency", float("nan"))
+    Traceback (most recent call last):
+    drumline.core.errors.CostsError: latency is nan; expected a number from 0 to 1e+100
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CostsError(f"{name} is {_shown(value)}", expected=expected)
+    if not 0 <= value <= LARGEST and not (infinite and value == math.inf):
+        raise CostsError(f"{name} is {_shown(value)}", expected=f"a number from 0 to {LARGEST:g}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > LARGEST:  # Python itself refuses to print the longest of them
+        return "a whole number of more than 100 digits"
+    return f"{value:g}" if isinstance(value, float) else f"{value!r:.60}"
+
+
+def check_edges(edges: Any, kind: type) -> None:
+    """Refuse edges that are not links of `kind` by two different ranks.
+
+    >>> check_edges({(0, 0): None}, type(None))
+    Traceback (most recent call last):
+    drumline.core.errors.CostsError: edges names 0->0; expected two different ranks
+    """
+    if not isinstance(edges, Mapping):
+        raise CostsError(f"edges is {edges!r:.60}", expected="links by (source rank, target rank)")
+    for ends, edge in edges.items():
+        pair = ends if isinstance(ends, tuple) and len(ends) == 2 else ()
+        if not pair or not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in pair):
+            raise CostsError(f"edges holds {ends!r:.60}", expected="a pair of ranks counted from 0")
+        if not isinstance(edge, kind):
+            raise CostsError(f"edges holds {edge!r:.60}", expected=f"{kind.__name__} of each pair of ranks")
+        if pair[0] == pair[1]:
+            raise CostsError(f"edges names {pair[0]}->{pair[1]}", expected="two different ranks")
