@@ -428,8 +428,7 @@ class Transposes(nn.Module):
         self.layer = linear()
 
     def forward(self, x: Tensor) -> Any:
-        x = self.layer(x if x.shape[-1] == WIDTH else x.t()).t()
-        return x
+        return self.layer(x if x.shape[-1] == WIDTH else x.t()).t()
 
 
 @right("a branch on what blocks hand over transposed")
@@ -877,7 +876,9 @@ def _shares_buffer(kind: Any) -> nn.Module:
 
 BUFFER = "buffer.*mean.*changes|changes.*mean"
 ZOO["a buffer changed in one stage and read in another"] = Entry(lambda: _shares_buffer(SharesMean), BUFFER)
-ZOO["a buffer read as an attribute in another stage"] = Entry(lambda: _shares_buffer(ReadsMean), BUFFER)
+ZOO["a buffer read as an attribute in another stage"] = Entry(
+    lambda: _shares_buffer(ReadsMean), "has the buffer 'blocks.0.mean' of another stage.*register"
+)
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
     lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),  # type: ignore[arg-type]
     "'7' has the buffer '0.mean' of another stage as its attribute 'mean'.*register",
@@ -936,6 +937,10 @@ class Reentrant(Stack):
 
 class ReentrantFirst(Stack):
     """The first block gets no gradient, for what it is given wants none: reentrant checkpoints are like this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
         x = checkpoint(self.blocks[0], x, use_reentrant=True)

@@ -78,5 +78,5 @@ def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
             raise ModelError(
                 f"there is a backward hook on {where}, a {type(module).__name__}",
                 expected="backward hooks on blocks, or on modules and parameters inside of them",
-                fix="put it on a block: on the last one to change the gradient of the output, on the first for the input",
+                fix="put it on a block: on the last one for the gradient of the output, on the first for the input's",
             )

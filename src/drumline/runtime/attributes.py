@@ -140,7 +140,7 @@ def _named(place: Place) -> str:
 
 
 def _is_made_once(before: Any, value: Any) -> bool:
-    """Whether something that does not depend on any input is kept where there was nothing: made anew, it is the same."""
+    """Whether something that depends on no input is kept where there was nothing: made anew, it is the same."""
     if before is not None and before is not MISSING:
         return False
     if isinstance(value, tuple | list):

@@ -56,7 +56,7 @@ class CapturedRow:
         self._gradients: list[Tensor] = []
 
     def state(self) -> Any:
-        """Return what graphs take for granted: where parameters and buffers are, what is frozen, modes and attributes."""
+        """Return what graphs take for granted: where tensors are, what is frozen, modes and attributes."""
         tensors = [one for space in self._spaces for one in space.values() if one is not None]
         return (
             list(map(id, tensors)),

@@ -1,7 +1,7 @@
 """A deep copy of a model whose functions go along: hooks and other functions that hold on to parts of the model.
 
-`copy.deepcopy` leaves functions as they are. A hook that appends to `model.features` through a variable of its own would
-append to the model's list, while the copy reads its own. So functions are copied too, where they have captured
+`copy.deepcopy` leaves functions as they are. A hook that appends to `model.features` through a variable of its own
+would append to the model's list, while the copy reads its own. So functions are copied too, where they have captured
 something that the model has as an attribute; all else that they captured stays what it is.
 """
 

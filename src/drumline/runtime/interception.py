@@ -26,15 +26,17 @@ class Follower(Protocol):
     is_aside: bool
     inside: frozenset[str]
 
-    @property
-    def names(self) -> dict[int, str]: ...
+    names: dict[int, str]
 
     @property
-    def is_within(self) -> bool: ...
+    def is_within(self) -> bool:
+        """Whether a block runs."""
 
-    def block(self, module: nn.Module, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
+    def block(self, module: nn.Module, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a block."""
 
-    def applied(self, cls: Any, apply: _Apply, args: Any, kwargs: dict[str, Any]) -> Any: ...
+    def applied(self, cls: Any, apply: _Apply, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function."""
 
 
 @contextmanager

@@ -256,7 +256,12 @@ class Plan:
             raise
         if found is None:
             graph = self.graph(kind)
-            found = self._codes[kind] = self._written(graph, self._starts(graph))
+            found = self.write(kind, graph, self._starts(graph))
+        return found
+
+    def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
+        """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
+        found = self._codes[kind] = self._written(graph, starts)
         return found
 
     def _starts(self, graph: Graph) -> list[int]:
@@ -376,7 +381,7 @@ def pieces_of(
     plan.lent(states)
     plan.look_after(model, pieces)
     _rest(pieces, plan.inside, model, named, fleeting)
-    plan.codes(kind)
+    plan.write(kind, graph, starts)
     return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
 
 

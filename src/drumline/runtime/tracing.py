@@ -189,7 +189,7 @@ class _Tracer(TorchFunctionMode):
         return made
 
     def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
-        """Bar cuts before a block that asks how a tensor came to be which it was given: behind a cut it begins there."""
+        """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
         asked = _property(func)
         if asked not in ("grad_fn", "is_leaf") and not (_name(func) in ("is_contiguous", "stride") and given):
             return

@@ -84,9 +84,7 @@ class Watch:
                 continue
             own = module.__dict__
             found.append(own["training"])
-            for kind in _HOOKS:
-                if own[kind]:
-                    found.append((kind, list(own[kind])))
+            found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
             if own["_parameters"]:
                 found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
         for (_, key), seen in self._places.items():
