@@ -13,6 +13,7 @@ from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model, blocks_of
 from drumline.runtime.pieces import Inputs, pieces_of
 from drumline.runtime.values import moved
+from drumline.runtime.watch import refuse_hooks
 
 
 def is_chain(model: Model) -> bool:
@@ -22,8 +23,19 @@ def is_chain(model: Model) -> bool:
     (True, False)
     """
     if isinstance(model, nn.Sequential):
-        return type(model).forward is nn.Sequential.forward
+        # Hooks on the whole of it run where it is called: then it is followed like any other model.
+        return type(model).forward is nn.Sequential.forward and not has_hooks(model)
     return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own.
+
+    >>> has_hooks(nn.ReLU())
+    False
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module)[kind] for kind in kinds)
 
 
 def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool) -> Any:
@@ -71,6 +83,8 @@ def blocks_for(
     if inputs is None:
         known = getattr(model, "dummy_inputs", None)  # Hugging Face's own example
         if not isinstance(known, Mapping):
+            if isinstance(model, nn.Sequential) and has_hooks(model):
+                refuse_hooks(model)
             raise ModelError(
                 f"the model is a {type(model).__name__}, and there is no example of its inputs",
                 expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",

@@ -117,6 +117,7 @@ class Pipeline:
         self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
         self._updates, self._recording = parts.updates, parts.recording
         self._engine, self._holdings = parts.engine, parts.holdings
+        self._watched, self._shared = parts.watched, parts.shared
         self._guard = self._guarded()
 
     @property
@@ -167,8 +168,10 @@ class Pipeline:
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
+            self._shared.before()
             self._engine.run(step, drafts)
             self._recording.ran(drafts)
+            self._shared.after()
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
             tally = self._told(step, drafts)
@@ -192,7 +195,9 @@ class Pipeline:
         return StepResult(step.number, lambda: tally.loss, output)
 
     def _renew(self) -> None:
-        """Follow what happened to the parameters since the last step."""
+        """Follow what happened to the model and its parameters since the last step."""
+        with self._crew.together("the start of a step"):
+            self._watched.look()
         self._holdings.follow()
         if self._engine.renew():
             self._named = None

@@ -30,8 +30,10 @@ from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
+from drumline.pipeline.shared import Shared, refuse_hidden
 from drumline.pipeline.tally import Ledger
 from drumline.pipeline.updates import Updates
+from drumline.pipeline.watched import Watched
 from drumline.plan.plan import Plan
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.cuda import clock_for
@@ -106,6 +108,8 @@ class Parts:
     recording: Recording
     engine: Engine
     holdings: Holdings
+    watched: Watched
+    shared: Shared
 
 
 def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
@@ -147,6 +151,7 @@ class _SetUp:
         intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
         stages, balance = self._stages(intake, numbers)
+        refuse_hidden(stages)
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
@@ -156,10 +161,14 @@ class _SetUp:
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         intake.precise = any(one.dtype is torch.float64 for _, one in holdings.named_parameters())
         frozen.forget_all_but(engine.assembly.cuts)
+        watched = Watched(given.model, stages)
         updates.follow(engine.parameters())
         holdings.share()
+        watched.begin()
+        shared = Shared(assembled.ties, list(engine.stages()))
         return Parts(
-            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings
+            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings,
+            watched, shared,
         )  # fmt: skip
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:

@@ -23,6 +23,8 @@ from drumline.core.action import SEND_OPS, Action
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.runtime.channel import Delivery
 from drumline.runtime.executor import Executor, Job, Step
+from drumline.runtime.fingerprint import PLAIN
+from drumline.runtime.pieces import Piece
 from drumline.runtime.precision import gradient_dtype
 from drumline.runtime.recorder import Recorder
 from drumline.runtime.stretches import Stretch, stretches
@@ -54,13 +56,15 @@ class CapturedRow:
         self._gradients: list[Tensor] = []
 
     def state(self) -> Any:
-        """Return what graphs take for granted: where parameters and buffers are, what is frozen, and modes."""
+        """Return what graphs take for granted: where tensors are, what is frozen, modes and attributes."""
         tensors = [one for space in self._spaces for one in space.values() if one is not None]
         return (
             list(map(id, tensors)),
             list(map(Tensor.data_ptr, tensors)),
             [one.requires_grad for one in tensors],
             [module.training for module in self._modules],
+            [{key: one for key, one in vars(module).items() if type(one) in PLAIN} for module in self._modules],
+            [module.epoch for module in self._modules if isinstance(module, Piece)],
         )
 
     def prepare(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.graph import Path
@@ -52,3 +54,29 @@ def refuse_objects(form: Any, what: str) -> None:
                 expected="tensors, plain values, and tuples, lists, dicts or dataclasses of these",
                 fix="pass what is inside of it instead",
             )
+
+
+def refuse_fake(value: Any) -> None:
+    """Refuse a constant that is a stand-in, or a function or module that holds one: it would have no numbers."""
+    inside = [value]
+    if isinstance(value, functools.partial):
+        inside += [value.func, *value.args, *value.keywords.values()]
+    for one in list(inside):
+        inside += [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_filled(cell)]
+        inside += [*(getattr(one, "__defaults__", None) or ()), getattr(one, "__self__", None)]
+    for one in inside:
+        held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
+        if any(isinstance(tensor, FakeTensor) for tensor in held):
+            raise ModelError(
+                f"the model's forward hands a {type(value).__name__} with tensors of the model inside to a function "
+                "between its blocks",
+                expected="tensors and plain values as arguments, between blocks",
+                fix="move the call into a block",
+            )
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

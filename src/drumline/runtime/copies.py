@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.cut import Block
+from drumline.runtime.fingerprint import PLAIN, fingerprint
+from drumline.runtime.local_hooks import KINDS
+from drumline.runtime.pieces import Piece
 from drumline.runtime.tied import Ties, places_in
 
 Table = dict[str, Any]
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *KINDS})
 
 
 class Copies:
@@ -49,6 +53,7 @@ class Copies:
             tuple[str, Table, Table, frozenset[str]]
         ] = []  # the user's, ours, and what they have in common
         self._modules: list[tuple[nn.Module, nn.Module]] = []
+        self._attributes: list[tuple[str, Table, Table, Table, Any]] = []  # the user's, ours, and what they last were
 
     def of(self, stage: int, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Return the blocks of a stage, those that cannot be the user's own as copies."""
@@ -62,6 +67,10 @@ class Copies:
         made = copy.deepcopy(block.module, self._memo)
         for original, ours in zip(block.module.modules(), made.modules(), strict=True):
             self._modules.append((original, ours))
+            if not isinstance(original, Piece):  # which is not the user's
+                space, copied = vars(original), vars(ours)
+                copied.update({kind: space[kind] for kind in KINDS if kind in space})  # hooks come and go for both
+                self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
                 self._tables.append((block.name, theirs, own, common))
@@ -72,6 +81,26 @@ class Copies:
         """Let the copies be what the user's modules are now: their values, what is frozen, the mode, the hooks."""
         for original, ours in self._modules:
             ours.training = original.training
+        for at in range(len(self._attributes)):
+            self._follow_attributes(at)
+        self._follow_tensors()
+
+    def _follow_attributes(self, at: int) -> None:
+        block, theirs, own, plain, changing = self._attributes[at]
+        now = _plain(theirs)
+        if not _same(now, plain):
+            for key in plain.keys() - now.keys():
+                own.pop(key, None)
+            own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
+            self._attributes[at] = (block, theirs, own, now, changing)
+        if changing and _changing(theirs) != changing:
+            raise ModelError(
+                f"a list, dict or set that is an attribute of block {block!r} has changed since the pipeline was made",
+                expected="the same content, where ranks of one process hold copies of a block",
+                fix="make a new pipeline",
+            )
+
+    def _follow_tensors(self) -> None:
         done: set[int] = set()
         for block, theirs, own, common in self._tables:
             if theirs.keys() != own.keys():
@@ -86,6 +115,19 @@ class Copies:
                 elif tensor is not None and id(own[key]) not in done:
                     done.add(id(own[key]))
                     _follow(own[key], tensor)
+
+
+def _same(one: Table, other: Table) -> bool:
+    return one == other and list(map(type, one.values())) == list(map(type, other.values()))
+
+
+def _plain(attributes: Table) -> Table:
+    return {key: one for key, one in attributes.items() if type(one) in PLAIN}
+
+
+def _changing(attributes: Table) -> list[Any]:
+    kinds = (list, dict, set)
+    return [fingerprint(one) for key, one in attributes.items() if type(one) in kinds and key not in _OWN]
 
 
 def _follow(copied: Tensor, original: Tensor) -> None:

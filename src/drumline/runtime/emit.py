@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from drumline.runtime.contents import refuse_fake
 from drumline.runtime.graph import Call, Graph, Path
 from drumline.runtime.values import rebuilt
 
@@ -30,7 +31,7 @@ class Emitter:
         self.graph = graph
         self.callee = callee
         self.state = state
-        self.names: dict[str, Any] = {"no_grad": torch.no_grad, "autocast": torch.autocast}
+        self.names: dict[str, Any] = {"gradients": torch.set_grad_enabled, "autocast": torch.autocast}
         self.lines: list[str] = []
 
     def function(self, takes: Sequence[int], calls: Iterable[int], returns: str, kept: Iterable[int] = ()) -> Any:
@@ -104,7 +105,7 @@ class Emitter:
             self.lines.append("    o = None")
 
     def _contexts(self, call: Call) -> list[str]:
-        found = [] if call.has_grad else ["no_grad()"]
+        found = [] if call.gradients is None else [f"gradients({call.gradients})"]
         if call.autocast is not None:
             device, enabled, dtype = call.autocast
             found.append(f"autocast({device!r}, enabled={enabled}, dtype={self._constant(dtype)})")
@@ -123,6 +124,7 @@ class Emitter:
         return repr(value) if type(value) in _LITERALS else self._constant(value)
 
     def _constant(self, value: Any) -> str:
+        refuse_fake(value)
         for name, one in self.names.items():
             if one is value:
                 return name

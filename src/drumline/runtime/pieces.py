@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,11 @@ from drumline.runtime.cut import Block
 from drumline.runtime.emit import Emitter
 from drumline.runtime.graph import Crossing, Graph, crossings
 from drumline.runtime.opened import is_list, opened
-from drumline.runtime.skeleton import Skeleton
+from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known
-from drumline.runtime.tracing import Shapes, trace
-from drumline.runtime.values import pack
+from drumline.runtime.tracing import trace
+from drumline.runtime.values import pack, plain_in
+from drumline.runtime.watch import Watch
 
 
 class Inputs(NamedTuple):
@@ -39,12 +41,46 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
 class Kind(NamedTuple):
     """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
 
     form: Any
     shapes: Shapes
     train: bool
+    strides: tuple[tuple[int, ...], ...] | None = None  # unless all inputs are contiguous
+    autocast: torch.dtype | None = None
+    types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
+
+    @classmethod
+    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return the kind of some inputs, as things are here, and the tensors in them.
+
+        >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
+        >>> one == other
+        False
+        """
+        tensors, form = pack((inputs.args, inputs.kwargs))
+        shapes = tuple((one.shape, one.dtype) for one in tensors)
+        plain = all(one.is_contiguous() for one in tensors)
+        on = torch.is_autocast_enabled(device.type)
+        kind = cls(
+            form,
+            shapes,
+            train,
+            None if plain else tuple(one.stride() for one in tensors),
+            torch.get_autocast_dtype(device.type) if on else None,
+            " ".join(type(one).__name__ for one in plain_in(form)),
+        )
+        return kind, tensors
+
+    @property
+    def metas(self) -> list[Meta]:
+        """What is known of the input tensors."""
+        strides = self.strides or (None,) * len(self.shapes)
+        return [Meta(shape, dtype, one) for (shape, dtype), one in zip(self.shapes, strides, strict=True)]
 
 
 class Live(NamedTuple):
@@ -69,7 +105,7 @@ class Piece(nn.Module):
 
     def __init__(self, plan: Plan, number: int) -> None:
         super().__init__()
-        self._plan = plan
+        self.plan = plan
         self._number = number
         self._callees: dict[str, nn.Module] = {}
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
@@ -82,19 +118,27 @@ class Piece(nn.Module):
     def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
         """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
-            tensors, form = pack((value.args, value.kwargs))
-            shapes = tuple((one.shape, one.dtype) for one in tensors)
-            value = Live(Kind(form, shapes, self.training), False, tensors)
+            kind, tensors = Kind.of(value, self.plan.skeleton.device, train=self.training)
+            value = Live(kind, False, tensors)
         kind, sealed, tensors = value
-        code = self._plan.codes(kind)[self._number]
+        code = self.plan.codes(kind)[self._number]
         made = compiled(code.resume if sealed else code.run)(self, *tensors)
-        return made if self._number == self._plan.num_pieces - 1 else Live(kind, False, made)
+        return made if self._number == self.plan.num_pieces - 1 else Live(kind, False, made)
+
+    def __call__(self, value: Any) -> Any:
+        """Run the piece; it is no module of the model's, so that no hook of all modules is for it."""
+        return self.forward(value)
+
+    @property
+    def epoch(self) -> int:
+        """How often the model was followed anew because something about it had changed."""
+        return self.plan.epoch
 
     def seal(self, value: Any) -> Any:
         """Return of what the piece returned only what travels to the next stage."""
         if not isinstance(value, Live):
             return value
-        sent = self._plan.codes(value.kind)[self._number].sent
+        sent = self.plan.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
 
     def adopt(self, name: str, module: nn.Module) -> None:
@@ -112,6 +156,21 @@ class Piece(nn.Module):
         elif last not in home._buffers:
             home.register_buffer(last, tensor, persistent=stored)
         self._homes[name] = home
+
+    def exchange(self, name: str, buffer: Tensor) -> None:
+        """Take another tensor for a buffer that it was lent, if it was."""
+        home = self._homes.get(name)
+        if home is None:
+            return
+        last = name.rpartition(".")[2]
+        before = home._buffers[last]
+        if before is not None and (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
+            raise ModelError(
+                f"the buffer {name!r} is now {tuple(buffer.shape)} of {buffer.dtype}",
+                expected=f"{tuple(before.shape)} of {before.dtype}, as when the pipeline was made",
+                fix="make a new pipeline",
+            )
+        home._buffers[last] = buffer if before is None else buffer.to(before.device)
 
     def _shell(self, path: Sequence[str]) -> nn.Module:
         """Return the module at a path, empty modules on the way where the model has some that are not here."""
@@ -135,6 +194,10 @@ class Plan:
     _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
+    _pieces: list[ref[Piece]] = field(default_factory=list)
+    watch: Watch | None = None
+    epoch: int = 0
 
     @property
     def num_pieces(self) -> int:
@@ -146,7 +209,43 @@ class Plan:
 
     def graph(self, kind: Kind) -> Graph:
         """Follow the model's forward on inputs of a kind."""
-        return trace(self.skeleton, self.inside, kind.form, kind.shapes, train=kind.train, known=self._known)
+        followed = trace(
+            self.skeleton,
+            self.inside,
+            kind.form,
+            kind.metas,
+            train=kind.train,
+            known=self._known,
+            autocast=kind.autocast,
+        )
+        if self.watch is not None:
+            self.watch.read(followed.attributes)
+        return followed.graph
+
+    def look_after(self, model: nn.Module, pieces: Sequence[Piece]) -> None:
+        """Follow what becomes of the model that the pieces were made from."""
+        self._model, self._pieces = ref(model), [ref(one) for one in pieces]
+
+    def begin(self) -> None:
+        """Take the model's parameters and buffers for what they should be, once all are in place."""
+        if self.watch is not None:
+            self.watch.begin()
+
+    def renew(self) -> bool:
+        """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
+        model = None if self._model is None else self._model()
+        if model is None or self.watch is None:
+            return False
+        for name, buffer in self.watch.exchanged():
+            for piece in (one for seen in self._pieces if (one := seen()) is not None):
+                piece.exchange(name, buffer)
+        if not self.watch.has_changed():
+            return False
+        self.skeleton = Skeleton(model, self.skeleton.device)
+        self._codes.clear()
+        self._known.clear()
+        self.epoch += 1
+        return True
 
     def codes(self, kind: Kind) -> list[Code]:
         """Return what every piece does for inputs of a kind."""
@@ -157,7 +256,12 @@ class Plan:
             raise
         if found is None:
             graph = self.graph(kind)
-            found = self._codes[kind] = self._written(graph, self._starts(graph))
+            found = self.write(kind, graph, self._starts(graph))
+        return found
+
+    def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
+        """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
+        found = self._codes[kind] = self._written(graph, starts)
         return found
 
     def _starts(self, graph: Graph) -> list[int]:
@@ -253,10 +357,10 @@ def pieces_of(
     """
     if device is None:
         device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    tensors, form = pack((inputs.args, inputs.kwargs))
-    kind = Kind(form, tuple((one.shape, one.dtype) for one in tensors), True)
+    kind, _ = Kind.of(inputs, device, train=True)
     there = dict(model.named_modules())
-    plan = Plan(Skeleton(model, device), opened(model, [name for name in cuts if name in there]))
+    inside = opened(model, [name for name in cuts if name in there])
+    plan = Plan(Skeleton(model, device), inside, watch=Watch(model.named_modules(), inside))
     graph = plan.graph(kind)
     pieces, starts = _begun(plan, graph, there)
     bounds = [*starts, len(graph.calls)]
@@ -275,8 +379,9 @@ def pieces_of(
         for name in sorted(states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
     plan.lent(states)
+    plan.look_after(model, pieces)
     _rest(pieces, plan.inside, model, named, fleeting)
-    plan.codes(kind)
+    plan.write(kind, graph, starts)
     return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
 
 

@@ -90,6 +90,14 @@ class HostChance:
         finally:
             now._set()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Stand here again afterwards, whatever is drawn inside."""
+        try:
+            yield
+        finally:
+            self._set()
+
     def _set(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)

@@ -7,15 +7,35 @@ own part of it.
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from drumline.core.errors import ModelError
+from drumline.runtime.closures import copied
 from drumline.runtime.values import pack, unpack
+
+
+class Meta(NamedTuple):
+    """What is known of a tensor without its numbers; without strides it is contiguous."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+    wants_gradient: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Meta:
+        """Return that of a tensor.
+
+        >>> Meta.of(torch.ones(2, 3).t()).strides
+        (1, 3)
+        """
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        return cls(tensor.shape, tensor.dtype, strides, tensor.requires_grad)
 
 
 class Skeleton:
@@ -33,7 +53,7 @@ class Skeleton:
                     self.states[id(stand_in)] = name
         self._alive = list(memo.values())
         try:
-            self.model: nn.Module = copy.deepcopy(model, memo)
+            self.model: nn.Module = copied(model, memo)
         except Exception as error:
             raise ModelError(
                 f"the model, a {type(model).__name__}, cannot be copied: {error}",
@@ -47,10 +67,18 @@ class Skeleton:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
-    def fakes(self, shapes: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
-        """Return new stand-ins of these shapes and types."""
+    def fakes(self, metas: Iterable[Meta]) -> list[Tensor]:
+        """Return new stand-ins for tensors like these; one that wants a gradient has a place in a graph."""
         with self.mode:
-            return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+            return [self._fake(one) for one in metas]
+
+    def _fake(self, meta: Meta) -> Tensor:
+        shape, dtype, strides, wants_gradient = meta
+        if strides is None:
+            made = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        return made.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else made
 
     def really(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block on zeros, for what it returns can be seen in no other way; returns stand-ins again."""
@@ -62,7 +90,7 @@ class Skeleton:
             for name, one in places.items()
             if one is not None
         ]
-        with unset_fake_temporarily(), torch.no_grad():
+        with unset_fake_temporarily():
             zeros = {id(one): self._zeros(one) for one in (*tensors, *(one for _, _, one in own))}
             for places, name, one in own:
                 places[name] = zeros[id(one)]
@@ -73,13 +101,14 @@ class Skeleton:
                 for places, name, one in own:
                     places[name] = one
         back = {id(zeros[id(one)]): one for one in tensors}
-        shapes = tuple((one.shape, one.dtype) for one in made)
-        fakes = self.fakes(shapes)
+        fakes = self.fakes([Meta.of(one) for one in made])
         return unpack([back.get(id(one), fake) for one, fake in zip(made, fakes, strict=True)], made_form)
 
     def _zeros(self, like: Tensor) -> Any:
         made = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
-        return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made
+        if isinstance(like, nn.Parameter):
+            return nn.Parameter(made, like.requires_grad)
+        return made.requires_grad_().clone() if like.requires_grad else made
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

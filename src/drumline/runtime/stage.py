@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.backwards import Backward
@@ -261,6 +262,8 @@ class Stage:
                 with Lookout(received):
                     value = run(False)
         outputs, form = pack(value)
+        if any(isinstance(one, FakeTensor) for one in outputs):
+            _refuse_stand_in(segment)
         this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
         this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
         if len(this.wanted) < len(outputs):
@@ -301,6 +304,16 @@ class Stage:
             this.again = False
             if self.at_peak is not None:
                 self.at_peak()
+
+
+def _refuse_stand_in(segment: Segment) -> None:
+    """Refuse what has no numbers before it reaches another rank: what was left behind when the model was followed."""
+    raise ModelError(
+        f"one of the blocks {', '.join(name for name, _ in segment.blocks)} returns a tensor without numbers, which it "
+        "kept or found from when the model was followed",
+        expected="blocks that compute with what they are given and what they hold",
+        fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
+    )
 
 
 def _has_gradient(tensor: Tensor) -> bool:

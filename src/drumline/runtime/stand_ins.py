@@ -1,8 +1,13 @@
-"""What a block returns while a model is followed: from memory, by running it on stand-ins, or in the end on zeros."""
+"""What a block returns while a model is followed: by running it on stand-ins, or in the end on zeros.
+
+Hooks of the block run in any case, on stand-ins, as they will when it really runs. What blocks return that were run on
+zeros is remembered for others like them: only the forward of these is left out.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,48 +16,74 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.skeleton import Skeleton
+from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.values import pack, unpack
 
-Known = dict[Any, tuple[Any, tuple[int | tuple[torch.Size, torch.dtype], ...]]]
+Known = dict[Any, tuple[Any, tuple[int | Meta, ...]]]
 
 
 class StandIns:
-    """Runs blocks on stand-ins; `known` remembers what they return from one following to the next."""
+    """Runs blocks on stand-ins; `known` remembers what those return that cannot run so."""
 
     def __init__(self, skeleton: Skeleton, known: Known) -> None:
         self.skeleton = skeleton
         self.known = known
 
-    def run(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return what a block makes: from memory, by running it on stand-ins, or in the end on zeros."""
+    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what a block makes, hooks and all: on stand-ins, or in the end on zeros or from memory."""
         tensors, form = pack((args, kwargs))
-        shapes = tuple((one.shape, one.dtype) for one in tensors)
-        key = (name, str(form), shapes, module.training)
-        alike = (_kind(module), str(form), shapes, module.training)
-        if key in self.known:
-            return self._remembered(self.known[key], tensors)
-        if alike in self.known:  # one like it could not run on stand-ins
-            return self._remembered(self.known[alike], tensors)
-        try:
-            with _quiet(), self.skeleton.mode:
-                made = call(*args, **kwargs)
-        except ModelError:
-            raise
-        except Exception:
-            made = self.skeleton.really(module, args, kwargs)
-            key = alike
-        outputs, output_form = pack(made)
+        metas = tuple(Meta.of(one) for one in tensors)
+        around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.skeleton.device.type))
+        key = (_kind(module), str(form), metas, around)
+        if key not in self.known:
+            try:
+                with _quiet(), self.skeleton.mode:
+                    return call(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception:
+                self.known[key] = self._on_zeros(module, args, kwargs, tensors)
+        with _instead(module, lambda *given, **named: self._remembered(self.known[key], pack((given, named))[0])):
+            return call(*args, **kwargs)
+
+    def _on_zeros(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> tuple[Any, tuple[int | Meta, ...]]:
+        with _without_hooks(module):
+            outputs, form = pack(self.skeleton.really(module, args, kwargs))
         places = {id(one): at for at, one in enumerate(tensors)}
-        self.known[key] = (
-            output_form, tuple(places.get(id(one), (one.shape, one.dtype)) for one in outputs)
-        )  # fmt: skip
-        return made
+        return form, tuple(places[id(one)] if id(one) in places else Meta.of(one) for one in outputs)
 
     def _remembered(self, memory: tuple[Any, Sequence[Any]], tensors: Sequence[Tensor]) -> Any:
         form, outputs = memory
-        fakes = iter(self.skeleton.fakes(tuple(one for one in outputs if not isinstance(one, int))))
+        fakes = iter(self.skeleton.fakes(one for one in outputs if not isinstance(one, int)))
         return unpack([tensors[one] if isinstance(one, int) else next(fakes) for one in outputs], form)
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module's forward be another one, so that calling it runs its hooks all the same."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Leave a module's own hooks out: they are to see stand-ins."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = {kind: vars(module)[kind] for kind in kinds}
+    vars(module).update({kind: OrderedDict() for kind in kinds})
+    try:
+        yield
+    finally:
+        vars(module).update(own)
 
 
 @contextmanager

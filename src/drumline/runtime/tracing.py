@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +24,57 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
+from drumline.runtime.ambient import Ambient, refuse_backward_hooks
+from drumline.runtime.attributes import BETWEEN, Attributes, Place
 from drumline.runtime.contents import found_in, refuse_objects, tensors_in
 from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Value, may_draw
+from drumline.runtime.inner import transformed
+from drumline.runtime.interception import Nodes, coming_by, version_of
+from drumline.runtime.local_hooks import LocalHooks
 from drumline.runtime.own_line import line_here, line_of
-from drumline.runtime.skeleton import Skeleton
+from drumline.runtime.randomness import HostChance
+from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known, StandIns
 from drumline.runtime.values import pack, unpack
 
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+class Followed(NamedTuple):
+    """A forward that was followed: its graph, and the attributes that decided what it is."""
+
+    graph: Graph
+    attributes: list[Place]
 
 
-def trace(skeleton: Skeleton, inside: frozenset[str], form: Any, shapes: Shapes, *, train: bool, known: Known) -> Graph:
-    """Follow the model's forward on inputs of this form and these shapes; `known` remembers what blocks return."""
-    inputs = skeleton.fakes(shapes)
-    args, kwargs = unpack(inputs, form)
-    tracer = _Tracer(skeleton, inside, inputs, known)
-    with tracer.watching(train=train):
-        try:
-            made = skeleton.model(*args, **kwargs)
-        except ModelError:
-            raise
-        except Exception as error:
-            raise tracer.failed(error) from error
-        tracer.finish(made)
-    return tracer.graph
+def trace(
+    skeleton: Skeleton,
+    inside: frozenset[str],
+    form: Any,
+    metas: Sequence[Meta],
+    *,
+    train: bool,
+    known: Known,
+    autocast: torch.dtype | None = None,
+) -> Followed:
+    """Follow the model's forward on inputs of this form; `known` remembers what blocks return that need zeros to run.
+
+    It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
+    """
+    refuse_backward_hooks(skeleton.model, inside)
+    device = skeleton.device.type
+    chance = HostChance()
+    with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        inputs = skeleton.fakes(metas)
+        args, kwargs = unpack(inputs, form)
+        tracer = _Tracer(skeleton, inside, inputs, known)
+        with chance.kept(), tracer.watching(train=train):
+            try:
+                made = skeleton.model(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise tracer.failed(error) from error
+            tracer.finish(made)
+    return Followed(tracer.graph, tracer.attributes.read_between())
 
 
 class _Tracer(TorchFunctionMode):
@@ -68,8 +95,23 @@ class _Tracer(TorchFunctionMode):
         self.broken = ""  # the block that failed
         self.thread = threading.get_ident()
         self.base = _autocast(skeleton.device.type)
+        self.gradients = torch.is_grad_enabled()
+        self.names = skeleton.names
+        self.attributes = Attributes(skeleton.names, self._who, line_here)
+        self.function = ""  # the autograd function that runs now, between blocks
+        self.is_aside = False  # whether what runs now is the watcher's own
+        self.nodes = Nodes()
+        self.chance = HostChance()  # where Python's random numbers stood when the last block ended
         for tensor in inputs:
             self.graph.inputs.append(self._new(tensor))
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a block runs."""
+        return bool(self.within)
+
+    def _who(self) -> int:
+        return len(self.graph.calls) if self.within else BETWEEN
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -87,7 +129,14 @@ class _Tracer(TorchFunctionMode):
             return self.numbers[id(tensor)]
         if id(tensor) in self.skeleton.states:
             return self._new(tensor, state=self.skeleton.states[id(tensor)])
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
+            if tensor.requires_grad and tensor.is_leaf:
+                raise ModelError(
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
+                    f"the model{self._kept_in(tensor)}",
+                    expected="what is trained to be a parameter",
+                    fix="register it: self.scale = nn.Parameter(scale)",
+                )
             return self._new(tensor, constant=tensor)
         if (made := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[made].block
@@ -99,8 +148,8 @@ class _Tracer(TorchFunctionMode):
             )
         raise ModelError(
             f"{what} takes a tensor that was made where it could not be followed",
-            expected="tensors made by torch functions",
-            fix="make it inside of a block, or register it as a buffer",
+            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
+            fix="make it inside of a block: move it into a block, or register it as a buffer",
         )
 
     def _kept_in(self, tensor: Tensor) -> str:
@@ -127,13 +176,35 @@ class _Tracer(TorchFunctionMode):
 
     def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function inside of a block, looking for tensors that did not come in through its arguments."""
-        for one in tensors_in((args, kwargs)):
+        given = tensors_in((args, kwargs))
+        for one in given:
             self._look(one)
+        self._ask(func, given)
         made = func(*args, **kwargs)
+        known = {id(one) for one in given}
         for one in tensors_in(made):
-            self.where.setdefault(id(one), len(self.graph.calls))
-            self.kept.append(one)
+            if id(one) not in known:
+                self.where.setdefault(id(one), len(self.graph.calls))
+                self.kept.append(one)
         return made
+
+    def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+        """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
+        asked = _property(func)
+        if asked not in ("grad_fn", "is_leaf") and not (_name(func) in ("is_contiguous", "stride") and given):
+            return
+        one, at = given[0], len(self.graph.calls)
+        with torch._C.DisableTorchFunction():
+            differs = one.grad_fn is not None if asked else not one.is_contiguous()
+        number = self.numbers.get(id(one))
+        if differs and id(one) in self.taken and number is not None:
+            first = next(
+                (made for made, call in enumerate(self.graph.calls) if number in (v for _, v in call.makes)), 0
+            )
+            reason = (
+                f"{self.within[-1]!r} asks for {asked or _name(func)} of what it is given, which a cut would change"
+            )
+            self.graph.barriers.append(Barrier(first, at, reason))
 
     def _look(self, one: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
@@ -154,12 +225,9 @@ class _Tracer(TorchFunctionMode):
             self.taken.add(id(one))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is Tensor.register_hook:
-            raise ModelError(
-                f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
-                expected="hooks on parameters or modules, or inside of a block",
-                fix="move it into a block",
-            )
+        if transformed():
+            return func(*args, **kwargs)
+        _refuse_function(func)
         given = tensors_in((args, kwargs))
         if self.drawn and _name(func) in _READS and any(id(one) in self.drawn for one in given):
             raise ModelError(
@@ -167,9 +235,16 @@ class _Tracer(TorchFunctionMode):
                 expected="decisions that are the same in every step, between blocks",
                 fix="draw it inside of a block, or switch it off (layerdrop=0)",
             )
-        versions = [one._version for one in given]
+        for one in given:
+            if id(one) in self.where and not isinstance(one, FakeTensor):
+                self._number(one, f"the model, in {_name(func)}")  # raises, unless the block returned it
+        versions = [version_of(one) for one in given]
         made = func(*args, **kwargs)
-        changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
+        if _property(func) == "grad_fn":
+            return self.nodes.of(made)
+        changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+        if func is Tensor.requires_grad_ or _property(func, "__set__") == "requires_grad":
+            func, changed = Tensor.requires_grad_, [given[0]]
         if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
             self._note(func, args, kwargs, made, changed)
         self._follow_chance(func, args, made)
@@ -211,7 +286,7 @@ class _Tracer(TorchFunctionMode):
                 takes,
                 tuple((path, self._new(one)) for path, one in paths),
                 tuple(self.numbers[id(one)] for one in changed),
-                torch.is_grad_enabled(),
+                None if (on := torch.is_grad_enabled()) is self.gradients else on,
                 None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
                 tuple(reads),
             )
@@ -230,23 +305,64 @@ class _Tracer(TorchFunctionMode):
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and note it as one call."""
+        self._begin(module, name)
+        before = pack((args, kwargs))
         given = tensors_in((args, kwargs))
         with torch._C.DisableTorchFunction():
-            versions = [one._version for one in given]
+            versions = [version_of(one) for one in given]
         self.taken = {id(one) for one in given}
         own = {self.skeleton.states.get(id(one), "") for one in (*module.parameters(), *module.buffers())}
         self.reads = set()
         self.within.append(name)
         try:
-            made = self.stand_ins.run(module, name, call, args, kwargs)
+            made = self.stand_ins.run(module, call, args, kwargs)
+            self.attributes.look()
         except Exception:
             self.broken = name
             raise
         finally:
             self.within.pop()
+        self.chance = HostChance()
+        refuse_changed(name, before, pack((args, kwargs)))
         with torch._C.DisableTorchFunction():
-            changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
+            changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
             self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
+        return made
+
+    def _begin(self, module: nn.Module, name: str) -> None:
+        """Refuse to run a block in other surroundings than its own."""
+        self._refuse_chance()
+        self.attributes.look()
+        self.ambient.refuse_more(f"{name!r}")
+        self.hooks.look_after(module, name)
+        for key, one in (*module.named_parameters(), *module.named_buffers()):
+            if id(one) not in self.skeleton.states:
+                raise ModelError(
+                    f"the model's forward calls {name!r} with other parameters or buffers than its own, as {key!r}",
+                    expected="blocks that are called with what they hold",
+                    fix="call torch.func.functional_call, or what exchanges them, inside of a block",
+                )
+
+    def _refuse_chance(self) -> None:
+        if self.chance.has_moved():
+            raise ModelError(
+                "the model's forward draws random numbers of Python's or numpy's between its blocks",
+                expected="a forward that does the same in every step, between blocks",
+                fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+            )
+
+    def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function and note it as one call."""
+        given = tensors_in((args, kwargs))
+        self.function = cls.__name__
+        try:
+            with torch._C.DisableTorchFunction():
+                versions = [version_of(one) for one in given]
+                made = apply(*args, **kwargs)
+                changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+                self._note(cls.apply, args, kwargs, made, changed)
+        finally:
+            self.function = ""
         return made
 
     # ---- around it all -----------------------------------------------------------------------------------------------
@@ -254,23 +370,29 @@ class _Tracer(TorchFunctionMode):
     @contextmanager
     def watching(self, *, train: bool) -> Iterator[None]:
         """Watch all that goes on, in the mode wanted."""
-        modes = [(module, module.training) for module in self.skeleton.model.modules()]
-        buffers = [(module, dict(module._buffers)) for module in self.skeleton.model.modules() if module._buffers]
+        model = self.skeleton.model
+        before = [(module, dict(vars(module))) for module in model.modules()]
+        parts = [(part, dict(part)) for module, own in before for part in (own[kind] for kind in _PARTS)]
+        buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+        self.hooks = LocalHooks(model)
         if not train:
-            for module, _ in modes:
+            for module, _ in before:
                 module.training = False
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                stack.enter_context(_calls_go_to(self))
+                stack.enter_context(coming_by(self))
                 stack.enter_context(self)
+                self.ambient = Ambient()
                 yield
             self._refuse_exchanged(buffers)
         finally:
-            for module, mode in modes:
-                module.training = mode
-            for module, before in buffers:
-                module._buffers.update(before)
+            self.hooks.take_back()
+            for module, own in before:
+                vars(module).clear()
+                vars(module).update(own)
+            for part, content in parts:
+                part.clear()
+                part.update(content)
 
     def _refuse_exchanged(self, buffers: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
         """Refuse a forward that puts another tensor in a buffer's place between blocks: only the copy would see it."""
@@ -286,10 +408,16 @@ class _Tracer(TorchFunctionMode):
                     )
 
     def finish(self, made: Any) -> None:
-        """Note what the model returned."""
+        """Note what the model returned, and refuse what could not be repeated."""
+        self._refuse_chance()
+        self.attributes.look()
+        self.attributes.judge(lambda call: self.graph.calls[call].block, self._bar_between)
         tensors, self.graph.output_form = pack(made)
         refuse_objects(self.graph.output_form, "the model's output")
         self.graph.outputs = tuple(self._number(one, "the model's output") for one in tensors)
+
+    def _bar_between(self, first: int, last: int, reason: str) -> None:
+        self.graph.barriers.append(Barrier(first, last, reason))
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that came up while following."""
@@ -310,38 +438,51 @@ _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "nu
 _COMPARES = ("lt", "le", "gt", "ge")
 
 
-@contextmanager
-def _calls_go_to(tracer: _Tracer) -> Iterator[None]:
-    """Let calls of modules and of custom autograd functions pass by the tracer."""
-    module_call, function_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    names, inside = tracer.skeleton.names, tracer.inside
+_PARTS = ("_parameters", "_buffers", "_modules")
+_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(id(self))
-        if name is None or name in inside or tracer.within or threading.get_ident() != tracer.thread:
-            return module_call(self, *args, **kwargs)
-        return tracer.block(self, name, lambda *a, **k: module_call(self, *a, **k), args, kwargs)
 
-    def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        apply = function_apply.__get__(None, cls)
-        if tracer.within or threading.get_ident() != tracer.thread:
-            return apply(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            made = apply(*args, **kwargs)
-            tracer._note(cls.apply, args, kwargs, made)
-        return made
+def _refuse_function(func: Callable[..., Any]) -> None:
+    """Refuse functions between blocks whose effect no piece would have."""
+    if _name(func) in ("register_hook", "register_post_accumulate_grad_hook"):
+        raise ModelError(
+            f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
+            expected="hooks on parameters or modules, or inside of a block",
+            fix="move it into a block",
+        )
+    if func in _ENGINE:
+        raise ModelError(
+            f"the model's forward takes a gradient between its blocks{line_here()}",
+            expected="gradients that are taken inside of a block, from what is there",
+            fix="move it into a block, with all that the gradient goes through",
+        )
+    if (name := _property(func, "__set__")) in ("data", "grad"):
+        raise ModelError(
+            f"the model's forward sets `.{name}` of a tensor between its blocks{line_here()}",
+            expected="tensors that are changed in place: x.copy_(...)",
+            fix="move it into a block",
+        )
 
-    nn.Module.__call__ = called  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+
+def refuse_changed(name: str, before: Any, after: Any) -> None:
+    """Refuse a block that puts something into a list or dict that it is given, or takes something out."""
+    (tensors, form), (others, other_form) = before, after
+    if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
+        raise ModelError(
+            f"{name!r} changes a list or dict that it is given",
+            expected="blocks that leave their arguments as they are",
+            fix="return what is new from the block, and put it into the list between the blocks",
+        )
 
 
 def _name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
+    return name
+
+
+def _property(func: Any, access: str = "__get__") -> str:
+    """Return the name of the property of tensors that a function gets or sets, if it does."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "") if _name(func) == access else ""
     return name
 
 
