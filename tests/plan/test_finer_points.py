@@ -10,6 +10,7 @@ import pytest
 
 from cluster_models import small_cluster, small_transformer
 from drumline.core.costs import Costs, Edge
+from drumline.core.errors import PlanError
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.simulate import simulate
@@ -114,6 +115,8 @@ def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
     alone = [Held(stages=(stage,), moments=(((0, 0),),)) for stage in (0, 1)]
     assert rank_bytes(blocks, [2, 1], alone) == (110, 100)
     assert partition(blocks, 1, held=[Held((0,), (((0, 0),),))], max_bytes=120).counts == (3,)
+    with pytest.raises(PlanError, match="max_bytes=120 or more"):
+        partition(blocks, 1, held=[Held((0,), (((0, 0),),))], max_bytes=119)
     # Within 110 bytes only a cut that leaves the table once on either side fits.
     found = partition(blocks, 2, held=alone, max_bytes=110)
     assert found.rank_bytes in ((110, 100), (100, 110))
