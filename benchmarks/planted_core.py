@@ -158,6 +158,7 @@ CORE = (
         "            excess -= waited_to - balanced_to\n",
         "            excess -= 0.0\n",
         "Every part of a gap that messages cut is charged the whole imbalance.",
+        "Only a fused pair that takes two blocking messages has such a gap, and in no schedule it waits in both parts.",
     ),
     Bug(
         "transfer-called-wait",

@@ -102,6 +102,7 @@ PLAN = (
         "parts = [max(one for rank in chain.ranks",
         "parts = [min(one for rank in chain.ranks",
         "Of two copies with unequal shares the smaller one's time decides.",
+        "Stages with copies share ranks, and there this is only a looser bound: the search finds the same cut, later.",
     ),
     Bug(
         "evenness-by-the-sum",

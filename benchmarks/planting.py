@@ -45,6 +45,7 @@ OF_FILE = {
     "core/assemble.py": ("tests/core/test_simulate.py",),
     "core/check_exchange.py": ("tests/core/test_validate.py",),
     "core/durations.py": ("tests/core/test_simulate.py",),
+    "core/run.py": ("tests/pipeline/test_recording.py",),
     "core/metrics.py": ("tests/core/test_measured.py", "tests/pipeline/test_recording.py"),
     "core/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
     "core/versions.py": ("tests/core/test_memory.py",),
@@ -126,7 +127,7 @@ class Bug(NamedTuple):
     def tests(self, root: Path = ROOT) -> list[str]:
         """Return what to run, the likeliest to notice first: doctests of the file, then test files."""
         stem = Path(self.file).stem
-        wanted = [self.path, f"tests/{self.folder}/test_{stem}.py"]
+        wanted = [self.path, f"tests/{self.folder}/test_{stem}.py", f"tests/{self.folder}/test_finer_points.py"]
         for place in (self.file, str(Path(self.file).parent)):
             wanted += OF_FILE.get(place, ())
         found = []

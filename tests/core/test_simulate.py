@@ -187,10 +187,12 @@ def test_the_critical_path_is_a_chain_as_long_as_the_makespan(program: Program, 
     path = timeline.critical_path
     assert path[0].start == timeline.start
     assert path[-1].end == max(track.ends[-1] for track in timeline.tracks)
-    for before, after in some(pairwise(path)):
-        gap = after.start - before.end
-        hop = costs.edge(before.rank, after.rank).latency if before.rank != after.rank else 0.0
-        assert gap == hop
+    hops = [
+        costs.edge(before.rank, after.rank).latency if before.rank != after.rank else 0.0
+        for before, after in pairwise(path)
+    ]
+    assert [after.start - before.end for before, after in pairwise(path)] == hops
+    assert sum(span.end - span.start for span in path) + sum(hops) == pytest.approx(path[-1].end - timeline.start)
 
 
 def test_an_illegal_program_is_refused_with_every_violation() -> None:

@@ -188,8 +188,8 @@ class Hot(nn.Module):
         self.layer, self.size = nn.Linear(6, 6), 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layer(x * self.size)
-        return made - (made * (1.0 - 1.0 / self.size)).detach()
+        made: Tensor = self.layer(x.detach() * self.size)  # its input's own gradient passes by
+        return x + made - (made * (1.0 - 1.0 / self.size)).detach()
 
 
 def hot(at: int) -> nn.Sequential:
@@ -247,7 +247,7 @@ def test_an_overflow_on_one_stage_makes_all_ranks_skip(transport: str) -> None:
         seen = [one[stage] for one in told]
         finite = [all(some(one["finite"])) for one in seen]
         assert finite == ([False] if len(seen) == 1 else [rank != stage for rank in (0, 1)]), "on one rank only"
-        for one in seen:
+        for one in some(seen):
             assert one["kept"]
             assert one["states"] == 0
             assert one["halved"] == one["scale"] == 2.0**14

@@ -132,8 +132,8 @@ def test_no_message_arrives_before_it_is_sent_once_clocks_are_aligned(data: st.D
     messages = [(a, b, time + skews[a], time + took + skews[b]) for a, b, time, took in sent if a != b]
     found = align(number, messages)
     assert found.contradiction == 0
-    for a, b, left, arrived in some(messages):
-        assert left + found.shifts[a] <= arrived + found.shifts[b] + 1  # whole numbers: half a unit each
+    late = [one for one in messages if one[2] + found.shifts[one[0]] > one[3] + found.shifts[one[1]] + 1]
+    assert late == []  # but for rounding: whole numbers are half a unit off each
 
 
 def test_a_slow_stage_is_named_and_the_advice_is_to_move_layers_off_it(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""What equal costs and plain schedules do not show: unequal links, factors, copies, steps and moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drumline.core.account import account
+from drumline.core.action import Action, B, F, Op
+from drumline.core.columns import Columns
+from drumline.core.costs import Costs, Edge
+from drumline.core.idle import Cause
+from drumline.core.measured import Measured
+from drumline.core.metrics import step_metrics
+from drumline.core.placement import Placement, consistent
+from drumline.core.program import Program
+from drumline.core.record import RECEIVES, Record
+from drumline.core.simulate import Simulation, makespans, simulate
+from drumline.core.validate import validate
+from names import build
+from records import PROGRAM, two_ranks
+from some import some
+
+
+def test_many_costs_keep_their_own_exchanges() -> None:
+    program = build("chimera", 2, 2)
+    many = [Costs(reduce=seconds) for seconds in (0, 5, 1)]
+    assert makespans(program, many).tolist() == [simulate(program, one).makespan for one in many]
+
+
+def test_a_link_given_for_one_direction_is_that_one_alone() -> None:
+    program = Program.parse("0F0,0B0\n1F0,1B0")
+    assert simulate(program, Costs(edges={(0, 1): Edge(latency=7)})).makespan == 6 + 7
+    assert simulate(program, Costs(edges={(0, 1): Edge(latency=7), (1, 0): Edge(latency=2)})).makespan == 6 + 7 + 2
+
+
+def test_gradients_cross_the_boundary_before_their_stage() -> None:
+    costs = Costs(message_bytes=[3, 5, 100], bytes_per_second=1)
+    timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0\n2F0,2B0"), costs)
+    assert {str(one.action): one.num_bytes for one in timeline.transfers} == {
+        "0SEND_F0": 3,
+        "1SEND_F0": 5,
+        "2SEND_B0": 5,
+        "1SEND_B0": 3,
+    }
+    assert timeline.makespan == 3 * 3 + 2 * (3 + 5)
+
+
+def test_a_step_with_measured_factors_is_balanced_by_those() -> None:
+    program = build("1f1b", 2, 2)
+    factors = np.ones(len(list(program.work())))
+    assert simulate(program, factors=factors).balanced is None
+    factors[0] = 5.0
+    timeline = simulate(program, factors=factors)
+    assert timeline.balanced is not None
+    assert timeline.balanced.busy == pytest.approx((8, 8))  # F takes 2 on average
+    assert Cause.IMBALANCE in {one.cause for one in timeline.causes}
+
+
+@pytest.mark.parametrize("heavy", [(1.0, 4.0), (4.0, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize("size", [0.25, 1.0, 2.0])
+def test_a_gap_is_charged_no_more_imbalance_than_it_exceeds_an_equal_one(
+    heavy: tuple[float, float], size: float
+) -> None:
+    costs = Costs(forward=heavy, message_bytes=size, bytes_per_second=1, overlap=False)
+    timeline = simulate(build("1f1b", 2, 6), costs)
+    for rank, gap, twin, imbalance in some(gaps(timeline)):
+        assert imbalance <= max(gap - twin, 0.0) + 1e-9, f"rank {rank}"
+
+
+def gaps(timeline: Simulation) -> list[tuple[int, float, float, float]]:
+    """Return each gap before an action, that of the balanced twin, and what of it is called imbalance."""
+    found = []
+    twin = timeline.balanced
+    assert twin is not None
+    for rank, track in enumerate(timeline.tracks):
+        for index in range(1, len(track.starts)):
+            gap, equal = (one.tracks[rank].starts[index] - one.tracks[rank].ends[index - 1] for one in (timeline, twin))
+            low, high = track.ends[index - 1], track.starts[index]
+            inside = [one for one in timeline.causes if one.rank == rank and low <= one.start and one.end <= high]
+            found.append((rank, gap, equal, sum(one.seconds for one in inside if one.cause is Cause.IMBALANCE)))
+    return found
+
+
+@pytest.mark.parametrize("forward", [(1.0, 4.0), (4.0, 1.0)])
+def test_two_copies_exchange_once_both_have_their_gradients(forward: tuple[float, float]) -> None:
+    timeline = simulate(build("chimera", 2, 3), Costs(forward=forward, reduce=2))
+    last = {
+        stage: max(
+            end
+            for track in timeline.tracks
+            for action, end in zip(track.actions, track.ends, strict=True)
+            if action.stage == stage
+        )
+        for stage in (0, 1)
+    }
+    assert len(timeline.exchanges) == 4
+    assert all(span.start >= last[span.action.stage] for span in timeline.exchanges)
+
+
+def test_the_way_of_most_microbatches_is_called_down() -> None:
+    rows: list[list[Action]] = [[], []]
+    for microbatch, way in enumerate(((0, 1), (1, 0), (1, 0))):
+        for op, stages in ((F, (0, 1)), (B, (1, 0))):
+            for stage in stages:
+                rows[way[stage]].append(op(stage, microbatch))
+    assert consistent(Columns.of(rows)) == Placement(2, (1, 0), frozenset({0}))
+    assert Program.of(rows).placement == Placement(2, (1, 0), frozenset({0}))
+
+
+def test_every_steps_exchange_comes_behind_its_own_backwards() -> None:
+    legal = "0F0,0B0,0REDUCE_GRAD,0UPDATE0,0F1,0B1,0REDUCE_GRAD,0UPDATE1"
+    assert validate(Program.parse(legal)) == []
+    early = legal.replace("0B1,0REDUCE_GRAD", "0REDUCE_GRAD,0B1")
+    (found,) = validate(Program.parse(early))
+    assert str(found).endswith("0REDUCE_GRAD runs before 0B1, whose gradients it exchanges")
+
+
+def test_copies_that_step_after_other_microbatches_are_refused() -> None:
+    rows = [list(row) for row in build("chimera", 2, 4).rows]
+    for rank, last in ((0, 3), (1, 2)):
+        rows[rank] += [Action(stage, Op.UPDATE, last) for stage in (0, 1)]
+    told = "the copies of stage 0 take different steps: rank 0 after microbatches [3], rank 1 after microbatches [2]"
+    assert told in [one.reason for one in validate(Program.of(rows))]
+
+
+def test_an_update_takes_the_microbatch_that_it_is_named_by() -> None:
+    assert validate(Program.parse("0F0,0F1,0B0,0B1,0UPDATE1")) == []
+    found = [str(one) for one in validate(Program.parse("0F0,0F1,0B0,0UPDATE1,0B1"))]
+    assert found == ["rank 0, position 3: 0UPDATE1 runs before 0B1"]
+
+
+def test_a_recomputed_stage_holds_all_from_its_input_half_on() -> None:
+    program = Program.parse("0F0,0F1,0I0,0W0,0I1,0W1")
+    costs = Costs(activation_bytes=100, checkpoint_bytes=10, recompute=True)
+    held = simulate(program, costs).memory[0].bytes
+    assert held == [(10, 10), (20, 20), (110, 110), (110, 10), (100, 100), (100, 0)]
+    freed = replace(costs, held_until_weight_bytes=40)
+    assert simulate(program, freed).memory[0].bytes == [(10, 10), (20, 20), (110, 50), (50, 10), (100, 40), (40, 0)]
+
+
+def test_a_gradient_buffer_is_one_from_the_first_gradient_to_the_update() -> None:
+    program = Program.parse("0F0,0F1,0B0,0B1,0UPDATE1,0F2,0F3,0B2,0B3,0UPDATE3")
+    assert simulate(program, Costs(gradient_bytes=8)).peak_bytes == (8,)
+
+
+def test_a_device_waits_for_a_message_no_earlier_than_it_is_free() -> None:
+    moved = [1, 1, 0, 1, 0, 60, 62, 70, 70, 71, 64]  # needed by the second action, made at 60 on rank 0
+    record = Record(1, begin_ns=0, end_ns=100, on_device=1, starts=[20, 80], ends=[50, 95], messages=moved)
+    told = [(piece.start, piece.end, str(piece.doing)) for piece in account(record, lambda rank, moment: moment)]
+    assert told == [
+        (0, 20, "nothing"),
+        (20, 50, "compute"),
+        (50, 60, "stream wait"),
+        (60, 70, "stream flight"),
+        (70, 71, "take"),
+        (71, 80, "stream flight"),
+        (80, 95, "compute"),
+        (95, 100, "nothing"),
+    ]
+
+
+def test_exchanged_gradients_are_no_messages_in_a_queue() -> None:
+    first, second = two_ranks()
+    at = first.begin_ns
+    exchanged = [2, 0, RECEIVES.index(Op.REDUCE_GRAD), -1, 1, at + 200, at + 201, at + 452, at + 452, at + 453, 64]
+    timeline = Measured(PROGRAM, (replace(first, messages=[*first.messages, *exchanged]), second))
+    metrics = step_metrics(PROGRAM, timeline.records)
+    assert metrics["pp/edge1-0/peak_queue"] == 1
+    assert metrics["pp/edge0-1/peak_queue"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_waiting_for_data_is_that_of_the_rank_that_waited_longest(rank: int) -> None:
+    records = list(two_ranks())
+    for at, waited in ((rank, 300), (1 - rank, 100)):
+        begin = records[at].begin_ns
+        records[at] = replace(records[at], since_ns=begin - 400, between=[5, begin - 400, begin - 400 + waited])
+    assert step_metrics(PROGRAM, records)["time_metrics/data_loading(s)"] == pytest.approx(300e-9)
