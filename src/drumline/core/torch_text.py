@@ -62,7 +62,7 @@ def _proven(program: Program, *, waits: bool) -> Program:
         raise ProgramError(
             f"the sends and receives of {program.name!r} would hang in PyTorch: {hangs[0]}",
             expected="an order that is safe with one queue of messages per rank, as PyTorch has it over NCCL",
-            fix="export program.compute_only(): the order is chosen anew",
+            fix="leave them out (--format torch; program.compute_only()), and a safe order is found for them",
         )
     complete = _with_state(_without_waits(lower(program, channel=STRICTEST)))
     if waits:
@@ -94,7 +94,9 @@ def _with_waits(program: Program) -> Program:
                 completed += due
             completed.append(action)
             if action.is_compute:
-                answered = {Action(part.stage, Op.WAIT_SEND_F, part.microbatch) for part in action.work if _answers(part)}
+                answered = {
+                    Action(part.stage, Op.WAIT_SEND_F, part.microbatch) for part in action.work if _answers(part)
+                }
                 due = [one for one in waiting if one in answered]
                 completed += due
             waiting = [one for one in waiting if one not in due]
