@@ -1,15 +1,15 @@
 """A brute-force model of three channels, from the text of a program alone: it shares no code with what it judges.
 
-Ranks take their actions one by one. A send or a receive is posted and stands in its rank's queue, one per directed edge,
-per pair of ranks or per rank; a message moves when it stands first in its queue on both sides. F waits for the message
-with its input, B and I for that with their gradient, a WAIT for the message of its send. What can never move hangs.
+Ranks take their actions one by one. A send or a receive is posted and stands in its rank's queue, one per directed
+edge, per pair of ranks or per rank; a message moves when it stands first in its queue on both sides. F waits for the
+message with its input, B and I for that with their gradient, a WAIT for the message of its send. What can never move
+hangs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import takewhile
 
 CHANNELS = ("edge", "pair", "rank")
 
@@ -32,7 +32,7 @@ class Model:
 
     def ends(self, message: Message) -> tuple[int, int]:
         """Return the ranks that send and receive a message."""
-        way, stage, number = message
+        _, stage, number = message
         return self.homes[stage, number], self.homes[_taker(message)[0], number]
 
     def key(self, rank: int, message: Message) -> object:
@@ -73,7 +73,8 @@ def hangs(text: str, channel: str) -> bool:
     while going:
         going = False
         for rank, row in enumerate(model.rows):
-            for cell in takewhile(lambda one: all(model.ready(p, passed[rank], moved) for p in one), row[at[rank] :]):
+            while at[rank] < len(row) and all(model.ready(part, passed[rank], moved) for part in row[at[rank]]):
+                cell = row[at[rank]]
                 passed[rank].update(cell)
                 at[rank] += 1
                 going = True

@@ -1,6 +1,6 @@
 """Which WAITs of a simulated program kept their ranks, and for what.
 
-0F0 0SEND_F0 0WAIT_SEND_F0 0F1      rank 0 computes 0F1 only once rank 1 has taken 0F0's output
+In 0F0,0SEND_F0,0WAIT_SEND_F0,0F1 rank 0 computes 0F1 only once rank 1 has taken 0F0's output.
 """
 
 from __future__ import annotations

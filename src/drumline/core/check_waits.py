@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.core import rules
 from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action, Op
 from drumline.core.index import Index, Place
 from drumline.core.violation import Violation
-from drumline.core import rules
 
 _WAITED = SEND_OPS | {Op.REDUCE_GRAD}
 _WAIT_FOR = {awaited: wait for wait, awaited in AWAITED.items()}

@@ -1,8 +1,8 @@
 """Sends and receives in one order for all ranks: safe on a channel that has a single queue per rank.
 
-The rows run once, on paper, and everything that happens is written down in one list: an action when it begins, a message
-when it is made, as its send on one rank and its receive on the other at the same moment. A rank's row is its part of
-that list.
+The rows run once, on paper, and everything that happens is written down in one list: an action when it begins, and a
+message when it is made, as its send on one rank and its receive on the other at the same moment. A rank's row is its
+part of that list.
 
     the list   0F0  0SEND_F0/1RECV_F0  1F0  1B0  1SEND_B0/0RECV_B0  0B0
     rank 0     0F0  0SEND_F0                               0RECV_B0  0B0

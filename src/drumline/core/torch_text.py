@@ -27,8 +27,8 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
     r"""Return the text that PyTorch loads as "compute_only", or with `communication` as "compute_comms".
 
     A compute-only text is the same for all versions; with communication, that for torch 2.15 or newer (`version`) has
-    WAITs. What PyTorch cannot run is refused with the reason; so is a program whose own sends and receives would hang on
-    a channel with one queue per rank, which PyTorch's may be.
+    WAITs. What PyTorch cannot run is refused with the reason; so is a program whose own sends and receives would hang
+    on a channel with one queue per rank, which PyTorch's may be.
 
     >>> print(for_torch(Program.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")), end="")
     0F0,0B0
@@ -80,8 +80,8 @@ def _without_waits(program: Program) -> Program:
 def _with_waits(program: Program) -> Program:
     """Return the program with a WAIT for every send and every gradient exchange, where none makes a rank wait longer.
 
-    An activation was sent long ago when the gradient for it has come back: its WAIT stands behind that backward. Nothing
-    comes back for a gradient: its WAIT stands at the end. An exchange is waited for before the rank's next one.
+    An activation was sent long ago when the gradient for it has come back: its WAIT stands behind that backward.
+    Nothing comes back for a gradient: its WAIT stands at the end. An exchange is waited for before the rank's next.
     """
     rows = []
     for row in program.rows:
@@ -94,9 +94,7 @@ def _with_waits(program: Program) -> Program:
                 completed += due
             completed.append(action)
             if action.is_compute:
-                answered = {
-                    Action(part.stage, Op.WAIT_SEND_F, part.microbatch) for part in action.work if _answers(part)
-                }
+                answered = {_answered(part) for part in action.work}
                 due = [one for one in waiting if one in answered]
                 completed += due
             waiting = [one for one in waiting if one not in due]
@@ -106,8 +104,9 @@ def _with_waits(program: Program) -> Program:
     return Program(tuple(rows), program.name)
 
 
-def _answers(part: Action) -> bool:
-    return part.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+def _answered(part: Action) -> Action | None:
+    """Return the WAIT for what a backward's gradient is the answer to."""
+    return part._replace(op=Op.WAIT_SEND_F) if part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) else None
 
 
 def _with_state(program: Program) -> Program:

@@ -3,8 +3,8 @@
 The proof is for a stated channel (see `channel`): a send completes only once its receive is posted, nothing is buffered
 between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute goes on while a
 send is pending. On one queue per edge a rank can stand still for one reason only: its next action needs something that
-another rank has not sent yet. If no rank can go on and work is left, following "who waits for whom" leads round a cycle,
-and that is the deadlock. On fewer queues messages wait for each other, too: that is `check_channel`.
+another rank has not sent yet. If no rank can go on and work is left, following "who waits for whom" leads round a
+cycle, and that is the deadlock. On fewer queues messages wait for each other, too: see `check_channel`.
 
 All violations are returned, not only the first; what follows from another violation is not reported again.
 """
