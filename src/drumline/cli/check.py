@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
             print(violation)
         if len(violations) > MAX_PRINTED:
             print(f"... and {len(violations) - MAX_PRINTED} more (--json lists all)")
-        print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run{where}")
-        if where and (freer := next((one for one in _freer(args.channel) if not proof(channel=one)), None)):
+        count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
+        freer = next((one for one in _freer(args.channel) if where and not proof(channel=one)), None)
+        print(f"{count}: {program.name} cannot run{where if freer else ''}")
+        if freer:
             print(f"with one per {freer.words} it can (--channel {freer})")
     else:
         frozen = "".join(f"; {what}" for what in untrained(program))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from drumline.core import rules
@@ -141,26 +142,38 @@ class _Replay:
         """Return a cycle as a violation at its first rank, or at a message where no rank takes part."""
         at = next((number for number, one in enumerate(cycle) if isinstance(one, int)), 0)
         turned = [*cycle[at:], *cycle[:at]]
-        links = "; ".join(map(self.link, turned))
         first = turned[0]
         place = Place(first, self.at[first]) if isinstance(first, int) else first.received
-        verb = "runs" if isinstance(first, int) else "arrives"
-        reason = f"never {verb} on a channel with one queue per {self.channel.words}: {links}"
-        return Violation(place.rank, place.position, self.action(place), reason)
+        why = f"never {'runs' if isinstance(first, int) else 'arrives'}"
+        if any(isinstance(one, Travel) and self.unposted(one) is None for one in cycle):
+            why += f" on a channel with one queue per {self.channel.words}"
+        else:
+            why += ", ranks wait for each other"
+        return Violation(place.rank, place.position, self.action(place), f"{why}: {'; '.join(self.links(turned))}")
 
-    def link(self, waiter: Waiter) -> str:
-        if isinstance(waiter, int):
-            place, needed = Place(waiter, self.at[waiter]), self.blocker(waiter)
-            assert needed is not None
-            travel = self.travels.get(needed)
-            what = self.shown(needed) if travel is None else f"{self.action(travel.sent)} of rank {travel.sent.rank}"
-            return f"rank {waiter} at {self.action(place)} (position {place.position}) waits for {what}"
-        if (missing := self.unposted(waiter)) is not None:
-            other = waiter.received if missing == waiter.sent else waiter.sent
-            return f"{self.action(other)} of rank {other.rank} waits for {self.shown(missing)}"
-        end, head = self.before(waiter)
-        ahead = head.sent if head.sent.rank == end.rank else head.received
-        return f"{self.action(end)} of rank {end.rank} waits behind its {self.action(ahead)}"
+    def links(self, cycle: Sequence[Waiter]) -> Iterator[str]:
+        for before, waiter in pairwise([cycle[-1], *cycle]):
+            if isinstance(waiter, int):
+                place, needed = Place(waiter, self.at[waiter]), self.needed_by(waiter)
+                yield f"rank {waiter} at {self.action(place)} (position {place.position}) waits for {needed}"
+            elif (missing := self.unposted(waiter)) is None:
+                end, head = self.before(waiter)
+                ahead = head.sent if head.sent.rank == end.rank else head.received
+                yield f"{self.action(end)} of rank {end.rank} waits behind its {self.action(ahead)}"
+            elif not isinstance(before, int):  # otherwise the rank's own link says it
+                other = waiter.received if missing == waiter.sent else waiter.sent
+                yield f"{self.action(other)} of rank {other.rank} waits for {self.shown(missing)}"
+
+    def needed_by(self, rank: int) -> str:
+        """Return what a rank waits for: a place that another has not come to, or a message that does not move."""
+        needed = self.blocker(rank)
+        assert needed is not None
+        travel = self.travels.get(needed)
+        missing = needed if travel is None else self.unposted(travel)
+        if missing is not None:
+            return self.shown(missing)
+        assert travel is not None
+        return f"{self.action(travel.sent)} of rank {travel.sent.rank}"
 
     def shown(self, place: Place) -> str:
         return f"{self.action(place)} of rank {place.rank} (position {place.position})"
