@@ -110,7 +110,7 @@ def reference_times(program: Program, costs: Costs) -> dict[Action, tuple[float,
     return times
 
 
-def run_on_strictest_channel(program: Program) -> int:
+def run_on_edge_channel(program: Program) -> int:
     """Run a program with its communication spelled out; return the most receives that were open on one edge.
 
     A send completes only once its receive is posted, messages of an edge travel in posting order, nothing is buffered

@@ -98,10 +98,10 @@ def test_costs_come_from_a_file_and_flags_override_it(tmp_path: Path, capsys: py
 
 def test_a_csv_file_does_wherever_a_schedule_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.csv"
-    lower(build("zb-v", 4, 8)).save(path)
+    lower(build("zb-v", 4, 8), channel="rank").save(path)
     assert run_json(capsys, "simulate", str(path))[1]["span"] == 48
     assert run(capsys, "show", str(path))[0] == 0
-    assert run_json(capsys, "check", str(path)) == (0, {"ok": True, "violations": []})
+    assert run_json(capsys, "check", str(path)) == (0, {"ok": True, "channel": "rank", "violations": []})
     code, found = run_json(capsys, "simulate", str(path), "--ranks", "3")
     assert (code, found["error"]) == (2, f"--ranks is 3, but {path} has 4")
 
@@ -189,6 +189,42 @@ def test_check_holds_a_stated_placement_and_limit_against_the_program(capsys: py
     assert run(capsys, "check", "chimera", *COUNTS, "--placement", "bidirectional")[0] == 0
     assert run(capsys, "check", "zb-v", *COUNTS, "--placement", "linear")[0] == 2
     assert run(capsys, "check", "1f1b", *COUNTS, "--max-activations", "3")[0] == 1
+
+
+def test_check_holds_messages_against_the_strictest_channel_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "early.csv"
+    show = ("show", "1f1b", *COUNTS, "--format", "csv", "--lower", "--out", str(path))
+    assert run(capsys, *show, "--channel", "edge")[0] == 0
+    code, out, _ = run(capsys, "check", str(path))
+    assert code == 1
+    assert out.splitlines()[-2:] == [
+        "1 violation: early cannot run with one queue of messages per rank",
+        "with one per directed edge it can (--channel edge)",
+    ]
+    assert run(capsys, "check", str(path), "--channel", "pair")[0] == 1
+    code, out, _ = run(capsys, "check", str(path), "--channel", "edge")
+    assert code == 0
+    assert out.endswith("nothing can hang with one queue of messages per directed edge\n")
+    code, found = run_json(capsys, "check", str(path), "--channel", "edge")
+    assert (code, found) == (0, {"ok": True, "channel": "edge", "violations": []})
+    code, _, err = run(capsys, "show", str(path), "--format", "torch-comms")
+    assert code == 2
+    assert "would hang in PyTorch" in err
+    assert run(capsys, *show)[0] == 0
+    assert run(capsys, "check", str(path))[0] == 0
+    assert run(capsys, "check", str(path), "--channel", "node")[0] == 2
+
+
+def test_show_writes_waits_for_torch_2_15_only(capsys: pytest.CaptureFixture[str]) -> None:
+    show = ("show", "1f1b", *COUNTS, "--format", "torch-comms")
+    older, newer = run(capsys, *show)[1], run(capsys, *show, "--torch-version", "2.15")[1]
+    assert "WAIT" not in older
+    assert newer.count("WAIT_SEND") == older.count("SEND") > 0
+    assert newer.count("WAIT_REDUCE_GRAD") == 4
+    assert run(capsys, *show, "--torch-version", "newest")[0] == 2
+    assert run(capsys, *show, "--lower")[1] == older
 
 
 @pytest.mark.parametrize("name", NAMES)

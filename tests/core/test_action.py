@@ -4,17 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.core.action import COMPUTE_OPS, STATE_OPS, Action, Op, overlap
+from drumline.core.action import COMPUTE_OPS, STATE_OPS, WAIT_OPS, Action, Op, overlap
 from drumline.core.errors import ProgramError
+from drumline.core.program import Program
 
+UNNUMBERED = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 plain = st.builds(
     Action,
     st.integers(0, 999),
-    st.sampled_from([op for op in Op if op not in STATE_OPS and op is not Op.OVERLAP]),
+    st.sampled_from([op for op in Op if op not in UNNUMBERED and op is not Op.OVERLAP]),
     st.integers(0, 9999),
     st.just(()),
 )
-state = st.builds(Action, st.integers(0, 999), st.sampled_from(sorted(STATE_OPS)), st.none(), st.just(()))
+state = st.builds(Action, st.integers(0, 999), st.sampled_from(sorted(UNNUMBERED)), st.none(), st.just(()))
 compute = plain.filter(lambda action: action.op in COMPUTE_OPS)
 actions = plain | state | st.builds(overlap, compute, compute)
 
@@ -24,7 +26,22 @@ def test_parsing_what_was_formatted_gives_the_same_action(action: Action) -> Non
     assert Action.parse(str(action)) == action
 
 
-@given(st.text(alphabet="0123456789FBIWSENDRCV_();UPATO ", max_size=14))
+@given(st.lists(st.lists(actions, min_size=1, max_size=6), min_size=1, max_size=4))
+def test_rows_of_any_actions_survive_their_text_form(rows: list[list[Action]]) -> None:
+    program = Program.of(rows)
+    assert Program.parse(program.format()) == program
+    assert Program.parse(program.format()).format() == program.format()
+
+
+def test_the_words_of_torch_2_15_are_read_and_written() -> None:
+    text = "2WAIT_SEND_F0,3WAIT_SEND_B12,2WAIT_REDUCE_GRAD"
+    (row,) = Program.parse(text).rows
+    assert {action.op for action in row} == WAIT_OPS
+    assert [action.microbatch for action in row] == [0, 12, None]
+    assert ",".join(map(str, row)) == text
+
+
+@given(st.text(alphabet="0123456789FBIWSENDRCV_();UPATOGH ", max_size=14))
 def test_whatever_parses_is_spelled_exactly_that_way(text: str) -> None:
     try:
         action = Action.parse(text)
@@ -49,6 +66,10 @@ def test_whatever_parses_is_spelled_exactly_that_way(text: str) -> None:
         "2UNSHARD3",
         "2UPDATE",
         "2SEND_F",
+        "2WAIT_SEND_F",
+        "2WAIT_REDUCE_GRAD0",
+        "2WAIT_RECV_F0",
+        "2WAIT0",
         "²F0",
         "٣F0",
     ]

@@ -41,7 +41,8 @@ def test_what_torch_writes_loads_checks_and_simulates(name: str, communication: 
         made._dump_csv(str(path), format="compute_comms" if communication else "compute_only")
         program = Program.load(path)
         assert program.has_communication == (communication and ranks > 1)
-        assert validate(program) == [], path.name
+        # PyTorch's own order of messages never hangs, on whatever channel.
+        assert validate(program, channel="rank") == [], path.name
         timeline = simulate(program)
         assert timeline.makespan == simulate(program.compute_only()).makespan
         if name == "dualpipe-v":
@@ -63,7 +64,7 @@ def test_what_we_export_torch_loads(name: str, communication: bool, tmp_path: Pa
         assert [[action for action in row if action.is_compute] for row in torch_added.rows] == [
             [action for action in row if action.is_compute] for row in program.rows
         ]
-        assert validate(torch_added) == []
+        assert validate(torch_added, channel="rank") == []
         # Without its REDUCE_GRAD torch would leave every gradient M times too large, without a word.
         reduced = sorted(action.stage for row in loaded for action in row if action.op is Op.REDUCE_GRAD)
         assert reduced == list(range(program.num_stages))

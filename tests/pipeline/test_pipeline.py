@@ -302,6 +302,12 @@ def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: 
         pipe.settle()
 
 
+WITH_WAITS = dl.Program.parse(
+    "0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0", name="for torch 2.15"
+)
+WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for torch")
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
@@ -309,6 +315,8 @@ def test_a_bad_step_is_refused_and_the_next_good_one_runs(settings: Any, batch: 
         ({"schedule": "pipedream"}, ProgramError, "updates the weights while it runs"),
         ({"schedule": "pipedream-2bw"}, ProgramError, "updates the weights while it runs"),
         ({"schedule": "forward-only"}, ProgramError, "no backwards"),
+        ({"schedule": WITH_WAITS, "num_microbatches": 1}, ProgramError, r"a program without WAITs.*compute_only\(\)"),
+        ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"does not shard yet.*compute_only\(\)"),
         ({"num_microbatches": None}, ProgramError, "num_microbatches is missing"),
         ({"num_ranks": 9}, ModelError, "8 blocks for 9 stages"),
         ({"balance": [1, 2]}, ModelError, r"balance is \[1, 2\]"),

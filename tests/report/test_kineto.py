@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
 from drumline.core.idle import Cause
+from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from drumline.core.timeline import Timeline
 from drumline.core.validate import validate
@@ -239,6 +240,44 @@ def test_every_stretch_of_a_gap_has_the_cause_that_its_trace_proves(tmp_path: Pa
     assert "0F0 of rank 0 is made, but not yet sent to 1F0" in words
     assert "the rank itself is busy with 0SEND_F0" in words
     assert not [one for one in words if "my step" in one]
+
+
+def test_labels_of_torch_2_15_say_what_was_waited_for(tmp_path: Path) -> None:
+    first = [
+        mark("PP:0F0", 0, 2),
+        *send("0SEND_F0", 2, 2),
+        mark("PP:0WAIT_SEND_F0", 2, 3.5),
+        mark("PP:0F1", 3.5, 5),
+        *send("0SEND_F1", 5, 5),
+        mark("PP:0WAIT_SEND_F1", 5, 6),
+    ]
+    second = [
+        *receive("1RECV_F0", 0, 2),
+        mark("PP:1F0", 0, 3),
+        *receive("1RECV_F1", 3, 5),
+        mark("PP:1F1", 3, 7),
+    ]
+    timeline = load(by_hand(tmp_path, first, second)).step()
+    assert timeline.ran.rows[0] == Program.parse("0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1").rows[0]
+    assert timeline.program.format() == "0F0,0F1\n1F0,1F1"
+    assert validate(timeline.ran, channel="rank") == []
+    assert causes(timeline, 0) == [("transfer", 2, 3.5), ("transfer", 5, 6), ("drain", 6, 7)]
+    assert [one.why for one in timeline.causes if one.rank == 0][:2] == [
+        "the rank itself is busy with 0SEND_F0",
+        "the rank itself is busy with 0SEND_F1",
+    ]
+
+
+def test_a_gradient_exchange_that_is_waited_for_is_transfer(tmp_path: Path) -> None:
+    labels = [
+        *(("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("1REDUCE_GRAD", 4, 4.25), ("1WAIT_REDUCE_GRAD", 4.25, 6)),
+        *(("0B0", 6, 8), ("0REDUCE_GRAD", 8, 8), ("0WAIT_REDUCE_GRAD", 8, 9)),
+    ]
+    found = analyze(by_hand(tmp_path, [mark(f"PP:{name}", start, end) for name, start, end in labels]))
+    assert [str(action) for action in found.timeline.ran.rows[0]] == [name for name, *_ in labels]
+    assert found.violations == ()
+    assert causes(found.timeline, 0) == [("overhead", 4, 4.25), ("transfer", 4.25, 6)]
+    assert found.timeline.causes[-1].why == "its gradients are being exchanged"
 
 
 def test_microbatches_number_on_where_a_step_runs_its_schedule_twice(tmp_path: Path) -> None:

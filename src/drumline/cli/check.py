@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import partial
 
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json
+from drumline.core.channel import Queues
 from drumline.core.frozen import untrained
 from drumline.core.validate import validate
 
@@ -19,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
+    flags.add_channel(
+        parser,
+        "what has one queue of messages where sends and receives are spelled out: a directed edge (Drumline's own "
+        "transports, gloo), a pair of ranks or a rank (PyTorch over NCCL); what runs on `rank`, the default, runs on "
+        "all",
+    )
     parser.add_argument(
         "--placement", choices=flags.PLACEMENTS, help="where stages belong (default: where most of their work is)"
     )
@@ -27,12 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check one program; exit 1 if anything is wrong with it."""
     program, costs = flags.program_of(args), flags.costs_of(args)
-    violations = validate(
+    proof = partial(
+        validate,
         program,
         placement=flags.placement_of(args.placement, program),
         limit=flags.limit_of(args, costs),
         costs=costs,
     )
+    violations = proof(channel=args.channel)
+    where = f" with one queue of messages per {Queues(args.channel).words}" if program.has_communication else ""
     if args.json:
         found = [
             {
@@ -43,17 +55,27 @@ def run(args: argparse.Namespace) -> int:
             }
             for v in violations
         ]
-        print_json({"ok": not violations, "violations": found})
+        print_json({"ok": not violations, "channel": args.channel, "violations": found})
     elif violations:
         for violation in violations[:MAX_PRINTED]:
             print(violation)
         if len(violations) > MAX_PRINTED:
             print(f"... and {len(violations) - MAX_PRINTED} more (--json lists all)")
-        print(f"{len(violations)} violation{'s' if len(violations) > 1 else ''}: {program.name} cannot run")
+        count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
+        freer = next((one for one in _freer(args.channel) if where and not proof(channel=one)), None)
+        print(f"{count}: {program.name} cannot run{where if freer else ''}")
+        if freer:
+            print(f"with one per {freer.words} it can (--channel {freer})")
     else:
         frozen = "".join(f"; {what}" for what in untrained(program))
         print(
             f"{program.name} is proven: {counts(program)}, {program.num_actions} actions; "
-            f"nothing is missing, nothing can hang{frozen}"
+            f"nothing is missing, nothing can hang{where}{frozen}"
         )
     return 1 if violations else 0
+
+
+def _freer(channel: str) -> Sequence[Queues]:
+    """Return the channels on which more can run, the strictest of them first."""
+    kinds = list(Queues)
+    return kinds[: kinds.index(Queues(channel))][::-1]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drumline.core.channel import STRICTEST, Queues
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
 from drumline.core.idle import Limit
@@ -16,6 +17,7 @@ from drumline.core.placement import Placement
 from drumline.core.program import Program
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")
+CHANNELS = tuple(str(queues) for queues in Queues)
 
 
 def whole_number(text: str) -> int:
@@ -71,6 +73,11 @@ def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning:
     """Add --format and --out."""
     parser.add_argument("--format", choices=formats, default="text", help=meaning)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
+
+
+def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add --channel, which is the strictest unless given: whoever reads a file may run it there."""
+    parser.add_argument("--channel", choices=CHANNELS, default=str(STRICTEST), help=meaning)
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from drumline.cli import flags
 from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
+from drumline.core.torch_text import NEWER, OLDER
 
 if TYPE_CHECKING:
     from drumline.core.simulate import Simulation
@@ -31,6 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help="draw under each rank how many pairs it holds")
     parser.add_argument("--slots", action="store_true", help="draw every action as one slot, whatever it costs")
     parser.add_argument("--lower", action="store_true", help="spell sends and receives out first")
+    flags.add_channel(
+        parser,
+        "with --lower: what has one queue of messages. `rank`, the default, is safe everywhere; `edge` is the order "
+        "that Drumline's own runs use, with receives posted early, and may hang in PyTorch",
+    )
+    parser.add_argument(
+        "--torch-version",
+        default=OLDER,
+        metavar="VERSION",
+        help=f"with --format torch-comms: from {NEWER} on PyTorch wants a WAIT for every send and gradient exchange "
+        f"(default {OLDER})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     program = flags.pruned(flags.program_of(args), args)
     if args.lower:
-        program = lower(program)
+        program = lower(program, channel=args.channel)
     written = _WRITERS[args.format](args, program)
     if args.out is not None:
         save(args.out, written)
@@ -68,7 +81,8 @@ def _csv(args: argparse.Namespace, program: Program) -> str:
 def _torch(args: argparse.Namespace, program: Program) -> str:
     from drumline.core.torch_text import for_torch
 
-    return for_torch(program, communication=args.format == "torch-comms").rstrip("\n")
+    lowered = args.format == "torch-comms"
+    return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
 
 
 def _svg(args: argparse.Namespace, program: Program) -> str:

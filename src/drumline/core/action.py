@@ -7,9 +7,11 @@
     (0F5;1B2)OVERLAP_F_B   a forward and a backward run as one action
     2UNSHARD  2RESHARD     gather or release the stage's parameters
     2REDUCE_GRAD           exchange the stage's gradients between its copies or replicas
+    2WAIT_SEND_F0  3WAIT_SEND_B0   wait until that send is complete
+    2WAIT_REDUCE_GRAD      wait until the stage's gradients are exchanged
     2UPDATE5               optimizer step of stage 2 with the gradients up to microbatch 5
 
-All but UPDATE is the text that PyTorch's pipelining reads and writes.
+All but UPDATE is the text that PyTorch's pipelining reads and writes; the three WAITs it knows from 2.15 on.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ class Op(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     UPDATE = "UPDATE"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
 
 COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
@@ -45,6 +50,9 @@ RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFER_OPS = SEND_OPS | RECV_OPS
 TIMED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE, Op.UNSHARD, Op.RESHARD}
 STATE_OPS = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+# Each WAIT with what it waits for: the op of the same stage and microbatch that the rank began before.
+AWAITED = {Op.WAIT_SEND_F: Op.SEND_F, Op.WAIT_SEND_B: Op.SEND_B, Op.WAIT_REDUCE_GRAD: Op.REDUCE_GRAD}
+WAIT_OPS = frozenset(AWAITED)
 
 
 class Action(NamedTuple):
@@ -145,10 +153,10 @@ def overlap(forward: Action, backward: Action) -> Action:
 
 # ASCII digits only and no leading zeros, so that one action has one spelling: parse(format(x)) == x and back.
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
-_SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+)?)(?:{_NUMBER})?")
+_SINGLE = re.compile(rf"{_NUMBER}([A-Z]+(?:_[A-Z]+){{0,2}})(?:{_NUMBER})?")
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _BY_TEXT = {op.value: op for op in Op}
-_WITHOUT_MICROBATCH = STATE_OPS
+_WITHOUT_MICROBATCH = STATE_OPS | {Op.WAIT_REDUCE_GRAD}
 
 
 def _parse_single(text: str) -> Action:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from drumline.core.action import Op
+from drumline.core.action import AWAITED, Op
 from drumline.core.cells import Cells, producers
 from drumline.core.graph import (
     CODE,
@@ -12,12 +12,14 @@ from drumline.core.graph import (
     PLACE,
     RECVS,
     SENDS,
+    WAITS,
     Crossings,
     Exchanges,
     Graph,
     Ints,
     Messages,
     NotCompilable,
+    Waits,
     Work,
 )
 from drumline.core.program import Program
@@ -55,14 +57,19 @@ def _compile(program: Program, messages: Messages) -> Graph:
 
     assembly = Assembly(cells, producer[remote], remote)
     spelled = bool(np.isin(cells.code, SENDS + RECVS).any())
+    if messages is not Messages.BLOCKING:
+        assembly.gates()
     posted = assembly.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
         assembly.blocking(posted)
+        assembly.gates()  # behind the sends, which are done when they end
     elif messages is Messages.LINKS or spelled:
         assembly.links(posted)
         messages = Messages.LINKS
     else:
         assembly.latency()
+    if messages is not Messages.BLOCKING:
+        assembly.await_sends()
     assembly.exchange()
     return assembly.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
 
@@ -75,7 +82,8 @@ def _is_plain(cells: Cells, num_stages: int) -> bool:
     work = cells.work
     home = np.full(num_stages, -1)
     home[work.stage] = work.rank
-    computes_only = bool((PLACE[work.code] >= 0).all()) and not np.any(cells.code == CODE[Op.REDUCE_GRAD])
+    others = (CODE[Op.REDUCE_GRAD], *WAITS)
+    computes_only = bool((PLACE[work.code] >= 0).all()) and not np.any(np.isin(cells.code, others))
     return computes_only and bool((home[work.stage] == work.rank).all())
 
 
@@ -117,6 +125,9 @@ class Assembly:
         # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
         self.posted_after = cells.follows[self.exchanges]
         self.forward_first = self.made_by * 2 + (work.code[producer] != CODE[Op.FORWARD])
+        self.waits = np.flatnonzero(np.isin(cells.code, WAITS))
+        self.awaited = np.full(len(self.waits), -1)
+        self.gate = self.sent = np.empty(0, dtype=np.int64)
 
     def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints) -> Ints:
         """Add nodes and return their indices."""
@@ -135,6 +146,45 @@ class Assembly:
         if len(first) < len(need):
             again = np.delete(crossing, first)
             self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
+
+    def gates(self) -> None:
+        """Add a gate for every WAIT, behind the action that it follows; what it waits for is told later."""
+        if len(self.waits):
+            rank, follows = self.cells.rank[self.waits], self.cells.follows[self.waits]
+            self.gate = self.add(rank, follows * 4 + 3, self.awaited, np.full(len(rank), -1))
+
+    def behind(self, cell: Ints) -> Ints:
+        """Return the node behind which an untimed action stands: the timed action before it, or a WAIT between."""
+        follows = self.cells.follows[cell]
+        if not len(self.gate) or not len(cell):
+            return follows
+        last = np.searchsorted(self.waits, cell) - 1
+        wait = self.waits[last]
+        between = (last >= 0) & (self.cells.rank[wait] == self.cells.rank[cell]) & (self.cells.follows[wait] == follows)
+        behind: Ints = np.where(between, self.gate[last], follows)
+        return behind
+
+    def await_sends(self) -> None:
+        """Let every WAIT for a send wait for its message."""
+        if not len(self.waits):
+            return
+        cells = self.cells
+        crossing_of = {
+            (code, stage, microbatch): (at, cell)
+            for at, (cell, code, stage, microbatch) in enumerate(
+                zip(*(one.tolist() for one in (self.sent, *self._named(self.sent))), strict=True)
+            )
+        }
+        for at, wait in enumerate(self.waits.tolist()):
+            code, stage, microbatch = (int(one) for one in self._named(wait))
+            if OPS[code] is not Op.WAIT_REDUCE_GRAD:
+                crossing, sent = crossing_of.get((CODE[AWAITED[OPS[code]]], stage, microbatch), (-1, -1))
+                if sent < 0 or sent > wait or cells.rank[sent] != cells.rank[wait]:
+                    raise NotCompilable
+                self.awaited[at] = self.node[crossing]
+
+    def _named(self, cell: Ints | int) -> tuple[Ints, Ints, Ints]:
+        return self.cells.code[cell], self.cells.stage[cell], self.cells.microbatch[cell]
 
     def latency(self) -> None:
         """Let every consumer wait for its producer itself."""
@@ -173,7 +223,8 @@ class Assembly:
         edge = self.source * cells.num_ranks + self.target
         if not np.all(placed & in_time) or np.any(np.lexsort((sent, edge)) != np.lexsort((received, edge))):
             raise NotCompilable
-        return cells.follows[sent], cells.follows[received], sent
+        self.sent = sent
+        return self.behind(sent), self.behind(received), sent
 
     def blocking(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
         """Put a send behind every producer, or where it is spelled out, and a receive before every consumer.
@@ -211,7 +262,8 @@ class Assembly:
         """
         cells, work = self.cells, self.cells.work
         stage, rank = cells.stage[self.exchanges].tolist(), cells.rank[self.exchanges].tolist()
-        follows = self.posted_after
+        behind = self.behind(self.exchanges)
+        follows = np.where(behind == cells.follows[self.exchanges], self.posted_after, behind)
         turns = Turns()
         turn_of = [turns.next(*key) for key in zip(rank, stage, strict=True)]
         posted = {key: at for at, key in enumerate(zip(rank, stage, turn_of, strict=True))}
@@ -225,6 +277,7 @@ class Assembly:
         self.num_chains += len(stage)
         self.add(number, np.zeros(len(stage), dtype=np.int64), partner, nothing)
         self.exchange_node = self.add(number, np.ones(len(stage), dtype=np.int64), follows, nothing)
+        self.await_exchanges(posted)
         if not posted:
             return
         turns = Turns()
@@ -233,6 +286,17 @@ class Assembly:
             place = posted.get((*key, turns.next(*key)))
             if place is not None:
                 self.need[0][work.node[update]] = self.exchange_node[place]
+
+    def await_exchanges(self, posted: dict[tuple[int, int, int], int]) -> None:
+        """Let the n-th WAIT for a stage's exchange wait for its rank's n-th."""
+        cells, turns = self.cells, Turns()
+        for at, wait in enumerate(self.waits.tolist()):
+            if cells.code[wait] == CODE[Op.WAIT_REDUCE_GRAD]:
+                key = int(cells.rank[wait]), int(cells.stage[wait])
+                place = posted.get((*key, turns.next(*key)))
+                if place is None or self.exchanges[place] > wait:
+                    raise NotCompilable
+                self.awaited[at] = self.exchange_node[place]
 
     def build(self, messages: Messages, num_stages: int, num_microbatches: int, plain: bool) -> Graph:
         """Give every node its number, chain by chain, and return the graph."""
@@ -268,5 +332,6 @@ class Assembly:
             Work(work.stage, work.code, work.microbatch, new[work.node], work.rank),
             Crossings(self.producer, self.consumer, self.source, self.target, new[self.node], new[self.recv_node]),
             Exchanges(cells.stage[self.exchanges], cells.rank[self.exchanges], new[self.exchange_node]),
+            Waits(cells.rank[self.waits], new[self.gate], new[self.awaited], cells.follows[self.waits]),
             plain,
         )

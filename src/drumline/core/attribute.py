@@ -91,9 +91,9 @@ class _Rank:
 
     def latest_input(self, index: int, otherwise: float) -> tuple[float, int | None, Action | None]:
         """Return when, on which rank and by which action the last input of the action at `index` was made."""
-        exchange = self.timeline.exchange_before(self.rank, index)
-        if exchange is not None:
-            return exchange.start, self.rank, exchange.action
+        awaited = self.timeline.awaited_before(self.rank, index)
+        if awaited is not None:
+            return awaited.start, self.rank, awaited.action
         place = self.timeline.latest_inputs[self.rank].place(index)
         if place is None:
             return otherwise, None, None

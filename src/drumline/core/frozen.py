@@ -95,9 +95,9 @@ def _left(part: Action, kinds: Sequence[Backward]) -> Action | None:
 def _goes(action: Action, kinds: Sequence[Backward], lowest: int) -> bool:
     """Whether an action that is not compute has lost its reason: a gradient nobody takes, an exchange of none."""
     match action.op:
-        case Op.REDUCE_GRAD | Op.UPDATE:
+        case Op.REDUCE_GRAD | Op.WAIT_REDUCE_GRAD | Op.UPDATE:
             return kinds[action.stage] is not Backward.WHOLE
-        case Op.SEND_B:
+        case Op.SEND_B | Op.WAIT_SEND_B:
             return action.stage <= lowest
         case Op.RECV_B:
             return action.stage < lowest

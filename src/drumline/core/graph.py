@@ -6,7 +6,8 @@ chain and for at most one other, so its end is one line of arithmetic:
     end[i] = max(end[i - 1], end[need[i]] + lag[i]) + seconds[i]
 
 Where an action needs two others (an overlapped pair, a message whose receive must be posted), a gate that takes no time
-stands before it and waits for the first. Index -1 is the start of time. Who needs whom comes from `rules`.
+stands before it and waits for the first. So does a WAIT: a gate in its row that waits for the message or the exchange.
+Index -1 is the start of time. Who needs whom comes from `rules`.
 
     messages    nodes beside the actions                   a consumer waits for
     LATENCY     none                                       its producer, plus the edge's latency
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Op
+from drumline.core.action import TIMED_OPS, WAIT_OPS, Op
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -33,6 +34,7 @@ CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
 TIMED = np.array([op in TIMED_OPS for op in OPS])
 # Places of the compute ops in a small table of their own; the others have none.
 PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
+WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 SENDS, RECVS = (CODE[Op.SEND_F], CODE[Op.SEND_B]), (CODE[Op.RECV_F], CODE[Op.RECV_B])
 
 
@@ -84,6 +86,19 @@ class Exchanges:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """The WAITs: the rank of each, its node, the node it waits for (-1: none), and which timed action it follows.
+
+    Timed actions are numbered through, row by row; -1 is a WAIT before the first of its row.
+    """
+
+    rank: Ints
+    node: Ints
+    awaited: Ints
+    follows: Ints
+
+
+@dataclass(frozen=True, slots=True)
 class Graph:
     """The compiled form. `chains` bound consecutive nodes; the first ones are the ranks' rows.
 
@@ -103,4 +118,5 @@ class Graph:
     work: Work
     crossings: Crossings
     exchanges: Exchanges
+    waits: Waits
     plain: bool

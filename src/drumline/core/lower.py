@@ -1,11 +1,13 @@
 """Sends and receives spelled out: what a channel needs to be told, in an order that cannot hang.
 
-A message is sent right behind the action that made it. Receives are posted in the order in which their sender
-sends, as early as that order asks for, and otherwise so that at most `ahead` of an edge are open, that is posted
-and not taken up.
+A message is sent right behind the action that made it. For a channel with one queue per directed edge, receives are
+posted in the order in which their sender sends, as early as that order asks for, and otherwise so that at most `ahead`
+of an edge are open, that is posted and not taken up.
 
 Why this cannot hang if the compute order cannot: a receive never stands behind the action that takes its message or any
 later message of the edge, so waiting for the edge's order is waiting for the sender's row and nothing else.
+
+On fewer queues an early receive keeps other messages waiting and may hang. For these, see `one_order`.
 """
 
 from __future__ import annotations
@@ -15,27 +17,47 @@ from itertools import accumulate
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
+from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
 from drumline.core.index import Index, Place
-from drumline.core.program import Program
+from drumline.core.one_order import in_one_order
+from drumline.core.program import Program, Row
 from drumline.core.validate import validate
 from drumline.core.violation import InvalidProgram
 
 
-def lower(program: Program, *, ahead: int = 2) -> Program:
+def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Program:
     r"""Return the program with its communication spelled out; one that has it already comes back as it is.
+
+    `channel` is what the messages will travel on (see `validate`): "edge" for Drumline's own transports, "rank" for a
+    file that PyTorch is to run. `ahead` bounds the open receives of an edge; with "pair" and "rank" none is early.
 
     >>> print(lower(Program.parse("0F0,0B0\n1F0,1B0")))
     0RECV_B0,0F0,0SEND_F0,0B0
     1RECV_F0,1F0,1B0,1SEND_B0
+    >>> print(lower(Program.parse("0F0,0B0\n1F0,1B0"), channel="rank"))
+    0F0,0SEND_F0,0RECV_B0,0B0
+    1RECV_F0,1F0,1B0,1SEND_B0
     """
     if ahead < 1:
         raise ProgramError(f"ahead is {ahead}", expected="1 or more receives to be open at once")
-    if violations := validate(program):
+    queues = Queues.of(channel)
+    if violations := validate(program, channel=queues):
         raise InvalidProgram(program.name, violations)
     if program.has_communication:
         return program
     index = Index(program, program.placement)
+    if queues is not Queues.EDGE:
+        lowered = Program.of(in_one_order(index), program.name)
+        if violations := validate(lowered, channel=queues):
+            raise InvalidProgram(program.name, violations)
+        return lowered
+    return Program(_receives_ahead(index, ahead), program.name)
+
+
+def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
+    """Return the rows with receives as early as one queue per directed edge allows."""
+    program = index.program
     sends: dict[Place, list[Action]] = defaultdict(list)
     edges: dict[tuple[int, int], list[tuple[Place, Action, int]]] = defaultdict(list)
     for action, inputs in index.inputs.items():
@@ -60,7 +82,7 @@ def lower(program: Program, *, ahead: int = 2) -> Program:
             lowered.append(action)
             lowered += sorted(sends[Place(rank, at)], key=lambda send: send.op is not Op.SEND_F)
         rows.append(tuple(lowered))
-    return Program(tuple(rows), program.name)
+    return tuple(rows)
 
 
 def _posting(taken: list[int], ahead: int) -> list[int]:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from drumline.core import placement
-from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.backwards import Backward, backwards
 from drumline.core.columns import Columns
 from drumline.core.errors import ProgramError
@@ -126,12 +126,12 @@ class Program:
                 yield from action.work
 
     def compute_only(self) -> Program:
-        r"""Return the program without sends, receives and parameter state; gradient exchange and updates stay.
+        r"""Return the program without messages, waits and parameter state; gradient exchange and updates stay.
 
         >>> Program.parse("0F0,0SEND_F0\n1RECV_F0,1F0").compute_only().format()
         '0F0\n1F0'
         """
-        dropped = TRANSFER_OPS | {Op.UNSHARD, Op.RESHARD}
+        dropped = TRANSFER_OPS | WAIT_OPS | {Op.UNSHARD, Op.RESHARD}
         rows = tuple(tuple(action for action in row if action.op not in dropped) for row in self.rows)
         return Program(rows, self.name)
 

@@ -11,6 +11,7 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.assemble import compile_program
+from drumline.core.awaited import awaited
 from drumline.core.columns import Columns
 from drumline.core.costs import Costs
 from drumline.core.durations import (
@@ -159,6 +160,15 @@ class Simulation(Timeline):
         rank[consumers[order]] = crossings.source[order]
         index[consumers[order]] = index_of[producers[order]]
         return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
+
+    @cached_property
+    def awaited(self) -> dict[tuple[int, int], Span]:
+        """Where a WAIT kept a rank, what it waited for, by the rank and index of the action behind it."""
+        return awaited(self)
+
+    def awaited_before(self, rank: int, index: int) -> Span | None:
+        """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if one did."""
+        return self.awaited.get((rank, index)) or super().awaited_before(rank, index)
 
     @cached_property
     def occupied(self) -> Sequence[Sequence[Span]]:

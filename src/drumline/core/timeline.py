@@ -320,7 +320,7 @@ class Timeline(ABC):
         while place is not None:
             if isinstance(place, Span):
                 path.append(place)
-                place = self._before_exchange(place)
+                place = self._before_awaited(place)
                 continue
             rank, index = place
             track = self.tracks[rank]
@@ -344,22 +344,30 @@ class Timeline(ABC):
         track = self.tracks[rank]
         if index and track.ends[index - 1] >= track.starts[index]:
             return rank, index - 1
-        exchange = self.exchange_before(rank, index)
-        if exchange is not None:
-            return exchange
+        awaited = self.awaited_before(rank, index)
+        if awaited is not None:
+            return awaited
         latest = self.latest_inputs[rank].place(index)
         return latest if latest is not None else ((rank, index - 1) if index else None)
 
-    def _before_exchange(self, exchange: Span) -> tuple[int, int] | None:
-        """Return the action, of either copy's rank, that the exchange started right behind."""
+    def _before_awaited(self, awaited: Span) -> tuple[int, int] | None:
+        """Return the action, of either rank that takes part, that an exchange or a message started right behind."""
         found = []
-        for rank in self.program.placement.ranks_of(exchange.action.stage):
-            index = bisect_right(self.tracks[rank].ends, exchange.start) - 1
+        for rank in self._between(awaited.action):
+            index = bisect_right(self.tracks[rank].ends, awaited.start) - 1
             if index >= 0:
                 found.append((self.tracks[rank].ends[index], rank, index))
         return max(found)[1:] if found else None
 
-    def exchange_before(self, rank: int, index: int) -> Span | None:
+    def _between(self, awaited: Action) -> tuple[int, ...]:
+        """Return the ranks that take part in an exchange or a message."""
+        placement = self.program.placement
+        if awaited.microbatch is None:
+            return placement.ranks_of(awaited.stage)
+        message = rules.message_of(awaited)
+        return tuple(placement.rank_of(end.stage, awaited.microbatch) for end in (message.send, message.recv))
+
+    def awaited_before(self, rank: int, index: int) -> Span | None:
         """Return the exchange that an UPDATE at (rank, index) waited for, if it did."""
         action = self.tracks[rank].actions[index]
         if not self.exchanges or action.op is not Op.UPDATE:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from drumline.core import rules
-from drumline.core.action import STATE_OPS, Action, Op
+from drumline.core.action import SEND_OPS, STATE_OPS, WAIT_OPS, Action, Op
+from drumline.core.channel import STRICTEST
+from drumline.core.check_waits import wait_for
 from drumline.core.errors import ProgramError
 from drumline.core.frozen import untrained
 from drumline.core.lower import lower
@@ -14,15 +18,23 @@ from drumline.core.violation import InvalidProgram
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
-def for_torch(program: Program, *, communication: bool = False) -> str:
+# From here on PyTorch wants a WAIT for every send and every REDUCE_GRAD of a lowered file; before, it knows none.
+_FIRST_WITH_WAITS = (2, 15)
+OLDER, NEWER = "2.13", "2.15"  # the newest before that, and the first with it
+
+
+def for_torch(program: Program, *, communication: bool = False, version: str = OLDER) -> str:
     r"""Return the text that PyTorch loads as "compute_only", or with `communication` as "compute_comms".
 
-    What PyTorch cannot run is refused with the reason.
+    A compute-only text is the same for all versions; with communication, that for torch 2.15 or newer (`version`) has
+    WAITs. What PyTorch cannot run is refused with the reason; so is a program whose own sends and receives would hang
+    on a channel with one queue per rank, which PyTorch's may be.
 
     >>> print(for_torch(Program.parse("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")), end="")
     0F0,0B0
     1F0,1B0
     """
+    waits = _wants_waits(version)
     if violations := validate(program):
         raise InvalidProgram(program.name, violations)
     if reason := _refusal(program):
@@ -31,10 +43,70 @@ def for_torch(program: Program, *, communication: bool = False) -> str:
             expected="one rank per stage, one step, with backwards",
         )
     if communication:
-        return _with_state(lower(program)).format() + "\n"
+        return _proven(program, waits=waits).format() + "\n"
     rows = program.compute_only().rows
     plain = Program(tuple(tuple(a for a in row if a.op is not Op.REDUCE_GRAD) for row in rows), program.name)
     return plain.format() + "\n"
+
+
+def _wants_waits(version: str) -> bool:
+    found = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", version)
+    if found is None:
+        raise ProgramError(f"{version!r:.40} is no version of PyTorch", expected=f"one like {OLDER} or {NEWER}")
+    return (int(found[1]), int(found[2])) >= _FIRST_WITH_WAITS
+
+
+def _proven(program: Program, *, waits: bool) -> Program:
+    """Return the program as PyTorch runs it with communication; proven on the strictest channel that it may have."""
+    if program.has_communication and (hangs := validate(program, channel=STRICTEST)):
+        raise ProgramError(
+            f"the sends and receives of {program.name!r} would hang in PyTorch: {hangs[0]}",
+            expected="an order that is safe with one queue of messages per rank, as PyTorch has it over NCCL",
+            fix="leave them out (--format torch; program.compute_only()), and a safe order is found for them",
+        )
+    complete = _with_state(_without_waits(lower(program, channel=STRICTEST)))
+    if waits:
+        complete = _with_waits(complete)
+    if violations := validate(complete, channel=STRICTEST):
+        raise InvalidProgram(program.name, violations)
+    return complete
+
+
+def _without_waits(program: Program) -> Program:
+    rows = (tuple(action for action in row if action.op not in WAIT_OPS) for row in program.rows)
+    return Program(tuple(rows), program.name)
+
+
+def _with_waits(program: Program) -> Program:
+    """Return the program with a WAIT for every send and every gradient exchange, where none makes a rank wait longer.
+
+    An activation was sent long ago when the gradient for it has come back: its WAIT stands behind that backward.
+    Nothing comes back for a gradient: its WAIT stands at the end. An exchange is waited for before the rank's next.
+    """
+    rows = []
+    for row in program.rows:
+        waiting: list[Action] = []
+        completed: list[Action] = []
+        for action in row:
+            due: list[Action] = []
+            if action.op is Op.REDUCE_GRAD:
+                due = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD]
+                completed += due
+            completed.append(action)
+            if action.is_compute:
+                answered = {_answered(part) for part in action.work}
+                due = [one for one in waiting if one in answered]
+                completed += due
+            waiting = [one for one in waiting if one not in due]
+            if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD:
+                waiting.append(wait_for(action))
+        rows.append((*completed, *waiting))
+    return Program(tuple(rows), program.name)
+
+
+def _answered(part: Action) -> Action | None:
+    """Return the WAIT for what a backward's gradient is the answer to."""
+    return part._replace(op=Op.WAIT_SEND_F) if part.op in (Op.BACKWARD, Op.BACKWARD_INPUT) else None
 
 
 def _with_state(program: Program) -> Program:

@@ -1,9 +1,10 @@
 """The proof that a program computes everything once, in an order that cannot hang, within its memory.
 
-The channel is the hardest one: a send completes only once its receive is posted, messages of one directed edge
-travel in posting order, and nothing is buffered between. Compute goes on while a send is pending. So a rank can
-stand still for one reason only: its next action needs something that another rank has not sent yet. If no rank can
-go on and work is left, following "who waits for whom" leads round a cycle, and that is the deadlock.
+The proof is for a stated channel (see `channel`): a send completes only once its receive is posted, nothing is buffered
+between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute goes on while a
+send is pending. On one queue per edge a rank can stand still for one reason only: its next action needs something that
+another rank has not sent yet. If no rank can go on and work is left, following "who waits for whom" leads round a
+cycle, and that is the deadlock. On fewer queues messages wait for each other, too: see `check_channel`.
 
 All violations are returned, not only the first; what follows from another violation is not reported again.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core import check_exchange, check_messages
+from drumline.core import check_channel, check_exchange, check_messages, check_waits
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.backwards import Backward
+from drumline.core.channel import Queues
 from drumline.core.costs import Costs
 from drumline.core.idle import Limit
 from drumline.core.index import Index, Place
@@ -25,26 +27,40 @@ from drumline.core.violation import Violation
 
 
 def validate(
-    program: Program, *, placement: Placement | None = None, limit: Limit | None = None, costs: Costs | None = None
+    program: Program,
+    *,
+    placement: Placement | None = None,
+    limit: Limit | None = None,
+    costs: Costs | None = None,
+    channel: str = Queues.EDGE,
 ) -> list[Violation]:
     r"""Return every violation of `program`; an empty list is the proof that it can run.
 
     `placement` states where stages belong (otherwise where most of their work is), `limit` what a rank may hold, in
-    pairs or in the bytes of `costs`.
+    pairs or in the bytes of `costs`. `channel` is the one that messages travel on: "edge" as in Drumline's own runs,
+    "pair" or "rank" as in PyTorch's over NCCL. It matters only where sends and receives are spelled out: without,
+    `lower` puts them in an order for any of the three.
 
     >>> validate(Program.parse("0F0,0B0\n1F0,1B0"))
     []
     >>> for violation in validate(Program.parse("0B0,0F0\n1F0,1B0")):
     ...     print(violation)
     rank 0, position 0: 0B0 runs before 0F0
+    >>> early = Program.parse("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")
+    >>> len(validate(early)), len(validate(early, channel="rank"))
+    (0, 1)
     """
+    queues = Queues.of(channel)
     if gaps := list(_gaps(program)):
         return gaps
     index = Index(program, placement or program.placement)
     found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
-    found += check_messages.check(index)
-    found += check_exchange.check(index)
-    found += _deadlocks(index)
+    messages = [*check_messages.check(index), *check_waits.check(index)]
+    found += [*messages, *check_exchange.check(index)]
+    if queues is Queues.EDGE or messages or not index.transfers:
+        found += _deadlocks(index)
+    else:
+        found += check_channel.check(index, _remote_inputs(index), queues)
     if limit:
         found += _held(program, limit, costs or Costs())
     return sorted(found, key=_by_place)
@@ -58,7 +74,8 @@ def misplaced_or_misused(program: Program) -> bool:
     """
     if program.agreed_placement is None:
         return True
-    return any(True for _ in check_exchange.check(Index(program, program.placement)))
+    index = Index(program, program.placement)
+    return any(True for check in (check_exchange.check, check_waits.check) for _ in check(index))
 
 
 def _by_place(violation: Violation) -> tuple[int, int]:
@@ -195,7 +212,7 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
         if remote:
             sent = [check_messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
             found.setdefault(place, []).extend(sent)
-    return found | check_exchange.waits_for_exchange(index)
+    return found | check_exchange.waits_for_exchange(index) | check_waits.waits(index)
 
 
 def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
-from drumline.core.action import Op
+from drumline.core.action import WAIT_OPS, Op
 from drumline.core.errors import DrumlineError, ProgramError, counted
 from drumline.core.program import Program
 from drumline.schedules import generate
@@ -55,6 +55,13 @@ def program_for(
         raise ProgramError(
             f"program {program.name!r} gathers and releases parameters",
             expected="a program without UNSHARD and RESHARD: the executor does not shard yet",
+            fix="program.compute_only() leaves them out",
+        )
+    if any(action.op in WAIT_OPS for row in program.rows for action in row):
+        raise ProgramError(
+            f"program {program.name!r} spells out where its sends or exchanges are waited for",
+            expected="a program without WAITs: the executor waits for its sends itself, as late as it can",
+            fix="program.compute_only() leaves them out",
         )
     if not program.has_backward:
         raise ProgramError(

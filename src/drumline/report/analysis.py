@@ -22,7 +22,8 @@ from drumline.report.stages import StageSeconds, replayed, slowest, stage_second
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
-_STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+_STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
+_WAITED = re.compile(r"(kernels of )?\d+(WAIT_SEND_[FB])\d+")
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,5 +143,5 @@ def _kind(idle: Idle) -> str:
         return "posting messages"
     if name.startswith("launching "):
         return "launching kernels"
-    state = _STATE.fullmatch(name)
+    state = _STATE.fullmatch(name) or _WAITED.fullmatch(name)
     return f"{state[1] or ''}{state[2]}" if state else name

@@ -4,7 +4,8 @@
                  0F3 is computed │ not sent │ on its way │ named    │ not named   │
 
 fill, wait    until the input that the action waited for was made, by an action of another rank
-transfer      from when both ends of the message could move it to when it had arrived; or a send was waited for
+transfer      from when both ends of the message could move it to when it had arrived; or a send or a gradient exchange
+              was waited for, as a label of a WAIT says (torch 2.15) or the time at which a send was done
 overhead      something else that has a name: the message was made and not sent, or a label, a call, an annotation
               kept the rank's host, or kernels of no action its device
 unexplained   what is left; after the rank's last action it is drain instead
@@ -19,7 +20,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from drumline.core import rules
-from drumline.core.action import SEND_OPS, Action
+from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action
 from drumline.core.idle import Cause, Idle
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class _Rank:
         self.rank = rank
         self.track = timeline.tracks[rank]
         self.step = timeline.ranks[rank]
+        self.awaited = {str(one): one._replace(op=AWAITED[one.op]) for one in self.step.order if one.op in WAIT_OPS}
         self.others = [(timeline.seconds(s), timeline.seconds(e), name) for name, s, e in self.step.others]
         # Of what lasts longest it is not known from its start alone whether it reaches into a gap.
         self.longest = max((end - start for start, end, _ in self.others), default=0.0)
@@ -132,7 +134,9 @@ class _Rank:
             if end > low:
                 inside.append((max(start, low), min(end, high), name))
         for start, end, name in _innermost(inside, low, high):
-            if name:
+            if name in self.awaited:
+                yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
+            elif name:
                 yield Kept(self.rank, start, end, Cause.OVERHEAD, before, what=name)
             elif before is None:
                 on_rank, last = self.last()

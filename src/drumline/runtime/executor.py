@@ -127,8 +127,8 @@ class Executor:
             if run is None:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
-                    expected="a synchronous program, which leaves updates and sharding to the user",
-                    fix="choose a schedule without UPDATE, UNSHARD and RESHARD",
+                    expected="a synchronous program, which leaves updates and sharding to the user, and waiting to us",
+                    fix="choose a schedule without UPDATE, UNSHARD, RESHARD and WAITs",
                 )
             job = Job(action, run, self.stages.get(action.stage), timed=action.op in TIMED_OPS)
             job.microbatch = -1 if action.microbatch is None else action.microbatch

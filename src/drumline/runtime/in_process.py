@@ -1,4 +1,4 @@
-"""All ranks in one process, over the strictest channel there is: what runs here hangs nowhere.
+"""All ranks in one process, over a channel that is as strict as any of ours: what runs here hangs on none of them.
 
 A send completes only once its receive is posted; the messages of one directed edge are matched in posting order, and a
 send that meets another message's receive is an error; nothing is buffered between. The ranks take turns (see
