@@ -34,6 +34,7 @@ BYTES = {
     "activations": "activations",
     "buffers": "buffers",
 }
+_PLAIN_HEADS = ("Latent attention is planned as plain heads with as many parameters.",)
 SCALING = ("scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency")
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
@@ -67,11 +68,7 @@ def headline(figures: Figures) -> list[str]:
         f"{chosen['flops_per_second_per_device'] / 1e12:.0f} TFLOP/s a GPU ({chosen['utilisation']:.1%} of its peak), "
         f"bubble {chosen['bubble']:.1%}; {size_text(chosen['peak_bytes'])} of {size_text(figures['limit_bytes'])} "
         f"({figures['headroom']:.0%} headroom)",
-        *(
-            ["Latent attention is planned as plain heads with as many parameters."]
-            if model["details"]["latent"]
-            else []
-        ),
+        *(_PLAIN_HEADS if model["details"]["latent"] else ()),
     ]
 
 
