@@ -248,7 +248,10 @@ def test_compare_writes_its_page_and_says_what_to_run(tmp_path: Path, capsys: py
 
 
 def test_explore_serves_until_it_is_interrupted() -> None:
-    command = [sys.executable, "-m", "drumline.cli.main", "explore", "--json"]
+    # Where tests run in the background, a process that they start would ignore Ctrl-C.
+    attend = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    started = f"{attend}; from drumline.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", started, "explore", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         address = json.loads("".join(process.stdout.readline().decode() for _ in range(3)))["address"]

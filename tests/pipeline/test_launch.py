@@ -285,7 +285,8 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
 
 
 ENDLESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it would be ignored
 from pathlib import Path
 from drumline.pipeline.launch import launch
 
@@ -313,6 +314,7 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
         assert until(lambda: not any(map(is_running, ranks)))
     finally:
         parent.kill()
+        parent.wait()
     assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
     if number == signal.SIGINT:
         assert shown.splitlines()[-1] == "KeyboardInterrupt"
