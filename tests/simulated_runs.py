@@ -60,11 +60,11 @@ def records_of(timeline: Simulation, step: int = 0, *, overhead: float = 0.0, we
                 step,
                 begin_ns=begin,
                 end_ns=nanoseconds(track.ends[-1], begin),
-                peak_stash=round(weigh * max(during for during, _ in timeline.memory[rank].pairs)),
                 starts=array("q", starts),
                 ends=array("q", ends),
                 held=array("q", pairs),
                 stash=array("q", [round(weigh * one) for one in pairs] if weigh else []),
+                peaks=array("q", [round(weigh * one) for one, _ in timeline.memory[rank].pairs] if weigh else []),
                 waits=table("waits", waits),
                 messages=table("messages", messages[rank]),
             )

@@ -32,8 +32,18 @@ def test_plan_prints_the_choice_and_its_reasons(capsys: pytest.CaptureFixture[st
     code, out, err = run(capsys, *SMALL, *FAST)
     assert (code, err) == (0, "")
     assert out.startswith("gpt-1.7b on 8 x A100 40 GB in 1 node, 16 sequences of 2048 tokens a step\nRun TP")
-    for words in ("Why the others lose:", "What more would buy:", "one more GiB a device", "torchrun --standalone"):
+    for words in ("Why the others lose:", "What more would buy:", "one more GiB a device", "--launch torchtitan"):
         assert words in out
+    _, out, _ = run(capsys, *SMALL, *FAST, "--brief", "--launch", "torchtitan")
+    assert "On every node: torchrun --standalone --nproc-per-node 8" in out
+
+
+def test_plan_says_that_latent_attention_is_planned_as_plain_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--hardware", "h800", "--gpus", "2048", "--batch", "4096", "--pipeline", "16", "--expert", "64", "--brief")
+    for name, said in (("deepseek-v3", True), ("mixtral-8x7b", False)):
+        pins = words if said else words[:-3]
+        _, out, _ = run(capsys, name, *pins, "--microbatch", "1", "--zero", "1", "--schedules", "1f1b", "--brief")
+        assert ("Latent attention is planned as plain heads with as many parameters." in out) is said
 
 
 def test_json_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_a_terminal_is_drawn_in_place(folder: Path) -> None:
             if not piece:
                 break
             shown += piece
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=250) == 0
     os.close(ours)
     text = shown.decode()
     assert "run: 1f1b, 2 ranks, 2 stages, 4 microbatches\x1b[K" in text

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from drumline.core.costs import Costs
-from drumline.core.memory import holdings
+from drumline.core.memory import holdings, stage_bytes, weighed_holdings
 from drumline.core.program import Program
 from drumline.core.simulate import simulate
 from programs import build, programs
@@ -129,3 +129,21 @@ def test_what_only_runs_forwards_holds_neither_gradients_nor_optimizer_state() -
     timeline = simulate(build("forward-only", 2, 4), sizes)
     assert [holding.static_bytes for holding in timeline.memory] == [7, 7]
     assert timeline.peak_bytes == (9, 9)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", [[False, False], [True, True], [True, False]])
+def test_sizes_of_stages_are_found_again_in_what_was_held(name: str, recompute: list[bool]) -> None:
+    program = build(name, 2, 4)
+    costs = Costs(
+        activation_bytes=[80, 60],
+        held_until_weight_bytes=[30, 20] if name == "zb-h1" else None,
+        recompute=recompute,
+        checkpoint_bytes=[16, 8],
+    )
+    held = [[(int(a), int(b)) for a, b in one.bytes or ()] for one in holdings(program, costs)]
+    found = Costs(**stage_bytes(program, held))
+    assert found.recomputes(2) == tuple(recompute)
+    assert found.per_stage("activation_bytes", 2) == (80, 60)
+    assert [one.bytes for one in holdings(program, found)] == [one.bytes for one in holdings(program, costs)]
+    assert [one.bytes for one in weighed_holdings(program, held)] == [one.bytes for one in holdings(program, costs)]

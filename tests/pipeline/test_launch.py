@@ -17,7 +17,7 @@ from drumline.pipeline.launch import _error, launch
 from drumline.pipeline.wire import Failure
 from some import some
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
 
 
 def is_running(pid: int) -> bool:
@@ -190,10 +190,10 @@ def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(tmp_path:
         import torch.distributed as dist
 
         write_pid(tmp_path)
-        dist.barrier()
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         try:
+            dist.barrier()
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(10_000)
         finally:
             (tmp_path / "cleaned").touch()
@@ -258,15 +258,27 @@ def test_a_result_that_cannot_travel_is_named() -> None:
         launch(lambda: {"x": 1, "guard": threading.Lock()}, num_ranks=1)
 
 
+class Hurried:
+    """Stands in for `time`: hours pass as soon as both ranks are at work, and not before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def monotonic(self) -> float:
+        return time.monotonic() + (10_000 if len(pids(self.folder)) == 2 else 0)
+
+
 def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fn() -> None:
         write_pid(tmp_path)
         time.sleep(10_000)
 
-    with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 8 s"):
-        launch(fn, timeout=8)
+    monkeypatch.setattr("drumline.pipeline.launch.time", Hurried(tmp_path))
+    monkeypatch.setattr("drumline.pipeline.ranks._SECONDS_TO_SHOW_STACKS", 200.0)  # it ends when all have shown them
+    with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 5000 s"):
+        launch(fn, timeout=5000)
     shown = capsys.readouterr().err
     for rank in (0, 1):
         assert f"[rank {rank}] Current thread" in shown or f"[rank {rank}] Thread" in shown
@@ -274,13 +286,14 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
 
 
 ENDLESS = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it would be ignored
 from pathlib import Path
 from drumline.pipeline.launch import launch
 
 def endless(folder):
-    (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
     try:
+        (folder / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))  # from here on it may be ended at any moment
         time.sleep(10_000)
     finally:
         (folder / f"cleaned{os.environ['RANK']}").touch()
@@ -295,13 +308,14 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
     try:
         assert until(lambda: len(pids(tmp_path)) == 2 or parent.poll() is not None)
         ranks = pids(tmp_path)
-        assert all(some(map(is_running, ranks)))
+        assert len(ranks) == 2
+        assert all(map(is_running, ranks))
         parent.send_signal(number)
         _, shown = parent.communicate(timeout=200)
-        assert len(ranks) == 2
         assert until(lambda: not any(map(is_running, ranks)))
     finally:
         parent.kill()
+        parent.wait()
     assert sorted(one.name for one in tmp_path.glob("cleaned*")) == ["cleaned0", "cleaned1"]
     if number == signal.SIGINT:
         assert shown.splitlines()[-1] == "KeyboardInterrupt"

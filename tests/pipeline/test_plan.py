@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
 from drumline.pipeline.config_file import material_from_config
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import _check_rows, profile_model
+from drumline.plan.layers import Times
 from drumline.plan.model_profile import ModelProfile
+from drumline.plan.overheads import Overheads
 from drumline.plan.plan import Plan
 from drumline.plan.planner import plan
 from some import some
@@ -46,6 +49,18 @@ def profile() -> ModelProfile:
     return profile_model(material, microbatch_sizes=[2, 1], num_ranks=2, num_runs=2)
 
 
+@pytest.fixture(scope="module")
+def steady(profile: ModelProfile) -> ModelProfile:
+    """The same bytes with seconds that were not measured: a microsecond a row, so that plans are always the same."""
+    sizes = []
+    for rows, one in profile.sizes:
+        second = rows * 1e-6
+        times = Times(second, 2 * second, second, second, taped=second)
+        layers = tuple(replace(layer, times=times, spreads=None) for layer in one.layers)
+        sizes.append((rows, replace(one, layers=layers, overhead=Times(0.0, 0.0, 0.0, 0.0))))
+    return replace(profile, sizes=tuple(sizes), overheads=Overheads(), links=(), paces=())
+
+
 def planned(profile: ModelProfile, **settings: Any) -> Plan:
     return plan(profile, num_ranks=2, batch=ROWS, seconds=0.0, **settings).best
 
@@ -70,9 +85,9 @@ def test_a_profile_has_everything_that_a_plan_needs(profile: ModelProfile) -> No
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_a_planned_pipeline_has_the_gradients_of_one_process(
-    profile: ModelProfile, schedule: str, checkpoint: str, tmp_path: Path
+    steady: ModelProfile, schedule: str, checkpoint: str, tmp_path: Path
 ) -> None:
-    decided = planned(profile, schedules=[schedule], checkpoint=[checkpoint])
+    decided = planned(steady, schedules=[schedule], checkpoint=[checkpoint])
     path = tmp_path / "plan.json"
     decided.save(path)
     model, loss_fn, batch, target = material()
@@ -89,17 +104,17 @@ def test_a_planned_pipeline_has_the_gradients_of_one_process(
     assert held == (frozenset("0123") if checkpoint == "full" else frozenset())
 
 
-def test_a_searched_program_in_a_plan_runs_too(profile: ModelProfile) -> None:
-    found = plan(profile, num_ranks=2, batch=ROWS, schedules=["1f1b"], seconds=1.0)
+def test_a_searched_program_in_a_plan_runs_too(steady: ModelProfile) -> None:
+    found = plan(steady, num_ranks=2, batch=ROWS, schedules=["1f1b"], seconds=1.0)
     model, loss_fn, batch, target = material()
     pipe = Pipeline(model, loss_fn=loss_fn, plan=found)
     pipe.step(batch, target=target)
     assert pipe.program.format() == found.best.program.format()
 
 
-def test_bytes_that_a_plan_predicts_are_what_ranks_hold(profile: ModelProfile) -> None:
+def test_bytes_that_a_plan_predicts_are_what_ranks_hold(steady: ModelProfile) -> None:
     for schedule, checkpoint in (("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none")):
-        decided = planned(profile, schedules=[schedule], checkpoint=[checkpoint])
+        decided = planned(steady, schedules=[schedule], checkpoint=[checkpoint])
         model, loss_fn, batch, target = material()
         pipe = Pipeline(model, loss_fn=loss_fn, plan=decided, weigh=True)
         pipe.step(batch, target=target)
@@ -111,8 +126,8 @@ def test_bytes_that_a_plan_predicts_are_what_ranks_hold(profile: ModelProfile) -
         assert sum(one.weights for one in decided.rank_bytes) == sum(weights)
 
 
-def test_a_plan_decides_alone(profile: ModelProfile) -> None:
-    decided = planned(profile)
+def test_a_plan_decides_alone(steady: ModelProfile) -> None:
+    decided = planned(steady)
     for beside in (
         {"schedule": "gpipe"},
         {"num_microbatches": 4},
@@ -131,8 +146,8 @@ def test_a_plan_decides_alone(profile: ModelProfile) -> None:
         Pipeline(mlp(4), loss_fn=functional.mse_loss, plan="no-such-plan.json")
 
 
-def test_a_plan_of_another_model_is_refused(profile: ModelProfile) -> None:
-    decided = planned(profile)
+def test_a_plan_of_another_model_is_refused(steady: ModelProfile) -> None:
+    decided = planned(steady)
     wider = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     for other in (mlp(5), wider):
         with pytest.raises(PlanError, match=r"the plan is of Sequential .* expected the model that was profiled"):

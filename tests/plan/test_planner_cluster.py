@@ -463,6 +463,7 @@ def test_configs_of_hugging_face_become_transformers() -> None:
             "max_position_embeddings": 4096,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "rope_theta": 1000000.0,
             "tie_word_embeddings": False,
         },
         name="mixtral-8x7b",

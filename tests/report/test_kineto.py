@@ -385,5 +385,9 @@ def test_backwards_that_belong_to_other_forwards_are_refused_without_labels(tmp_
         load(by_hand(tmp_path, unlabelled((0, 3), (1, 2))))
     with pytest.raises(TraceError, match="no trace of a rank behind it"):
         load(by_hand(tmp_path, unlabelled((0, 2), (1, 3))))
+    third = [*linked(2, 4, 5)[:1], *linked(2, 4, 3)[2:]]
+    with pytest.raises(TraceError, match="backward 1 belongs to forward 2, and there are no labels"):
+        load(by_hand(tmp_path, [*unlabelled((0, 2), (1, 3)), *third]))
+    third = [*linked(2, 4, 5)[:1], *linked(2, 4, 3)[2:]]
     with pytest.raises(TraceError, match="3 forwards and 2 backwards, and no labels"):
-        load(by_hand(tmp_path, [*unlabelled((0, 2), (1, 3)), *linked(2, 4, 5)[:1], *linked(2, 4, 3)[2:]]))
+        load(by_hand(tmp_path, [mark("ProfilerStep#0", -1, 9), *unlabelled((0, 2), (1, 3)), *third]))

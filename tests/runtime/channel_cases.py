@@ -34,7 +34,7 @@ NOT_COPYABLE |= {"uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7"}
 NOT_COPYABLE |= {"qint8", "qint32", "quint8", "quint2x4", "quint4x2"}
 
 
-def deadline(seconds: float = 60.0) -> int:
+def deadline(seconds: float = 300.0) -> int:
     return time.perf_counter_ns() + int(seconds * 1e9)
 
 
@@ -42,7 +42,7 @@ def receive(microbatch: int) -> Action:
     return Action.parse(f"1RECV_F{microbatch}")
 
 
-def get(channel: Channel, action: Action, source: int, seconds: float = 60.0) -> Delivery:
+def get(channel: Channel, action: Action, source: int, seconds: float = 300.0) -> Delivery:
     delivery = channel.take(action, source)
     while delivery is None:
         channel.block(Wait(channel.rank, Action.parse("1F0"), action, source), deadline(seconds))
@@ -398,7 +398,7 @@ def a_killed_rank_is_named(make: Make) -> str:
             if channel.rank == 1 and step == 100:
                 print(json.dumps({"a_killed_rank_is_named": f"maps {named_memory()}"}), flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
-            get(channel, receive(0), before, seconds=30)
+            get(channel, receive(0), before, seconds=300)
         except RankFailed as error:
             channel.abort(error, "1F0")
             channel.close()
@@ -423,7 +423,7 @@ FAILURES = (
 
 def main(transport: str, rank: int, num_ranks: int, port: int) -> None:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     if transport != "shared-memory":
         group_store = PrefixStore("group", store)
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=num_ranks)

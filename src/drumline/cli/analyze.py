@@ -114,6 +114,7 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
     lines = [
         f"step {_ms(timeline.step_seconds)} ms, pipeline {_ms(timeline.makespan)} ms of it, "
         f"bubble {timeline.bubble:.2%} of the pipeline",
+        *_told_apart(analysis),
         *_beside(analysis),
         f"clocks: {described(analysis.traces)}",
     ]
@@ -135,6 +136,20 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
 def _steps(analysis: Analysis) -> str:
     numbers = list(analysis.traces.steps)
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _told_apart(analysis: Analysis) -> list[str]:
+    """Return what is to be known of steps that nothing marks, or that run their schedule several times."""
+    traces, timeline = analysis.traces, analysis.timeline
+    lines = []
+    if traces.by_flushes and len(traces.steps) + len(traces.incomplete) > 1:
+        lines.append("steps: nothing marks them in the traces; each ends where the pipeline has run empty on all ranks")
+    if timeline.num_flushes > 1:
+        lines.append(
+            f"the pipeline runs empty {timeline.num_flushes} times in this step: gradients are accumulated over "
+            "several turns of a schedule, or the profiler's mark covers several steps"
+        )
+    return lines
 
 
 def _beside(analysis: Analysis) -> list[str]:

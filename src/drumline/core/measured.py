@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from drumline.core.align import Dial, align
 from drumline.core.attribute_measured import idle_intervals
 from drumline.core.costs import Costs
 from drumline.core.idle import Idle
-from drumline.core.memory import Holding, holdings
+from drumline.core.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.parts import NANO, Parts, summed_parts
 from drumline.core.record import BETWEEN, Record, decoded
 from drumline.core.timeline import Lane, Passed, Span, Timeline, Track, Transfer
@@ -45,7 +45,7 @@ class Measured(Timeline):
     """
 
     records: tuple[Record, ...]
-    costs: Costs = field(default_factory=Costs)
+    weighed: tuple[Record, ...] = ()  # of another step of the run, for bytes where this one has none
     dials: tuple[Dial, ...] = ()  # how the ranks' clocks are read; found from this step alone unless given
 
     def __repr__(self) -> str:
@@ -116,8 +116,19 @@ class Measured(Timeline):
 
     @cached_property
     def memory(self) -> Sequence[Holding]:
-        """Per rank, what it holds after each start and end, as the rows say; `held` is what was counted."""
-        return holdings(self.program, self.costs)
+        """Per rank, what it holds after each start and end: pairs as the rows say, bytes as they were weighed.
+
+        `held` is how many pairs were counted. Bytes are those of this step, or else of the step that was weighed.
+        """
+        return weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
+
+    @cached_property
+    def _weights(self) -> list[list[tuple[int, int]]]:
+        """Per rank, the bytes held while each action ran and once it had ended; empty if nothing was weighed."""
+        for records in (self.records, self.weighed):
+            if records and all(record.is_weighed for record in records):
+                return [list(zip(record.peaks, record.stash, strict=True)) for record in records]
+        return []
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
@@ -127,14 +138,14 @@ class Measured(Timeline):
     @property
     def stash(self) -> tuple[tuple[int, ...], ...] | None:
         """Per rank, the activation bytes that were really held once each action had ended; None if not weighed."""
-        if not all(record.stash for record in self.records):
+        if not all(record.is_weighed for record in self.records):
             return None
         return tuple(tuple(record.stash) for record in self.records)
 
     @property
     def peak_stash(self) -> tuple[int, ...] | None:
         """Per rank, the most activation bytes that were really held at once; None if not weighed."""
-        return None if self.stash is None else tuple(record.peak_stash for record in self.records)
+        return None if self.stash is None else tuple(max(record.peaks) for record in self.records)
 
     @cached_property
     def exchanges(self) -> Sequence[Span]:
@@ -229,10 +240,20 @@ class Measured(Timeline):
     def measured_costs(self) -> Costs:
         """Return the median seconds of each stage and op, and bytes where they were weighed, ready for `simulate`.
 
-        B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B.
+        B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B. Where a
+        backward ran its forward again, that one's seconds are `recompute`, and not part of it.
         """
+        seconds, sizes = self.median_seconds(), stage_bytes(self.program, self._weights) if self._weights else {}
+        for stage, recomputes in enumerate(sizes.get("recompute", ())):
+            if recomputes:
+                less = seconds["backward_input"][stage] - seconds["forward"][stage]
+                seconds["backward_input"][stage] = max(less, 0.0)
+        return Costs(**seconds, **sizes)
+
+    def median_seconds(self) -> dict[str, Any]:
+        """Return forward, backward_input and backward_weight of every stage, as long as they took in the middle."""
         seconds = {key: median(values) for key, values in self.action_seconds().items()}
-        return Costs(**stage_costs(seconds, self.program.num_stages), **self._measured_bytes())
+        return stage_costs(seconds, self.program.num_stages)
 
     def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
         """Return the seconds of all actions by stage and op; overlapped pairs are left out."""
@@ -242,22 +263,6 @@ class Measured(Timeline):
                 if not action.parts:
                     seconds.setdefault((action.stage, action.op), []).append(end - start)
         return seconds
-
-    def _measured_bytes(self) -> dict[str, Any]:
-        """Return what a microbatch holds from F, and from I to W, per stage."""
-        if self.stash is None:
-            return {}
-        changes: dict[tuple[int, Op], list[int]] = {}
-        for track, weights in zip(self.tracks, self.stash, strict=True):
-            for action, before, after in zip(track.actions, (0, *weights), weights, strict=False):
-                changes.setdefault((action.stage, action.op), []).append(after - before)
-        stages = range(self.program.num_stages)
-        full = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
-        freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [0]))) for stage in stages]
-        return {
-            "activation_bytes": full,
-            "held_until_weight_bytes": [held + less for held, less in zip(full, freed, strict=True)],
-        }
 
 
 def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from statistics import median
+from typing import Any, cast
 
 import numpy as np
 
@@ -73,6 +74,52 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
         peak_stash = max((during for during, _ in stash), default=0.0)
         found.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
     return tuple(found)
+
+
+def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> tuple[Holding, ...]:
+    r"""Return what every rank holds, bytes as they were counted while each timed action ran and once it had ended.
+
+    >>> program = Program.parse("0F0,0B0")
+    >>> [holding.peak_bytes for holding in weighed_holdings(program, [[(16, 16), (80, 0)]])]
+    [80.0]
+    """
+    found = []
+    for plain, each in zip(holdings(program, Costs()), weighed, strict=True):
+        sizes = [(float(during), float(after)) for during, after in each]
+        peak = max((during for during, _ in sizes), default=0.0)
+        found.append(Holding(plain.pairs, sizes, 0.0, plain.peak_versions, peak))
+    return tuple(found)
+
+
+def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any]:
+    r"""Return what a microbatch holds in every stage, as fields of `Costs`: medians of what `weighed_holdings` takes.
+
+    A stage runs its forward again if its backward holds more than before it and after it.
+
+    >>> stage_bytes(Program.parse("0F0,0B0"), [[(16, 16), (80, 0)]])
+    {'activation_bytes': [80.0], 'held_until_weight_bytes': [80.0], 'recompute': [True], 'checkpoint_bytes': [16.0]}
+    """
+    changes: dict[tuple[int, Op], list[int]] = {}
+    recomputed: dict[int, list[int]] = {}
+    for row, sizes in zip(program.rows, weighed, strict=True):
+        before = 0
+        for action, (during, after) in zip((one for one in row if one.op in TIMED_OPS), sizes, strict=True):
+            changes.setdefault((action.stage, action.op), []).append(after - before)
+            if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                more = during - before if during > max(before, after) else 0
+                recomputed.setdefault(action.stage, []).append(more)
+            before = after
+    stages = range(program.num_stages)
+    kept = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
+    again = [float(median(recomputed.get(stage, [0]))) for stage in stages]
+    # Where I never ran, nothing is known to be freed before W.
+    freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [again[stage]]))) for stage in stages]
+    return {
+        "activation_bytes": [first + more for first, more in zip(kept, again, strict=True)],
+        "held_until_weight_bytes": [first + change for first, change in zip(kept, freed, strict=True)],
+        "recompute": [more > 0 for more in again],
+        "checkpoint_bytes": kept,
+    }
 
 
 def _counted(program: Program) -> Iterator[Holding]:

@@ -46,8 +46,8 @@ def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial,
     for rank, parts in enumerate(timeline.parts):
         found |= {f"pp/rank{rank}/{name}_seconds": getattr(parts, name) for name in _PARTS}
         found[f"pp/rank{rank}/peak_pairs"] = max(records[rank].held)
-        if records[rank].stash:
-            found[f"pp/rank{rank}/peak_stash_bytes"] = records[rank].peak_stash
+        if records[rank].is_weighed:
+            found[f"pp/rank{rank}/peak_stash_bytes"] = max(records[rank].peaks)
     if timeline.clock_error:
         found["pp/clock_error_seconds"] = timeline.clock_error
     return found | _of_queues(timeline)

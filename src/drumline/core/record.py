@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "ends": ("end",),
     "held": ("pairs",),
     "stash": ("bytes",),
+    "peaks": ("bytes",),
     "waits": ("message", "from", "to"),
     "messages": ("action", *_MESSAGE, "source", "made", "sent", "arrived", "from", "to", "bytes"),
     "sends": (*_MESSAGE, "target", "from", "to", "bytes"),
@@ -49,10 +50,11 @@ class Record:
 
     It lasts from the call of `step` until this rank had only to tell the others; `since_ns` is when the step before it
     ended, and `between` what happened from then on. `held` and `stash` are pairs and bytes held once each timed action
-    has ended; bytes only where they were weighed. A message was needed by the timed action of its number, `made` and
-    `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then. Clocks
-    with the same number show the same; where there are several, `heard` has the quickest packet of every other rank
-    since the last step: when it left, by that rank's clock, and when it came.
+    has ended, `peaks` the most bytes held while it ran: behind a recomputation, or between the two of an overlapped
+    pair. Bytes are there only where they were weighed. A message was needed by the timed action of its number, `made`
+    and `sent` by its source's clock, could be taken up when it had `arrived`, and was copied `from` then `to` then.
+    Clocks with the same number show the same; where there are several, `heard` has the quickest packet of every other
+    rank since the last step: when it left, by that rank's clock, and when it came.
     """
 
     rank: int
@@ -62,11 +64,11 @@ class Record:
     end_ns: int = 0
     clock: int = 0
     on_device: int = 0  # whether starts and ends are a device's, and the host may have been ahead of it
-    peak_stash: int = 0  # the most bytes held at once, between the two of an overlapped pair too
     starts: Sequence[int] = field(default_factory=list)
     ends: Sequence[int] = field(default_factory=list)
     held: Sequence[int] = field(default_factory=list)
     stash: Sequence[int] = field(default_factory=list)
+    peaks: Sequence[int] = field(default_factory=list)
     waits: Sequence[int] = field(default_factory=list)
     messages: Sequence[int] = field(default_factory=list)
     sends: Sequence[int] = field(default_factory=list)
@@ -74,6 +76,11 @@ class Record:
     overheads: Sequence[int] = field(default_factory=list)
     between: Sequence[int] = field(default_factory=list)
     heard: Sequence[int] = field(default_factory=list)
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether bytes were counted, while every action ran and once it had ended."""
+        return 0 < len(self.starts) == len(self.stash) == len(self.peaks)
 
     def rows(self, table: str) -> Iterator[Sequence[int]]:
         """Yield the rows of a table.

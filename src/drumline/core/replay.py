@@ -36,9 +36,9 @@ def replay(timeline: Measured) -> Simulation:
     >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
     (9.0, 7.0)
     """
-    sizes = timeline.costs if timeline.costs.knows_bytes else timeline.measured_costs()
-    costs = replace(sizes, **_UNITS, edges=latencies([timeline]))
-    return simulate(timeline.program, costs, factors=_action_seconds(timeline))
+    costs = Costs(**_UNITS, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
+    found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
+    return replace(found, weighed=timeline.memory)  # the same actions in the same order hold the same
 
 
 def latencies(timelines: Sequence[Measured]) -> dict[tuple[int, int], Edge]:
@@ -48,6 +48,14 @@ def latencies(timelines: Sequence[Measured]) -> dict[tuple[int, int], Edge]:
         for one in timeline.transfers:
             found[one.source, one.target].append(max(one.end - one.made, 0.0))
     return {edge: Edge(median(seconds)) for edge, seconds in sorted(found.items())}
+
+
+def _message_bytes(timeline: Measured) -> list[float]:
+    """Return the bytes that cross the boundary behind each stage, in the middle of its messages."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for one in timeline.transfers:
+        found[one.action.stage - (one.action.op is Op.SEND_B)].append(one.num_bytes)
+    return [median(found.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
 
 
 def typical_costs(timelines: Sequence[Measured]) -> Costs:
@@ -66,8 +74,7 @@ def typical_costs(timelines: Sequence[Measured]) -> Costs:
         for key, values in timeline.action_seconds().items():
             seconds[key] += values
     middle = {key: _trimmed_mean(values) for key, values in seconds.items()}
-    costs = stage_costs(middle, timelines[0].program.num_stages)
-    return replace(timelines[0].measured_costs(), **costs, edges=latencies(timelines))
+    return Costs(**stage_costs(middle, timelines[0].program.num_stages), edges=latencies(timelines))
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.align import Dial, align
-from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, RecordError, counted
 from drumline.core.measured import Measured
 from drumline.core.program import Program
@@ -131,19 +130,15 @@ class Run:
             at = steps.index(step)
             around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
             dials = align([self._records(one) for one in around], around.index(step))
-        return Measured(self.program, records, self._costs, dials)
+        return Measured(self.program, records, self._weighed, dials)
 
     def _records(self, step: int) -> tuple[Record, ...]:
         return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
 
     @cached_property
-    def _costs(self) -> Costs:
-        """What a pair holds, as it was weighed in the first step that was."""
-        records = self._records(self.steps[0])
-        if not all(record.stash for record in records):
-            return Costs()
-        weighed = Measured(self.program, records).measured_costs()
-        return Costs(activation_bytes=weighed.activation_bytes, held_until_weight_bytes=weighed.held_until_weight_bytes)
+    def _weighed(self) -> tuple[Record, ...]:
+        """The first step's records, which are weighed unless it was captured: they say what every step holds."""
+        return self._records(self.steps[0])
 
     def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the metrics of every step, as far as they are written, but for the first `since` of them."""

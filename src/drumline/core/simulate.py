@@ -39,7 +39,7 @@ class Simulation(Timeline):
     """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
 
     `ended` and `lag` are those of the graph's nodes, `work` the seconds of the plain actions where the costs alone do
-    not say them; what else there is to know is made when it is asked for.
+    not say them, `weighed` what ranks were measured to hold; what else there is to know is made when it is asked for.
     """
 
     program: Program
@@ -49,6 +49,7 @@ class Simulation(Timeline):
     lag: Floats
     limit: Limit | None = None
     work: Floats | None = None
+    weighed: Sequence[Holding] | None = None
 
     @cached_property
     def started(self) -> Floats:
@@ -188,7 +189,7 @@ class Simulation(Timeline):
     @cached_property
     def memory(self) -> Sequence[Holding]:
         """Per rank, what it holds after each start and end."""
-        return holdings(self.program, self.costs)
+        return holdings(self.program, self.costs) if self.weighed is None else self.weighed
 
     @cached_property
     def balanced(self) -> Timeline | None:

@@ -128,8 +128,7 @@ def median_costs(timelines: Sequence[Measured]) -> Costs:
 
     Only the quickest say what an edge takes: a message that came while its rank was computing was taken up later.
     """
-    each = [one.measured_costs() for one in timelines]
-    stages = timelines[0].program.num_stages
+    each = [one.median_seconds() for one in timelines]
     lags: dict[tuple[int, int], list[float]] = {}
     for timeline in timelines:
         quickest: dict[tuple[int, int], float] = {}
@@ -140,7 +139,7 @@ def median_costs(timelines: Sequence[Measured]) -> Costs:
             lags.setdefault(ends, []).append(seconds)
 
     def middle(name: str) -> list[float]:
-        return [median(values) for values in zip(*(one.per_stage(name, stages) for one in each), strict=True)]
+        return [median(values) for values in zip(*(one[name] for one in each), strict=True)]
 
     return Costs(
         forward=middle("forward"),

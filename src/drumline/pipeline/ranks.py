@@ -24,7 +24,7 @@ from drumline.pipeline import by_value
 from drumline.pipeline.wire import FAILED, Failure, Inbox, Parts, framed
 
 _SECONDS_TO_EXIT = 5.0
-_SECONDS_TO_TERMINATE = 2.0
+_SECONDS_TO_TERMINATE = 15.0  # a rank that cleans up on a busy machine is not to be killed over it
 _SECONDS_TO_SHOW_STACKS = 2.0
 _SECONDS_A_ROUND = 0.1
 _SECONDS_AN_EXIT_ROUND = 0.01  # an exit makes nothing readable

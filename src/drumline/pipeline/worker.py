@@ -33,7 +33,7 @@ from drumline.pipeline.blame import blame
 from drumline.pipeline.wire import FAILED, RETURNED, Failure, Inbox, Parts, framed
 
 _PR_SET_PDEATHSIG = 1
-_SECONDS_TO_CLEAN_UP = 2.0
+_SECONDS_TO_CLEAN_UP = 15.0
 
 
 @dataclass(frozen=True, slots=True)

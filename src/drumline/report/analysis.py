@@ -79,6 +79,8 @@ class Analysis:
                 for number, one in traces.steps.items()
             ],
             "incomplete_steps": list(traces.incomplete),
+            "steps_by_flushes": traces.by_flushes,
+            "flushes": timeline.num_flushes,
             "found_by": traces.found_by,
             "traces": [str(path) for path in traces.paths],
             "global_ranks": list(traces.global_ranks),

@@ -22,6 +22,7 @@ from drumline.core.memory import Holding, holdings
 from drumline.core.program import Program
 from drumline.core.timeline import Timeline, Track, Transfer
 from drumline.report.kineto_clocks import Alignment
+from drumline.report.kineto_flushes import num_flushes
 from drumline.report.kineto_idle import causes
 from drumline.report.kineto_rank import Half, RankStep
 
@@ -64,6 +65,11 @@ class Traced(Timeline):
     def memory(self) -> Sequence[Holding]:
         """Per rank, the pairs it holds after each start and end, as the rows say; a trace knows no bytes."""
         return holdings(self.program, Costs())
+
+    @cached_property
+    def num_flushes(self) -> int:
+        """How often the pipeline runs empty in the step: more than once where gradients are accumulated."""
+        return num_flushes(self.program)
 
     @property
     def step_seconds(self) -> float:
@@ -132,6 +138,7 @@ class Traces:
     alignment: Alignment
     steps: Mapping[int, Traced]
     incomplete: tuple[int, ...]
+    by_flushes: bool = False  # whether steps are told apart by the empty pipeline, nothing else being there to tell
 
     def __repr__(self) -> str:
         return f"Traces(steps={list(self.steps)}, found_by={self.found_by!r})"

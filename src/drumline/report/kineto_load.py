@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS
+from drumline.core.action import TRANSFER_OPS, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
 from drumline.report.kineto import Traced, Traces
 from drumline.report.kineto_clocks import Alignment, align
+from drumline.report.kineto_flushes import Stretch, cut, flush_counts
 from drumline.report.kineto_labels import Labelled, numbered, numbered_on, spelled
 from drumline.report.kineto_members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto_rank import RankStep, rank_step
 from drumline.report.kineto_recording import Recording, read
-from drumline.report.kineto_unlabelled import unlabelled
+from drumline.report.kineto_unlabelled import unlabelled, until_the_end
 from drumline.report.recipes import recipe_of
 
 
@@ -48,7 +48,11 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
         recordings.append(read(member.path))
     check_recorded_together(members, [one.bounds for one in recordings])
     found_by = _found_by(recordings)
-    complete, incomplete = _complete(_rank_steps(recordings, found_by))
+    stretches = _flushed(recordings) if _is_unmarked(recordings, found_by) else {}
+    by_flushes = bool(stretches)
+    if not by_flushes:
+        stretches = {place: _stretches(one, place, found_by) for place, one in enumerate(recordings)}
+    complete, incomplete = _complete(_rank_steps(recordings, stretches), labelled=found_by in (_SPELLED, _NUMBERED))
     _check_messages(members, next(iter(complete.values())))
     hosts = tuple(member.host for member in members)
     alignment = _alignment(hosts, [_timeline(number, steps) for number, steps in complete.items()])
@@ -58,7 +62,7 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
         _check_together(members, number, on_one_clock)
         timelines[number] = _timeline(number, on_one_clock)
     paths_read, ranks = tuple(one.path for one in members), tuple(one.rank for one in members)
-    return Traces(paths_read, ranks, num_others, found_by, hosts, alignment, timelines, incomplete)
+    return Traces(paths_read, ranks, num_others, found_by, hosts, alignment, timelines, incomplete, by_flushes)
 
 
 _SPELLED, _NUMBERED = "labels PP:", "labels Forward and Backward"
@@ -104,15 +108,7 @@ def _kind(recording: Recording) -> str | None:
     return _LINKS if recording.calls and len(recording.links.pairs) else None
 
 
-class _Stretch(NamedTuple):
-    """A step of one rank as the host saw it: its actions, from when to when."""
-
-    labelled: list[Labelled]
-    start: int
-    end: int
-
-
-def _stretches(recording: Recording, place: int, found_by: str) -> dict[int, _Stretch]:
+def _stretches(recording: Recording, place: int, found_by: str) -> dict[int, Stretch]:
     """Return the steps of a rank by number: the profiler's, or where it has none one for each turn of the schedule."""
     bounds = {int(mark.name.partition("#")[2]): (mark.start, mark.end) for mark in recording.steps}
     if not bounds:
@@ -122,8 +118,25 @@ def _stretches(recording: Recording, place: int, found_by: str) -> dict[int, _St
     for number, (start, end) in bounds.items():
         labelled = numbered_on(_labelled(recording, place, found_by, start, end))
         if any(one.action.is_compute for one in labelled):
-            found[number] = _Stretch(labelled, start, end)
+            found[number] = Stretch(labelled, start, end)
     return found
+
+
+def _is_unmarked(recordings: Sequence[Recording], found_by: str) -> bool:
+    """Whether nothing in the traces tells one step from the next."""
+    return found_by in (_FRAMES, _LINKS) and not any(one.steps for one in recordings)
+
+
+def _flushed(recordings: Sequence[Recording]) -> dict[int, dict[int, Stretch]]:
+    """Return the steps of every rank by where the pipeline is empty; nothing where it never is."""
+    rows = [until_the_end(recording, place) for place, recording in enumerate(recordings)]
+    counts = flush_counts(rows)
+    if not counts:
+        return {}
+    return {
+        place: cut(row, counts, recording.calls, recording.bounds)
+        for place, (recording, row) in enumerate(zip(recordings, rows, strict=True))
+    }
 
 
 def _turns(recording: Recording) -> list[int]:
@@ -144,31 +157,42 @@ def _labelled(recording: Recording, place: int, found_by: str, start: int, end: 
     return spelled(inside) if found_by == _SPELLED else numbered(inside, place)
 
 
-def _rank_steps(recordings: Sequence[Recording], found_by: str) -> list[dict[int, RankStep]]:
+def _rank_steps(
+    recordings: Sequence[Recording], stretches: Mapping[int, Mapping[int, Stretch]]
+) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
-    stretches = [_stretches(recording, place, found_by) for place, recording in enumerate(recordings)]
-    every = (one.action for steps in stretches for step in steps.values() for one in step.labelled)
+    every = (one.action for steps in stretches.values() for step in steps.values() for one in step.labelled)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
         {
             number: rank_step(recording, labelled, num_stages, start=start, end=end)
             for number, (labelled, start, end) in steps.items()
         }
-        for recording, steps in zip(recordings, stretches, strict=True)
+        for recording, steps in zip(recordings, stretches.values(), strict=True)
     ]
 
 
-def _complete(by_rank: Sequence[Mapping[int, RankStep]]) -> tuple[dict[int, list[RankStep]], tuple[int, ...]]:
-    """Return the steps that every rank has as long as its longest one, and the numbers of the others."""
+def _complete(
+    by_rank: Sequence[Mapping[int, RankStep]], *, labelled: bool
+) -> tuple[dict[int, list[RankStep]], tuple[int, ...]]:
+    """Return the steps that every rank has whole, and the numbers of the others.
+
+    A labelled step is whole if it is as long as the rank's longest one. Without labels every rank has one stage: a step
+    is whole if all of them have as many microbatches, each forwards and, unless nothing is trained, backwards.
+    """
     longest = [max((len(one.order) for one in steps.values()), default=0) for steps in by_rank]
+    trains = any(_counted(one)[1] for steps in by_rank for one in steps.values())
     numbers = sorted(set().union(*by_rank))
-    complete = {
-        number: [steps[number] for steps in by_rank]
-        for number in numbers
-        if all(
-            number in steps and len(steps[number].order) == most for steps, most in zip(by_rank, longest, strict=True)
-        )
-    }
+    complete = {}
+    for number in numbers:
+        ranks = [steps[number] for steps in by_rank if number in steps]
+        counts = {_counted(one) for one in ranks}
+        if labelled:
+            whole = [len(one.order) for one in ranks] == longest
+        else:
+            whole = len(counts) == 1 and all(forwards == backwards or not trains for forwards, backwards in counts)
+        if whole and len(ranks) == len(by_rank):
+            complete[number] = ranks
     if not complete:
         had = "; ".join(f"rank {at}: {', '.join(map(str, steps)) or 'none'}" for at, steps in enumerate(by_rank))
         raise TraceError(
@@ -177,6 +201,12 @@ def _complete(by_rank: Sequence[Mapping[int, RankStep]]) -> tuple[dict[int, list
             fix="let the profiler record two steps or more",
         )
     return complete, tuple(number for number in numbers if number not in complete)
+
+
+def _counted(step: RankStep) -> tuple[int, int]:
+    """Return how many forwards and backwards a step has."""
+    forwards = sum(action.op is Op.FORWARD for action in step.order)
+    return forwards, len(step.order) - forwards
 
 
 def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> None:

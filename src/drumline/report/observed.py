@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from drumline.core.costs import Costs
-from drumline.core.errors import RecordError
 from drumline.core.measured import Measured
 from drumline.core.replay import replay, typical_costs
 from drumline.core.run import Run
@@ -51,18 +50,6 @@ class Observed:
     def overhead(self) -> float:
         """Seconds by which the step was longer than in the simulator: the executor's own, and jitter of messages."""
         return max(self.measured.makespan - self.simulated.makespan, 0.0)
-
-    @cached_property
-    def weighed(self) -> Measured | None:
-        """A step whose stash was weighed: this one, or the first of the run."""
-        return next((one for one in (self.measured, self._first) if one is not None and one.stash is not None), None)
-
-    @cached_property
-    def _first(self) -> Measured | None:
-        try:
-            return self.run.timeline(self.run.steps[0])
-        except RecordError:  # it was captured
-            return None
 
     @cached_property
     def _timelines(self) -> list[Measured]:

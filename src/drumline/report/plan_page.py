@@ -16,6 +16,7 @@ from drumline.report.plan_text import (
     SECONDS,
     VOLUMES,
     headline,
+    not_started,
     scaling_rows,
     settings_text,
     traffic_rows,
@@ -202,8 +203,11 @@ def _launch(figures: Figures) -> str:
     for name, config in figures["launch"].items():
         missing = "".join(f"<li>{safe(one)}</li>" for one in config["missing"])
         said = f"<p class='note'>It cannot be told:</p><ul>{missing}</ul>" if missing else ""
+        start = f"<pre>{safe(config['command'])}</pre>"
+        if not config["starts"]:
+            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in not_started(config))
         parts.append(
-            f"<h3>{safe(name)}</h3><pre>{safe(config['command'])}</pre>{said}"
+            f"<h3>{safe(name)}</h3>{start}{said}"
             f"<details><summary>{safe(config['file'])}</summary><pre>{safe(config['text'])}</pre></details>"
         )
     return _wide("How to start it", "".join(parts))

@@ -6,7 +6,7 @@ All of it is made from the figures that --json prints.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drumline.core.errors import counted
@@ -34,6 +34,7 @@ BYTES = {
     "activations": "activations",
     "buffers": "buffers",
 }
+_PLAIN_HEADS = ("Latent attention is planned as plain heads with as many parameters.",)
 SCALING = ("scaling", "GPUs", "sequences", "mesh", "a step", "tokens/s", "efficiency")
 VOLUMES = ("tensor", "context", "expert", "pipeline", "data")
 
@@ -67,6 +68,7 @@ def headline(figures: Figures) -> list[str]:
         f"{chosen['flops_per_second_per_device'] / 1e12:.0f} TFLOP/s a GPU ({chosen['utilisation']:.1%} of its peak), "
         f"bubble {chosen['bubble']:.1%}; {size_text(chosen['peak_bytes'])} of {size_text(figures['limit_bytes'])} "
         f"({figures['headroom']:.0%} headroom)",
+        *(_PLAIN_HEADS if model["details"]["latent"] else ()),
     ]
 
 
@@ -161,10 +163,17 @@ def traffic_rows(figures: Figures) -> list[list[str]]:
 
 
 def _launch(config: Figures, width: int) -> str:
-    lines = [f"On every node: {config['command']}"]
+    lines = [f"On every node: {config['command']}"] if config["starts"] else list(not_started(config))
     if config["missing"]:
         lines += ["It cannot be told:", *(f"- {one}" for one in config["missing"])]
     return _wrapped(lines, width)
+
+
+def not_started(config: Figures) -> Iterator[str]:
+    """Yield what there is to say where Drumline is to run the plan, which no verb does yet."""
+    yield "No verb of Drumline starts this plan yet. --launch torchtitan and --launch megatron print commands that do."
+    if config["command"]:
+        yield f"Its schedule: {config['command']}"
 
 
 def _wrapped(lines: Sequence[str], width: int) -> str:

@@ -68,8 +68,7 @@ class RunReport:
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
         """Every rank: its step by what it did, its idle share (simulated, too: of the measured makespan), its peak."""
-        measured, weighed = self.seen.measured, self.seen.weighed
-        peaks = (None if weighed is None else weighed.peak_stash) or [None] * measured.num_ranks
+        measured = self.seen.measured
         return [
             {
                 "rank": rank,
@@ -78,7 +77,7 @@ class RunReport:
                 "idle_share": measured.idle[rank] / measured.makespan,
                 "simulated_idle_share": self.seen.simulated.idle[rank] / measured.makespan,
                 "peak_pairs": max(measured.held[rank], default=0),
-                "peak_stash_bytes": peaks[rank],
+                "peak_stash_bytes": measured.memory[rank].peak_stash_bytes,
             }
             for rank, parts in enumerate(measured.parts)
         ]

@@ -26,11 +26,11 @@ class Draft:
         self.marks: Any = None  # of a device's clock, for starts and ends that are not settled
         self.clock = 0
         self.on_device = 0
-        self.peak_stash = 0
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.held: list[int] = []
         self.stash: list[int] = []
+        self.peaks: list[int] = []
         self.waits: list[int] = []
         self.messages: list[int] = []
         self.sends: list[int] = []

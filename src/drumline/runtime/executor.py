@@ -206,8 +206,9 @@ class Executor:
                 directly = True
                 draft.held.append(sum([len(stage.held) for stage in stages]))
                 if self.scale is not None:
-                    draft.stash.append(self.scale.weigh())
-                    draft.peak_stash = self.scale.peak
+                    size, peak = self.scale.weigh_action()
+                    draft.stash.append(size)
+                    draft.peaks.append(peak)
                 draft.spent(NOTE, ended, now())
             else:
                 job.run(job, step)

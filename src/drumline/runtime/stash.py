@@ -50,7 +50,7 @@ class Scale:
         self._own: set[int] = set()
         self._given: set[int] = set()
         self._inputs: dict[tuple[int, int], set[int]] = {}
-        self.peak = 0  # the most bytes held at once since `begin`
+        self.peak = 0  # the most bytes held at once since `begin`, or since the last action
 
     def begin(self, *values: Any) -> None:
         """Start a step on a batch, which is left out."""
@@ -92,6 +92,12 @@ class Scale:
         size = sum(self._sizes[place] for place in held.difference(self._own, self._given, *alive.values()))
         self.peak = max(self.peak, size)
         return size
+
+    def weigh_action(self) -> tuple[int, int]:
+        """Return the bytes that are held now, behind an action, and the most since the action before it."""
+        size = self.weigh()
+        peak, self.peak = self.peak, size
+        return size, peak
 
     def kept(self) -> dict[int, int]:
         """Return the bytes of each storage that autograd or a tape keeps, without parameters and the batch."""

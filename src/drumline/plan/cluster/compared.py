@@ -9,7 +9,7 @@ from typing import Any
 
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.flops import run_flops
-from drumline.plan.cluster.published import Run, held_out, sc21
+from drumline.plan.cluster.published import PRACTICES, Run, held_out, sc21
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,23 @@ def table(runs: Sequence[Run], *, exact: bool = False) -> str:
         each = [f"{pair[at]:.1%}" for pair in found]
         lines.append(f"{name:60} {each[0]:>11} {each[1]:>12} {each[2]:>12}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def practices_table(runs: Sequence[Run], *, exact: bool = False) -> str:
+    """Return the errors of the runs under one practice for all of them, and under the one chosen for each paper."""
+    lines = [f"{'one practice for all rows':28} {'mean error':>10} {'worst':>7}"]
+    for name, (mean, worst) in practice_errors(runs, exact=exact).items():
+        lines.append(f"{name:28} {mean:10.1%} {worst:7.1%}")
+    mean, worst = errors_of(compared(runs, exact=exact))
+    return "\n".join([*lines, f"{'chosen for each paper':28} {mean:10.1%} {worst:7.1%}"])
+
+
+def practice_errors(runs: Sequence[Run], *, exact: bool = False) -> dict[str, tuple[float, float]]:
+    """Return the mean and the largest error for each practice that is known, taken for all runs."""
+    return {
+        name: errors_of(compared([run.under(practice) for run in runs], exact=exact))
+        for name, practice in PRACTICES.items()
+    }
 
 
 def all_held_out() -> tuple[Row, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.hugging_face_details import details_of
 from drumline.plan.cluster.transformer import Experts, Transformer
 
 # What stands in a config under different names.
@@ -26,6 +27,7 @@ _NAMES = {
     "num_shared": ("n_shared_experts", "num_shared_experts"),
     "num_dense_layers": ("first_k_dense_replace",),
 }
+_KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
 # The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
@@ -70,6 +72,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     if found["num_experts"] > 1:
         width = found["expert_width"] or found["feedforward"]
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
+    details = details_of(config, read=_KEYS, gated=not plain)
     shared = found["num_key_value_heads"]
     if config.get("kv_lora_rank"):  # keys and values come through a narrow projection: as many plain heads hold as much
         width = found["head_width"] or found["hidden"] // found["num_heads"]
@@ -94,6 +97,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         head_width=found["head_width"],
         biased=plain,
         dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
+        details=details,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.details import Details, Latent
 from drumline.plan.cluster.transformer import Experts, Transformer
 
 
@@ -25,6 +26,7 @@ def _llama(name: str, num_layers: int, hidden: int, num_heads: int, feedforward:
         learned_positions=False,
         biased=False,
         dropout=False,
+        details=Details(rotary_base=500000.0),
     )
 
 
@@ -48,7 +50,16 @@ MODELS = {
         _gpt("gpt-530b", 105, 20480, 128),
         _gpt("gpt-1t", 128, 25600, 160),
         _gpt("mt-nlg-530b", 105, 20480, 128, 50304),
-        Transformer("bloom-176b", 70, 14336, 112, 250880, sequence=2048, learned_positions=False),
+        Transformer(
+            "bloom-176b",
+            70,
+            14336,
+            112,
+            250880,
+            sequence=2048,
+            learned_positions=False,
+            details=Details(alibi=True, others=("a norm behind the embedding",)),
+        ),
         _llama("llama-3-8b", 32, 4096, 32, 14336),
         _llama("llama-3-70b", 80, 8192, 64, 28672),
         _llama("llama-3-405b", 126, 16384, 128, 53248),
@@ -67,6 +78,7 @@ MODELS = {
             experts=Experts(8, 2, 14336),
             biased=False,
             dropout=False,
+            details=Details(rotary_base=1000000.0),
         ),
         # Its attention goes through narrow projections; here it is taken for plain heads with as many parameters.
         Transformer(
@@ -86,6 +98,14 @@ MODELS = {
             head_width=96,
             biased=False,
             dropout=False,
+            details=Details(
+                latent=Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
+                rotary_base=10000.0,
+                others=(
+                    "experts chosen by a sigmoid with a bias for balance, from 4 of 8 groups, their weights x 2.5",
+                    "a layer behind the last one that predicts the token after the next",
+                ),
+            ),
         ),
     )
 }

@@ -20,7 +20,7 @@ from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.evaluate import estimate
 from drumline.plan.cluster.flops import model_flops, run_flops
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
 from drumline.plan.cluster.machines import cluster
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.transformer import Transformer
@@ -35,6 +35,12 @@ MEGATRON_2021 = Practice(
 )
 MEGATRON_2022 = Practice(flash_attention=False, overlap_pipeline=False, overlap_data=False)
 DEEPSPEED = replace(MEGATRON_2021, accumulation_bytes=18, gradient_bytes=4, duplex=False)
+PRACTICES = {
+    "Megatron-LM of 2022": MEGATRON_2022,
+    "Megatron-LM of 2021": MEGATRON_2021,
+    "drumline plan": PRACTICE,  # what the planner assumes unless it is told otherwise
+    "DeepSpeed": DEEPSPEED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,10 @@ class Run:
     def cluster(self) -> Cluster:
         """Return its machines."""
         return cluster(self.hardware, self.layout.num_devices)
+
+    def under(self, practice: Practice) -> Run:
+        """Return the same run as if its software had done as `practice` says."""
+        return replace(self, layout=replace(self.layout, practice=practice))
 
     def estimate(self, *, exact: bool = False) -> Estimate:
         """Return what the layout is estimated to take."""

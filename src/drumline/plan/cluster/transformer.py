@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.details import PLAIN, Details
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Transformer:
 
     `feedforward` is the inner width of the dense layers; `gated` ones multiply two such projections. With `experts`,
     the layers from `num_dense_layers` on have those instead. `biased` layers add a bias after every product, and
-    `dropout` keeps a mask of every place where it is applied.
+    `dropout` keeps a mask of every place where it is applied. `details` is what a framework must be told beside sizes.
 
     >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
     >>> gpt.feedforward, gpt.head_width
@@ -55,6 +56,7 @@ class Transformer:
     head_width: int = 0
     biased: bool = True
     dropout: bool = True
+    details: Details = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):

@@ -1,6 +1,7 @@
-"""How a plan is started: the torchrun line, and what Drumline, torchtitan and Megatron-LM are to be told.
+"""How a plan is started: the torchrun line, and what torchtitan and Megatron-LM are to be told.
 
-`drumline train` takes all of a plan, as TOML of which this is version 1:
+Drumline's own file holds all of a plan, as TOML of which this is version 1. No verb starts it yet; the command beside
+it shows the schedule.
 
     format = "drumline-train"        [batch]     sequences, microbatch (both in sequences), sequence (tokens)
     version = 1                      [mesh]      tensor, pipeline, data, context, expert
@@ -13,10 +14,11 @@ The others take what they can express. The rest is said in `missing`, a sentence
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
+from drumline.plan.cluster.details import PLAIN
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
@@ -31,13 +33,17 @@ FRAMEWORKS = ("drumline", "torchtitan", "megatron")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What one framework is told: the command, a file with its settings, and what it cannot be told."""
+    """What one framework is told: the command, a file with its settings, and what it cannot be told.
+
+    Where it does not start (`starts`), the command shows what can be shown of the plan; it is empty if that is nothing.
+    """
 
     framework: str
     command: str
     file: str
     text: str
     missing: tuple[str, ...] = ()
+    starts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Launch:
 
     def to_json(self) -> dict[str, Any]:
         """Return them by name."""
-        names = ("command", "file", "text", "missing")
+        names = ("command", "starts", "file", "text", "missing")
         return {
             one.framework: {
                 name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names
@@ -73,9 +79,10 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
         (
             Config(
                 "drumline",
-                f"{start} -m drumline.cli.main train plan.toml",
+                shown(layout),
                 "plan.toml",
                 train_config(transformer, layout),
+                starts=False,
             ),
             Config(
                 "torchtitan",
@@ -111,16 +118,28 @@ def torchrun(cluster: Cluster) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {local} {rendezvous}"
 
 
+def shown(layout: Layout) -> str:
+    """Return the command that shows a layout's schedule; none where there is no pipeline.
+
+    >>> shown(Layout(batch=8, pipeline=2, data=2, schedule="zb-v", stages_per_rank=2, counts=(1, 1, 1, 1)))
+    'drumline show zb-v --ranks 2 --microbatches 4 --stages-per-rank 2'
+    """
+    if layout.pipeline == 1:
+        return ""
+    stages = f" --stages-per-rank {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+    return f"drumline show {layout.schedule} --ranks {layout.pipeline} --microbatches {layout.num_microbatches}{stages}"
+
+
 def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return the config of `drumline train`; `read_train_config` reads it back."""
-    model = {
-        one.name: getattr(transformer, one.name)
-        for one in fields(transformer)
-        if one.name not in ("experts", "sequence")
-    }
-    if transformer.experts is not None:
-        experts = transformer.experts
-        model |= {f"experts_{one.name}": getattr(experts, one.name) for one in fields(experts)}
+    """Return all of a plan as Drumline's own config; `read_train_config` reads the layout back."""
+    nested = ("experts", "details", "sequence")
+    model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
+    details = transformer.details
+    for name, part in (("experts", transformer.experts), ("latent", details.latent)):
+        if part is not None:
+            model |= {f"{name}_{one}": value for one, value in asdict(part).items()}
+    own = (one.name for one in fields(details) if one.name != "latent")
+    model |= {name: getattr(details, name) for name in own if getattr(details, name) != getattr(PLAIN, name)}
     return written(
         {
             "format": FORMAT,
@@ -148,7 +167,7 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
 
 
 def read_train_config(text: str) -> Layout:
-    """Return the layout that a config of `drumline train` holds.
+    """Return the layout that such a config holds.
 
     >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
     >>> layout = Layout(batch=8, pipeline=2, data=2, counts=(2, 2))

@@ -12,9 +12,12 @@ _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
 def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
     """Return the arguments, one to a line, and a sentence for everything that they cannot say."""
-    missing: list[str] = []
+    missing = list(_unsaid(transformer))
     lines = [
-        *_model(transformer),
+        *_sizes(transformer),
+        *_attention(transformer),
+        *_positions(transformer),
+        *_experts(transformer),
         *_batch(transformer, layout),
         *_degrees(transformer, layout),
         *_stages(layout, missing),
@@ -25,39 +28,76 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
     return "\n".join([*head, *lines]), tuple(missing)
 
 
-def _model(transformer: Transformer) -> Iterator[str]:
+def _unsaid(transformer: Transformer) -> Iterator[str]:
+    """Yield what there is no argument for."""
+    if transformer.details.alibi:
+        yield "ALiBi positions: Megatron-LM has none, and no others are written"
+    for one in transformer.details.others:
+        yield f"{one}: give the arguments for it yourself, if there are any"
+
+
+def _sizes(transformer: Transformer) -> Iterator[str]:
     yield f"--num-layers {transformer.num_layers}"
     yield f"--hidden-size {transformer.hidden}"
     yield f"--ffn-hidden-size {transformer.feedforward}"
     yield f"--num-attention-heads {transformer.num_heads}"
-    if transformer.head_width * transformer.num_heads != transformer.hidden:
-        yield f"--kv-channels {transformer.head_width}"
-    if transformer.num_key_value_heads != transformer.num_heads:
-        yield "--group-query-attention"
-        yield f"--num-query-groups {transformer.num_key_value_heads}"
     if transformer.gated:
         yield "--swiglu"
     if not transformer.tied:
         yield "--untie-embeddings-and-output-weights"
-    if not transformer.learned_positions:
-        yield "--position-embedding-type rope"
     if not transformer.biased:
         yield "--disable-bias-linear"
         yield "--normalization RMSNorm"
     if not transformer.dropout:
         yield "--attention-dropout 0"
         yield "--hidden-dropout 0"
-    if transformer.experts is not None:
-        experts = transformer.experts
-        yield f"--num-experts {experts.num_experts}"
-        yield f"--moe-router-topk {experts.per_token}"
-        yield f"--moe-ffn-hidden-size {experts.feedforward}"
-        if experts.num_shared:
-            yield f"--moe-shared-expert-intermediate-size {experts.num_shared * experts.feedforward}"
-        if transformer.num_dense_layers:
-            sparse = transformer.num_layers - transformer.num_dense_layers
-            yield f"--moe-layer-freq ([0]*{transformer.num_dense_layers}+[1]*{sparse})"
-        yield "--moe-token-dispatcher-type alltoall"
+
+
+def _attention(transformer: Transformer) -> Iterator[str]:
+    """Yield latent attention as what it is; the plan's plain heads only stand in for its work."""
+    latent = transformer.details.latent
+    if latent is not None:
+        yield "--multi-latent-attention"
+        if latent.queries:
+            yield f"--q-lora-rank {latent.queries}"
+        yield f"--kv-lora-rank {latent.keys_values}"
+        yield f"--qk-head-dim {latent.head}"
+        yield f"--qk-pos-emb-head-dim {latent.rotary_head}"
+        yield f"--v-head-dim {latent.value_head}"
+    else:
+        if transformer.head_width * transformer.num_heads != transformer.hidden:
+            yield f"--kv-channels {transformer.head_width}"
+        if transformer.num_key_value_heads != transformer.num_heads:
+            yield "--group-query-attention"
+            yield f"--num-query-groups {transformer.num_key_value_heads}"
+    if transformer.details.qk_norm or latent is not None:
+        yield "--qk-layernorm"
+    if transformer.details.qkv_bias:
+        yield "--add-qkv-bias"
+
+
+def _positions(transformer: Transformer) -> Iterator[str]:
+    if transformer.details.alibi:
+        yield "--position-embedding-type none"
+    elif not transformer.learned_positions:
+        yield "--position-embedding-type rope"
+        if transformer.details.rotary_base:
+            yield f"--rotary-base {transformer.details.rotary_base:.0f}"
+
+
+def _experts(transformer: Transformer) -> Iterator[str]:
+    experts = transformer.experts
+    if experts is None:
+        return
+    yield f"--num-experts {experts.num_experts}"
+    yield f"--moe-router-topk {experts.per_token}"
+    yield f"--moe-ffn-hidden-size {experts.feedforward}"
+    if experts.num_shared:
+        yield f"--moe-shared-expert-intermediate-size {experts.num_shared * experts.feedforward}"
+    if transformer.num_dense_layers:
+        sparse = transformer.num_layers - transformer.num_dense_layers
+        yield f"--moe-layer-freq ([0]*{transformer.num_dense_layers}+[1]*{sparse})"
+    yield "--moe-token-dispatcher-type alltoall"
 
 
 def _batch(transformer: Transformer, layout: Layout) -> Iterator[str]:
@@ -101,10 +141,10 @@ def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
 def pipeline_layout(counts: list[int] | tuple[int, ...]) -> str:
     """Return the stages as Megatron-LM writes them: E the embedding, t a layer, L the loss.
 
-    >>> pipeline_layout((7, 8, 8, 7))
-    'Et*7|t*8|t*8|t*7L'
+    >>> pipeline_layout((7, 8, 8, 7)), pipeline_layout((0, 1, 0))
+    ('Et*7|t*8|t*8|t*7L', 'E|t*1|L')
     """
-    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
 
 
 def _sharding(layout: Layout, missing: list[str]) -> Iterator[str]:

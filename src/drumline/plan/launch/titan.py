@@ -9,6 +9,7 @@ from typing import Any
 
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.launch.described import described
 from drumline.plan.launch.toml import written
 
 _SCHEDULES = {
@@ -39,7 +40,9 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
         missing.append("selective recomputation: torchtitan chooses other operations to keep than the plan counts with")
     # Without a pipeline, a forward takes the local batch whole and the rest is accumulated.
     local = layout.batch // layout.data if layout.pipeline > 1 else layout.microbatch
-    missing.append(f"the model: choose the flavor that is {transformer.name}, with {transformer.num_layers} layers")
+    if transformer.tied and layout.pipeline > 1:
+        missing.append("tied embeddings: torchtitan does not tie weights of two stages")
+    missing.append(f"the model: choose or write the flavor that is {transformer.name}: {described(transformer)}")
     comment = "\n".join(
         ["A plan of `drumline plan`, for torchtitan. What it cannot say:", *(f"- {one}" for one in missing)]
     )

@@ -1,0 +1,321 @@
+"""Files for other frameworks: every number of a model and of a layout is written, or said to be missing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drumline
+from drumline.cli.main import VERBS, main
+from drumline.core.errors import PlanError
+from drumline.plan.cluster.details import Details, Latent
+from drumline.plan.cluster.hugging_face import transformer_of
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.machines import cluster
+from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.launch.launch import Config, launch
+from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.layouts.pins import SCHEDULES
+
+SIZES = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "feedforward")
+SPARSE = Transformer(
+    "sparse",
+    8,
+    64,
+    4,
+    vocabulary=1000,
+    sequence=128,
+    num_key_value_heads=2,
+    gated=True,
+    tied=False,
+    learned_positions=False,
+    experts=Experts(8, 2, 32, num_shared=1),
+    num_dense_layers=2,
+    biased=False,
+    dropout=False,
+)
+LATENT = replace(SPARSE, details=Details(latent=Latent(16, 8, 4, 2, 4)))
+LAYOUT = Layout(batch=16, tensor=2, pipeline=2, data=2, counts=(4, 4), zero=1, sequence_parallel=True)
+
+
+def told(transformer: Transformer, layout: Layout, framework: str) -> tuple[str, str, tuple[str, ...]]:
+    config = launch(transformer, cluster("a100-40", layout.num_devices), layout).of(framework)
+    return config.command, config.text, config.missing
+
+
+def other_values(part: Any) -> list[tuple[str, Any]]:
+    """Return for every field of a dataclass another value that it may have."""
+    found: list[tuple[str, Any]] = []
+    for one in fields(part):
+        value = getattr(part, one.name)
+        if isinstance(value, bool):
+            found.append((one.name, not value))
+        elif isinstance(value, int | float):
+            found.append((one.name, 2 * value or 1))
+        elif isinstance(value, tuple):
+            found.append((one.name, ("a norm behind the embedding",)))
+    assert found, f"{part} has no field that can be changed"
+    return found
+
+
+def changed_models() -> list[tuple[str, Transformer, Transformer]]:
+    plain = [
+        ("num_key_value_heads", 4),
+        *((name, value) for name, value in other_values(SPARSE) if "heads" not in name),
+    ]
+    found = [(name, SPARSE, replace(SPARSE, **{name: value})) for name, value in plain]
+    found.append(("num_heads", SPARSE, replace(SPARSE, num_heads=8, num_key_value_heads=2, head_width=16)))
+    assert SPARSE.experts is not None
+    assert LATENT.details.latent is not None
+    for name, value in other_values(SPARSE.experts):
+        found.append((f"experts.{name}", SPARSE, replace(SPARSE, experts=replace(SPARSE.experts, **{name: value}))))
+    for name, value in other_values(SPARSE.details):
+        found.append((f"details.{name}", SPARSE, replace(SPARSE, details=replace(SPARSE.details, **{name: value}))))
+    for name, value in other_values(LATENT.details.latent):
+        latent = replace(LATENT.details.latent, **{name: value})
+        found.append((f"latent.{name}", LATENT, replace(LATENT, details=replace(LATENT.details, latent=latent))))
+    return [*found, ("latent", SPARSE, LATENT)]
+
+
+@pytest.mark.parametrize("framework", ["drumline", "torchtitan", "megatron"])
+@pytest.mark.parametrize(
+    ("field", "before", "after"), changed_models(), ids=lambda one: one if type(one) is str else ""
+)
+def test_every_number_of_a_model_is_written_or_said(
+    field: str, before: Transformer, after: Transformer, framework: str
+) -> None:
+    assert before != after
+    assert told(before, LAYOUT, framework) != told(after, LAYOUT, framework)
+
+
+@pytest.mark.parametrize("framework", ["drumline", "torchtitan", "megatron"])
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        (replace(LAYOUT, batch=32), "batch"),
+        (replace(LAYOUT, microbatch=2), "microbatch"),
+        (replace(LAYOUT, tensor=4), "tensor"),
+        (replace(LAYOUT, pipeline=4, counts=(2, 2, 2, 2)), "pipeline"),
+        (replace(LAYOUT, data=4), "data"),
+        (replace(LAYOUT, context=2), "context"),
+        (replace(LAYOUT, expert=2), "expert"),
+        (replace(LAYOUT, schedule="zb-h1"), "schedule"),
+        (replace(LAYOUT, schedule="interleaved-1f1b", stages_per_rank=2, counts=(2, 2, 2, 2)), "stages_per_rank"),
+        (replace(LAYOUT, counts=(3, 5)), "counts"),
+        (replace(LAYOUT, zero=3), "zero"),
+        (replace(LAYOUT, recompute="full"), "recompute"),
+        (replace(LAYOUT, sequence_parallel=False), "sequence_parallel"),
+    ],
+)
+def test_every_setting_of_a_layout_is_written_or_said(changed: Layout, field: str, framework: str) -> None:
+    assert told(SPARSE, LAYOUT, framework) != told(SPARSE, changed, framework)
+
+
+def test_no_setting_of_a_layout_was_forgotten_above() -> None:
+    # Beside these there is only what the software is assumed to do at the same time.
+    settings = {"batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "schedule", "stages_per_rank"}
+    assert {one.name for one in fields(Layout)} == settings | {
+        "counts",
+        "zero",
+        "recompute",
+        "sequence_parallel",
+        "practice",
+    }
+
+
+def arguments(config: Config) -> dict[str, str]:
+    words = [word for line in config.text.splitlines() if not line.startswith("#") for word in shlex.split(line)]
+    assert words
+    return dict(pairwise([*words, ""]))
+
+
+def test_latent_attention_is_written_for_megatron_and_said_for_torchtitan() -> None:
+    deepseek = model("deepseek-v3")
+    layout = Layout(batch=256, pipeline=16, data=16, counts=layer_counts(deepseek, 16, "1f1b", 1), expert=8)
+    configs = launch(deepseek, cluster("h800", 256), layout)
+    read = arguments(configs.of("megatron"))
+    assert "--multi-latent-attention" in read
+    # The widths of the published config.json of DeepSeek-V3.
+    expected = {
+        "q-lora-rank": 1536,
+        "kv-lora-rank": 512,
+        "qk-head-dim": 128,
+        "qk-pos-emb-head-dim": 64,
+        "v-head-dim": 128,
+    }
+    assert {name: int(read[f"--{name}"]) for name in expected} == expected
+    assert not {"--group-query-attention", "--num-query-groups", "--kv-channels"} & read.keys()
+    assert read["--moe-shared-expert-intermediate-size"] == "2048"
+    assert any("sigmoid" in one for one in configs.of("megatron").missing)
+    assert any("latent attention" in one for one in configs.of("torchtitan").missing)
+    assert "latent_keys_values = 512" in configs.of("drumline").text
+
+
+def test_alibi_is_not_written_as_rotary_positions() -> None:
+    bloom = model("bloom-176b")
+    layout = Layout(batch=64, tensor=4, pipeline=2, counts=(35, 35))
+    configs = launch(bloom, cluster("a100-80", 8), layout)
+    assert arguments(configs.of("megatron"))["--position-embedding-type"] == "none"
+    assert any("ALiBi" in one for one in configs.of("megatron").missing)
+    assert any("ALiBi" in one for one in configs.of("torchtitan").missing)
+    assert any("tied" in one for one in configs.of("torchtitan").missing)
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "intermediate_size": 18432,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "n_group": 8,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "attention_dropout": 0.0,
+}
+
+
+def test_a_config_with_latent_attention_keeps_it() -> None:
+    found = transformer_of(DEEPSEEK, name="mine")
+    assert found.details.latent == Latent(1536, 512, 128, 64, 128)
+    assert found.details.rotary_base == 10000
+    said = [
+        "scoring_func sigmoid",
+        "n_group 8",
+        "num_nextn_predict_layers 1",
+        "rope_scaling {'type': 'yarn', 'factor': 40}",
+    ]
+    assert list(found.details.others) == said
+    with pytest.raises(PlanError, match="kv_lora_rank is 'wide'"):
+        transformer_of({**DEEPSEEK, "kv_lora_rank": "wide"}, name="mine")
+    narrow = {key: value for key, value in DEEPSEEK.items() if key != "v_head_dim"}
+    assert "latent attention, whose widths the config does not name" in transformer_of(narrow, name="m").details.others
+
+
+LLAMA = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "phrase"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling {'rope_type': 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters {'rope_type': 'yarn'"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act gelu_pytorch_tanh"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types ['sliding_attention'"),
+        ("opt", {"activation_function": "relu", "hidden_act": None}, "activation_function relu"),
+        ("falcon", {"bias": False, "hidden_act": "gelu", "parallel_attn": True}, "parallel_attn"),
+        ("falcon", {"bias": False, "hidden_act": "gelu"}, "no biases"),
+    ],
+)
+def test_what_a_config_has_beyond_the_plan_is_said(family: str, more: dict[str, Any], phrase: str) -> None:
+    found = transformer_of({"model_type": family, **LLAMA, **more}, name="mine")
+    layout = Layout(batch=4, pipeline=2, counts=(2, 2))
+    for framework in ("torchtitan", "megatron"):
+        _, text, missing = told(found, layout, framework)
+        assert any(phrase in one for one in missing)
+        assert phrase in text
+    assert phrase in told(found, layout, "drumline")[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}),
+        ("qwen3", {"layer_types": ["full_attention"] * 4, "decoder_sparse_step": 1}),
+    ],
+)
+def test_what_makes_no_other_model_is_not_said(family: str, more: dict[str, Any]) -> None:
+    found = transformer_of({"model_type": family, **LLAMA, "rms_norm_eps": None, **more}, name="mine")
+    assert found.details.others == ()
+
+
+def test_norms_and_biases_of_queries_and_keys_are_written() -> None:
+    layout = Layout(batch=4, pipeline=2, counts=(2, 2))
+    for family, argument in (("qwen2", "--add-qkv-bias"), ("qwen3", "--qk-layernorm")):
+        found = transformer_of({"model_type": family, **LLAMA}, name="mine")
+        assert argument in told(found, layout, "megatron")[1].splitlines()
+
+
+PLAN = ("plan", "gpt-1.7b", "--hardware", "h100", "--gpus", "8", "--brief", "--top", "1")
+COMMAND = re.compile(r"\bdrumline [a-z]+ [^`\n]*")
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_command_of_drumline_that_a_plan_prints_runs(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*PLAN, "--batch", "32", "--pipeline", "4", "--microbatch", "2", "--schedules", schedule]
+    if schedule == "interleaved-1f1b":
+        words += ["--stages-per-rank", "2"]
+    commands = set[str]()
+    with contextlib.chdir(tmp_path):
+        for framework in ("drumline", "torchtitan", "megatron"):
+            assert main([*words, "--launch", framework]) == 0
+            commands |= set(COMMAND.findall(" ".join(capsys.readouterr().out.split())))
+        assert any(one.startswith(f"drumline show {schedule} ") for one in commands)
+        for one in commands:
+            verb, *rest = shlex.split(one)[1:]
+            assert verb in VERBS
+            assert main([verb, *rest]) == 0, one
+
+
+def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--batch", "16", "--pipeline", "1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.endswith("--launch torchtitan and --launch megatron print commands that do.")
+    assert not COMMAND.search(shown)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_no_file_of_any_model_names_a_verb_that_is_not_there(name: str) -> None:
+    transformer = MODELS[name]
+    layout = Layout(batch=64, pipeline=4, counts=layer_counts(transformer, 4, "1f1b", 1))
+    for config in launch(transformer, cluster("h100", 4), layout).configs:
+        for text in (config.command, config.text, *config.missing):
+            assert set(re.findall(r"drumline(?:\.cli\.main)? ([a-z]+)", text)) <= VERBS.keys()
+
+
+def test_no_message_of_the_package_names_a_verb_that_is_not_there() -> None:
+    named = set[str]()
+    for path in Path(drumline.__file__).parent.rglob("*.py"):
+        named |= set(re.findall(r"drumline ([a-z]+)(?=`| --| [A-Z{\[])", path.read_text(encoding="utf-8")))
+    assert {"plan", "show", "profile"} <= named <= VERBS.keys()

@@ -1,0 +1,68 @@
+"""Pages that say how far off forecasts are say what the benchmark prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import published
+from drumline.plan.cluster.compared import practices_table
+from drumline.plan.cluster.layout import PRACTICE
+from drumline.plan.cluster.published import held_out
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SENTENCE = re.compile(r"off by ([\d.]+)% on average and ([\d.]+)% at worst")
+RANGE = re.compile(r"([\d.]+) to ([\d.]+)%\s+(?:on\s+average|with any one preset)")
+CHOSEN = re.compile(r"(?:([\d.]+)% needs a preset chosen for each paper|It is ([\d.]+)% only with a preset chosen)")
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, tuple[str, str]]:
+    """The lines of the benchmark's last table: mean and worst error by practice, as they are printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **_: lines.extend(" ".join(map(str, words)).splitlines()))
+        patch.setattr("sys.argv", ["published.py"])
+        published.main()
+    start = next(at for at, line in enumerate(lines) if line.startswith("one practice for all rows"))
+    rows = [re.fullmatch(r"(.+?) +([\d.]+)% +([\d.]+)%", line) for line in lines[start + 1 : start + 6]]
+    return {row[1]: (row[2], row[3]) for row in rows if row}
+
+
+def means(printed: dict[str, tuple[str, str]]) -> list[float]:
+    return [float(mean) for name, (mean, _) in printed.items() if name != "chosen for each paper"]
+
+
+def test_the_benchmark_prints_every_practice_for_all_rows(printed: dict[str, tuple[str, str]]) -> None:
+    assert list(printed) == [
+        "Megatron-LM of 2022",
+        "Megatron-LM of 2021",
+        "drumline plan",
+        "DeepSpeed",
+        "chosen for each paper",
+    ]
+    # The planner's own, row by row and without the table's code.
+    misses = [abs(run.under(PRACTICE).estimate().seconds.total / run.seconds - 1) for run in held_out()]
+    assert len(misses) == 12
+    assert printed["drumline plan"] == (f"{100 * sum(misses) / 12:.1f}", f"{100 * max(misses):.1f}")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cluster.md"])
+def test_pages_name_the_errors_of_the_planner_first(page: str, printed: dict[str, tuple[str, str]]) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert SENTENCE.findall(text) == [printed["drumline plan"]]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cluster.md", "docs/published.md"])
+def test_pages_name_the_range_and_what_the_best_figure_needs(page: str, printed: dict[str, tuple[str, str]]) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    found = [(float(low), float(high)) for low, high in RANGE.findall(text)]
+    assert found == [(min(means(printed)), max(means(printed)))]
+    chosen = [first or second for first, second in CHOSEN.findall(text)]
+    assert chosen == [printed["chosen for each paper"][0]]
+
+
+def test_the_results_hold_the_table_that_is_printed() -> None:
+    assert practices_table(held_out()) in (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
