@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import CostsError, nearest
+from drumline.core.files import MIB, Kind, named, parse_object, read_text
+from drumline.core.parsed import LARGEST, shown
 
 PerStage = float | Sequence[float]
-
-# A number for each of a million stages and microbatches; anything larger is not costs.
-MAX_FILE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Costs:
             _check_number(f"latency of edge {source}->{target}", edge.latency)
             _check_number(f"bytes_per_second of edge {source}->{target}", edge.bytes_per_second, infinite=True)
         slowest = min((self.bytes_per_second, *(edge.bytes_per_second for edge in self.edges.values())))
-        if slowest < 1 / _LARGEST:
+        if slowest < 1 / LARGEST:
             raise CostsError(
                 f"bytes_per_second is {slowest:g}",
                 expected="more than 0",
@@ -160,41 +159,29 @@ class Costs:
         Traceback (most recent call last):
         drumline.core.errors.CostsError: unknown cost 'foward'; did you mean forward?
         """
-        try:
-            table = json.loads(text, object_pairs_hook=_without_repeats)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise CostsError(f"the costs are not JSON: {error}", expected='an object like {"forward": 1}') from None
-        if not isinstance(table, dict):
-            raise CostsError(f"the costs are a {type(table).__name__}", expected='an object like {"forward": 1}')
+        table = parse_object(text, _KIND)
         known = [one.name for one in fields(Costs)]
         for key in table:
             if key not in known:
-                raise CostsError(f"unknown cost {key!r}", fix=nearest(key, known))
+                raise CostsError(f"unknown cost {key[:60]!r}", fix=nearest(key[:60], known))
         if "edges" in table:
             table["edges"] = _edges_from_json(table["edges"])
         for name in ("overlap", "recompute"):
             flags = table.get(name, False)
             if not all(isinstance(flag, bool) for flag in (flags if isinstance(flags, list) else [flags])):
-                raise CostsError(f"{name} is {flags!r}", expected="true or false")
+                raise CostsError(f"{name} is {shown(flags)}", expected="true or false")
         return Costs(**table)
 
     @staticmethod
     def load(path: str | Path) -> Costs:
         """Read costs from a JSON file."""
-        try:
-            with Path(path).open("rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-            if len(data) > MAX_FILE_BYTES:
-                raise CostsError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected="a JSON file of costs")
-            return Costs.from_json(data.decode("utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CostsError(f"{path}: {error}", expected="a JSON file of costs") from None
-        except CostsError as error:
-            raise CostsError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return Costs.from_json(text)
 
 
-# Sums and products of a million numbers up to this one are still finite.
-_LARGEST = 1e100
+# A number for each of a million stages and microbatches; anything larger is not costs.
+_KIND = Kind("file of costs", CostsError, 'a JSON file of costs, an object like {"forward": 1}', 16 * MIB)
 _NUMBERS = tuple(one.name for one in fields(Costs) if one.name not in ("edges", "overlap", "recompute"))
 _OPTIONAL = frozenset({"backward", "overlapped", "activation_bytes", "held_until_weight_bytes"})
 
@@ -203,9 +190,9 @@ def _check_number(name: str, number: Any, *, infinite: bool = False) -> None:
     if number is None and name in _OPTIONAL:
         return
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise CostsError(f"{name} is {number!r}", expected="a number, or one number per stage")
-    if not 0 <= number <= _LARGEST and not (infinite and number == math.inf):
-        raise CostsError(f"{name} is {number}", expected=f"a number from 0 to {_LARGEST:g}")
+        raise CostsError(f"{name} is {shown(number)}", expected="a number, or one number per stage")
+    if not 0 <= number <= LARGEST and not (infinite and number == math.inf):
+        raise CostsError(f"{name} is {number}", expected=f"a number from 0 to {LARGEST:g}")
 
 
 def _repeated(values: Sequence[float], count: int) -> Sequence[float]:
@@ -220,15 +207,6 @@ def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, .
             f"{name} has {len(value)} values", expected=f"one number, or one for each of the {count} {what}"
         )
     return tuple(map(float, value))
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise CostsError(f"{repeated!r} stands there twice", expected="every name once")
-    return table
 
 
 def _edge_to_json(source: int, target: int, edge: Edge) -> dict[str, float]:
@@ -246,8 +224,8 @@ def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
             "latency",
             "bytes_per_second",
         }:
-            raise CostsError(f"edges holds {entry!r}", expected=expected)
+            raise CostsError(f"edges holds {shown(entry)}", expected=expected)
         if not all(isinstance(entry[end], int) and entry[end] >= 0 for end in ("from", "to")):
-            raise CostsError(f"edges holds {entry!r}", expected="ranks counted from 0 in 'from' and 'to'")
+            raise CostsError(f"edges holds {shown(entry)}", expected="ranks counted from 0 in 'from' and 'to'")
         edges[entry["from"], entry["to"]] = Edge(entry.get("latency", 0.0), entry.get("bytes_per_second", math.inf))
     return edges
