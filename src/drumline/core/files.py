@@ -66,6 +66,34 @@ def opened(path: str | Path, kind: Kind) -> Iterator[BinaryIO]:
         raise kind.refuse(f"{str(path)!r} cannot be read: no file has such a name") from None
 
 
+def is_there(path: str | Path, kind: Kind) -> bool:
+    """Whether there is anything at a path; refuse one at which that cannot be known.
+
+    >>> is_there("no-such-file.json", Kind("costs", DrumlineError, "a JSON file of costs"))
+    False
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise kind.refuse(f"{path} cannot be read: {reason}") from None
+    return True
+
+
+def is_regular(path: str | Path) -> bool:
+    """Whether there is a regular file at a path, as far as can be known.
+
+    >>> is_regular("no-such-file.json"), is_regular("x" * 5000)
+    (False, False)
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def read_bytes(path: str | Path, kind: Kind) -> bytes:
     """Return all of a file, which is no larger than its kind may be."""
     with opened(path, kind) as file:

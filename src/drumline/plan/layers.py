@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, PlanError
 from drumline.core.files import Kind, parse_object
-from drumline.core.parsed import Parsed
+from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.placement import Placement
 from drumline.plan.chain import BlockCosts
 
@@ -188,7 +188,7 @@ def _layer_from(table: Parsed) -> Layer:
         table["name"].text(),
         _times_from(table["times"]),
         tied=() if tied is None else tuple(map(_tied_from, tied.each())),
-        spreads=None if spreads is None or spreads.value is None else _times_from(spreads),
+        spreads=None if spreads is None or spreads.value is None else _times_from(spreads, -LARGEST),  # rounding
         **sizes,
     )
 
@@ -203,11 +203,11 @@ def _tied_from(row: Parsed) -> tuple[str, int, int]:
     return name.text(), weight.whole(), gradient.whole()
 
 
-def _times_from(table: Parsed) -> Times:
+def _times_from(table: Parsed, least: float = 0.0) -> Times:
     table.only(_TIMES)
     taped = table.get("taped")
-    seconds = (table[name].number() for name in _TIMES if name != "taped")
-    return Times(*seconds, None if taped is None or taped.value is None else taped.number())
+    seconds = (table[name].number(least) for name in _TIMES if name != "taped")
+    return Times(*seconds, None if taped is None or taped.value is None else taped.number(least))
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:

@@ -17,7 +17,7 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.files import Kind
 from drumline.core.handling import Handling
-from drumline.core.parsed import Parsed
+from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.program import Program
 from drumline.plan.lines import Line, fitted
 
@@ -100,7 +100,8 @@ class Overheads:
         True
         """
         table.only(one.name for one in fields(Overheads))
-        seconds = {one.name: table[one.name].number() for one in fields(Overheads) if one.name not in _LINES}
+        # What is left over of a step, shared among its actions, may come out below 0.
+        seconds = {one.name: table[one.name].number(-LARGEST) for one in fields(Overheads) if one.name not in _LINES}
         return Overheads(*(_line_from(table[name]) for name in _LINES), **seconds)
 
 

@@ -35,7 +35,7 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
 
     >>> load(["no-such-trace.json"])
     Traceback (most recent call last):
-    drumline.core.errors.TraceError: no-such-trace.json: No such file or directory; ...
+    drumline.core.errors.TraceError: no-such-trace.json cannot be read: No such file or directory; ...
     """
     files = trace_files([Path(path) for path in paths])
     if not files:

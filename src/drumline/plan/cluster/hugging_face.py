@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError
+from drumline.core.files import Kind, named, read_object
+from drumline.core.parsed import shown
 from drumline.plan.cluster.transformer import Experts, Transformer
 
 # What stands in a config under different names.
@@ -26,6 +27,7 @@ _NAMES = {
     "num_shared": ("n_shared_experts", "num_shared_experts"),
     "num_dense_layers": ("first_k_dense_replace",),
 }
+_KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
 # The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
@@ -35,12 +37,10 @@ _LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
 def read_config(path: str | Path) -> Transformer:
     """Return the transformer that a config file describes; its name is the folder's, or the file's."""
     place = Path(path)
-    try:
-        config = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"{path}: {error}", expected="the config.json of a Hugging Face model") from None
+    config = read_object(place, _KIND)
     plain = place.stem if place.stem != "config" else place.resolve().parent.name
-    return transformer_of(config, name=plain or "config")
+    with named(path, _KIND):
+        return transformer_of(config, name=plain or "config")
 
 
 def transformer_of(config: Any, *, name: str) -> Transformer:
@@ -103,6 +103,6 @@ def _number(config: Mapping[str, Any], key: str) -> int:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise PlanError(f"{name} is {value!r}", expected="a whole number")
+            raise PlanError(f"{name} is {shown(value)}", expected="a whole number")
         return value
     return 0
