@@ -103,7 +103,7 @@ def _swap(where: Any, key: Any, chance: random.Random) -> None:
     where[key], where[other] = where[other], where[key]
 
 
-_CHANGES = (_replace, _replace, _replace, _drop, _repeat, _cut, _tweak, _tweak, _swap)
+_CHANGES = (_replace, _replace, _replace, _drop, _repeat, _cut, _tweak, _tweak, _tweak, _tweak, _swap)
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

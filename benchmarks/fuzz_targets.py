@@ -38,7 +38,7 @@ from drumline.report.explore import EXPORTS, Settings, answer, explain, export
 from drumline.report.profiles import profile_page, profile_svg, profile_text
 from drumline.schedules import generate
 from fuzz_mutations import damaged, json_text, rows_text, word
-from kineto_traces import written
+from kineto_traces import STYLES, written
 from profiles import SOME, model_profile
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 
@@ -64,7 +64,7 @@ def command(*words: object) -> str:
         code = main([str(word) for word in words])
     if code == 2:
         assert "cannot be written" not in err.getvalue(), err.getvalue()
-        raise Refused(err.getvalue())
+        raise Refused(err.getvalue() or out.getvalue())
     assert code in (0, 1), f"exit code {code}: {err.getvalue()}"
     if "--json" in words:
         json.loads(out.getvalue(), parse_constant=_not_json)
@@ -89,7 +89,7 @@ _WORDS = (
 
 
 def _programs() -> list[Program]:
-    named = (("1f1b", 2, 3), ("zb-h1", 2, 3), ("interleaved-1f1b", 2, 4), ("zb-v", 2, 4), ("dualpipev", 2, 4))
+    named = (("1f1b", 2, 3), ("zb-h1", 2, 3), ("interleaved-1f1b", 2, 4), ("zb-v", 2, 4), ("dualpipe-v", 2, 4))
     made = [generate(name, num_ranks=ranks, num_microbatches=microbatches) for name, ranks, microbatches in named]
     from drumline.core.lower import lower
 
@@ -137,9 +137,9 @@ def _costs(folder: Path) -> Case:
         program = chance.choice(programs)
         counts = ("--ranks", program.num_ranks, "--microbatches", program.num_microbatches)
         if chance.random() < 0.3:
-            command("simulate", program.name, *counts, "--costs", path, chance.choice(("--json", "--no-colour"))[:6])
+            command("simulate", program.name, *counts, "--costs", path, chance.choice(("--json", "--intervals")))
         timeline = simulate(program, found)
-        assert timeline.makespan >= 0 and repr(timeline) and timeline.peak_activations and timeline.attribution
+        assert timeline.makespan >= 0 and repr(timeline) and timeline.peak_activations and timeline.causes is not None
 
     return case
 
@@ -248,14 +248,8 @@ def _spoil(path: Path, chance: random.Random) -> None:
 def _trace(folder: Path) -> Case:
     program = generate("1f1b", num_ranks=2, num_microbatches=2)
     timeline = simulate(program, Costs(comm=0.1))
-    styles = {"host": timeline, "device": timeline, "numbered": timeline, "linked": timeline}
-    base = []
-    for style, one in styles.items():
-        try:
-            base.append(written(one, folder / f"seed-{style}", style=style, num_steps=2))
-        except KeyError:
-            continue
-    assert len(base) > 1
+    base = [written(timeline, folder / f"seed-{style}", style=style, num_steps=2) for style in STYLES]
+    base.append(written(timeline, folder / "seed-hosts", skews=(0.0, 5e4), hosts=("a", "b"), num_steps=2))
     verbs = ("analyze {} --json", "analyze {}", "analyze {} --format html", "analyze {} --format csv")
 
     def case(chance: random.Random) -> None:
@@ -327,7 +321,7 @@ def _config(folder: Path) -> Case:
         if chance.random() < 0.02:
             words = ("--hardware", "h100", "--gpus", 2, "--batch", 2, "--schedules", "1f1b", "--zero", 0)
             command("plan", path, *words, "--brief", *chance.choice(((), ("--json",))))
-        assert estimate(found, machine, layout).seconds >= 0
+        assert estimate(found, machine, layout).seconds.total >= 0
 
     return case
 
@@ -343,7 +337,7 @@ def _machine(folder: Path) -> Case:
         if chance.random() < 0.01:
             words = ("--gpus", 2, "--batch", 2, "--schedules", "1f1b", "--zero", 1, "--tensor", 1, "--sequence", 64)
             command("plan", "gpt-1.7b", "--hardware", path, *words, "--brief", "--json")
-        assert estimate(transformer, found, layout).seconds >= 0
+        assert estimate(transformer, found, layout).seconds.total >= 0
 
     return case
 

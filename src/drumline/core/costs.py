@@ -166,6 +166,9 @@ class Costs:
                 raise CostsError(f"unknown cost {key[:60]!r}", fix=nearest(key[:60], known))
         if "edges" in table:
             table["edges"] = _edges_from_json(table["edges"])
+        for name in ("comm", "bytes_per_second"):
+            if isinstance(table.get(name), list):
+                raise CostsError(f"{name} is {shown(table[name])}", expected="one number; `edges` has those of links")
         for name in ("overlap", "recompute"):
             flags = table.get(name, False)
             if not all(isinstance(flag, bool) for flag in (flags if isinstance(flags, list) else [flags])):

@@ -81,9 +81,9 @@ class Run:
                 expected=f"{FORMAT}, which this version of drumline reads",
             )
         self.plan = self._object(PLAN)
-        _check_plan(self.path / PLAN, self.plan)
         self.environment = self._object(ENVIRONMENT)
         self.program = self._program()
+        _check_plan(self.path / PLAN, self.plan, self.program)
         self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
         self._metrics = _Lines(self.path / METRICS, self.id)
         missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _LINES)]
@@ -196,7 +196,7 @@ class Run:
             raise RecordError(
                 f"{self.path / PROGRAM} cannot have run: {violations[0]}", expected="the program as the run wrote it"
             )
-        return Program(program.rows, str(self.plan["schedule"]))
+        return Program(program.rows, str(self.plan.get("schedule")))
 
 
 _WROTE = "the file as the run wrote it"
@@ -207,12 +207,14 @@ _LONGEST_NAME = 200
 _MOST_STEPS = 10**7
 
 
-def _check_plan(path: Path, plan: dict[str, Any]) -> None:
+def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
     """Refuse a plan whose parts are not what reports take them for."""
     with named(path, _OBJECT):
         table = Parsed(plan, _OBJECT)
         table["schedule"].text()
         if plan.get("blocks") is not None:
+            if len(table["blocks"].each()) != program.num_stages:
+                raise table["blocks"].refuse(f"the blocks of {counted(program.num_stages, 'stage')}")
             for stage in table["blocks"].each():
                 for block in stage.each():
                     block.text()

@@ -28,6 +28,8 @@ _NAMES = {
     "num_dense_layers": ("first_k_dense_replace",),
 }
 _KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
+# Far more than any model has, and few enough to plan for.
+_MOST_LAYERS, _MOST = 10_000, 2**31
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
 # The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
@@ -71,9 +73,10 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         width = found["expert_width"] or found["feedforward"]
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
     shared = found["num_key_value_heads"]
-    if config.get("kv_lora_rank"):  # keys and values come through a narrow projection: as many plain heads hold as much
-        width = found["head_width"] or found["hidden"] // found["num_heads"]
-        narrow = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
+    latent = _whole(config, "kv_lora_rank", _MOST)
+    if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
+        width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
+        narrow = latent + _whole(config, "qk_rope_head_dim", _MOST)
         shared = 1
         while 2 * shared * width < narrow:
             shared *= 2
@@ -98,11 +101,15 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    for name in _NAMES[key]:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise PlanError(f"{name} is {shown(value)}", expected="a whole number")
-        return value
-    return 0
+    most = _MOST_LAYERS if key in ("num_layers", "num_dense_layers", "num_experts") else _MOST
+    return next((_whole(config, name, most) for name in _NAMES[key] if config.get(name) is not None), 0)
+
+
+def _whole(config: Mapping[str, Any], name: str, most: int) -> int:
+    """Return a number of a config; 0 where it is not there, or null."""
+    value = config.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise PlanError(f"{name} is {shown(value)}", expected=f"a whole number up to {most}")
+    return value
