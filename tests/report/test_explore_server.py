@@ -74,7 +74,7 @@ def test_a_program_that_is_posted_is_answered(server: ExploreServer) -> None:
         ("16, 16", 400),
         ("16.0", 400),
         ("", 400),
-        ("9" * 5000, 400),
+        ("9" * 5000, 413),
         (str(MAX_BODY_BYTES + 1), 413),
         ("9" * 12, 413),
     ],

@@ -22,7 +22,7 @@ from drumline.report.explore import Settings, answer, explain, explore_page, exp
 MAX_BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 30.0
 IDLE_SECONDS = 2.0
-_LENGTH = re.compile("[0-9]{1,12}")
+_LENGTH = re.compile("[0-9]+")
 
 
 class ExploreServer(ThreadingHTTPServer):
@@ -109,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
             self.refuse(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
             return None
-        length = int(lengths[0])
-        if length > MAX_BODY_BYTES:
+        length = int(lengths[0][-20:])
+        if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
             self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
             return None
         return self.read_body(length)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS
+from drumline.core.action import TRANSFER_OPS, Action
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
 from drumline.report.kineto import Traced, Traces
@@ -147,7 +147,8 @@ def _labelled(recording: Recording, place: int, found_by: str, start: int, end: 
 def _rank_steps(recordings: Sequence[Recording], found_by: str) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
     stretches = [_stretches(recording, place, found_by) for place, recording in enumerate(recordings)]
-    every = (one.action for steps in stretches for step in steps.values() for one in step.labelled)
+    every = [one.action for steps in stretches for step in steps.values() for one in step.labelled]
+    _check_numbers(every)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
         {
@@ -156,6 +157,21 @@ def _rank_steps(recordings: Sequence[Recording], found_by: str) -> list[dict[int
         }
         for recording, steps in zip(recordings, stretches, strict=True)
     ]
+
+
+def _check_numbers(actions: Sequence[Action]) -> None:
+    """Refuse labels with numbers that no run of so many actions has: tables of all stages would fill memory."""
+    most = max(len(actions), _MOST_NUMBERED)
+    for action in actions:
+        for part in action.work:
+            if part.stage >= most or (part.microbatch or 0) >= most:
+                raise TraceError(
+                    f"a label says {part}, in traces of {counted(len(actions), 'action')}",
+                    expected="stages and microbatches numbered from 0",
+                )
+
+
+_MOST_NUMBERED = 10_000
 
 
 def _complete(by_rank: Sequence[Mapping[int, RankStep]]) -> tuple[dict[int, list[RankStep]], tuple[int, ...]]:

@@ -22,6 +22,7 @@ _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
 ONE_RUN = "one trace of each rank, all of one run"
 # Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
+_QUOTE = "'"
 _MOST_RANKS = 10**6
 _APART_NS = 60 * 10**9
 
@@ -81,7 +82,9 @@ def crew_of(paths: Sequence[Path]) -> Crew:
             mine, theirs = one.info.get(what), other.info.get(what)
             if mine is not None and theirs is not None and mine != theirs:
                 raise TraceError(
-                    f"{what} is {shown(mine)} in {one.path}, but {shown(theirs)} in {other.path}", expected=ONE_RUN
+                    f"{what} is {shown(mine).strip(_QUOTE)} in {one.path}, but {shown(theirs).strip(_QUOTE)} in"
+                    f" {other.path}",
+                    expected=ONE_RUN,
                 )
     groups = {one.rank: _pipeline(one) for one in members}
     wanted = groups[members[0].rank]
