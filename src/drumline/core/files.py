@@ -51,10 +51,12 @@ def opened(path: str | Path, kind: Kind) -> Iterator[BinaryIO]:
     drumline.core.errors.DrumlineError: no-such-file.json cannot be read: No such file or directory; expected ...
     """
     try:
-        with os.fdopen(os.open(path, _NEVER_WAITING), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise kind.refuse(f"{path}: not a regular file but {_called(mode)}")
+        number = os.open(path, _NEVER_WAITING)
+        mode = os.fstat(number).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(number)
+            raise kind.refuse(f"{path}: not a regular file but {_called(mode)}")
+        with os.fdopen(number, "rb") as file:
             yield file
     except OSError as error:
         if type(error).__module__ != "builtins":  # such as gzip's, which says of the contents what it has to say
