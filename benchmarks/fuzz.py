@@ -98,8 +98,7 @@ def _one(case: Case, chance: random.Random, outcome: Outcome) -> tuple[str, str]
     try:
         case(chance)
         outcome.accepted += 1
-    except DrumlineError as error:
-        assert str(error)
+    except DrumlineError:
         outcome.refused += 1
     except _Hang:
         outcome.hangs += 1

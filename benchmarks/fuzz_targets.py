@@ -102,7 +102,9 @@ def _action(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         text = word(chance.choice((*seeds, "(0F5;1B2)OVERLAP_F_B")), chance)
         found = Action.parse(text)
-        assert str(found) == text and Action.parse(str(found)) == found and repr(found)
+        assert str(found) == text
+        assert Action.parse(str(found)) == found
+        assert repr(found)
 
     return case
 
@@ -113,7 +115,9 @@ def _program(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         path = _put(folder / "own.csv", rows_text(chance.choice(seeds), chance, _WORDS), chance)
         found = Program.load(path)
-        assert Program.parse(found.format()) == found and repr(found) and str(found)
+        assert Program.parse(found.format()) == found
+        assert repr(found)
+        assert str(found)
         verb = chance.choice(("check", "simulate", "show", "simulate --json", "check --json", "show --format svg"))
         command(*verb.split()[:1], path, *verb.split()[1:])
 
@@ -133,13 +137,17 @@ def _costs(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         path = _put(folder / "costs.json", json_text(chance.choice(seeds), chance), chance)
         found = Costs.load(path)
-        assert Costs.from_json(json.dumps(found.to_json(), allow_nan=False)) == found and repr(found)
+        assert Costs.from_json(json.dumps(found.to_json(), allow_nan=False)) == found
+        assert repr(found)
         program = chance.choice(programs)
         counts = ("--ranks", program.num_ranks, "--microbatches", program.num_microbatches)
         if chance.random() < 0.3:
             command("simulate", program.name, *counts, "--costs", path, chance.choice(("--json", "--intervals")))
         timeline = simulate(program, found)
-        assert timeline.makespan >= 0 and repr(timeline) and timeline.peak_activations and timeline.causes is not None
+        assert timeline.makespan >= 0
+        assert repr(timeline)
+        assert timeline.peak_activations
+        assert timeline.causes is not None
 
     return case
 
@@ -163,8 +171,11 @@ def _profile(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         path = _put(folder / "profile.json", json_text(chance.choice(seeds), chance), chance)
         found = ModelProfile.load(path)
-        assert ModelProfile.from_json(found.to_json()) == found and repr(found)
-        assert profile_text(found) and profile_svg(found) and profile_page(found).encode()
+        assert ModelProfile.from_json(found.to_json()) == found
+        assert repr(found)
+        assert profile_text(found)
+        assert profile_svg(found)
+        assert profile_page(found).encode()
         if chance.random() < 0.2:
             words = ("--ranks", 2, "--batch", 4, "--schedules", "1f1b", "--seconds", 0)
             command("plan", path, *words, *chance.choice(((), ("--json",), ("--memory", "1GiB"))))
@@ -180,10 +191,15 @@ def _plan(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         path = _put(folder / "plan.json", json_text(chance.choice(seeds), chance), chance)
         found = Plan.load(path)
-        assert Plan.from_json(found.to_json()) == found and repr(found) and str(found)
+        assert Plan.from_json(found.to_json()) == found
+        assert repr(found)
+        assert str(found)
         json.dumps(found.summary(), allow_nan=False)
-        assert found.pipeline_settings and found.step_seconds == found.step_seconds and found.bubble == found.bubble
-        assert found.stages_per_rank >= 0 and [one.stash + one.total for one in found.rank_bytes]
+        assert found.pipeline_settings
+        assert found.step_seconds == found.step_seconds
+        assert found.bubble == found.bubble
+        assert found.stages_per_rank >= 0
+        assert [one.stash + one.total for one in found.rank_bytes]
         if not validate(found.program):
             assert simulate(found.program).makespan > 0
 
@@ -317,7 +333,8 @@ def _config(folder: Path) -> Case:
     def case(chance: random.Random) -> None:
         path = _put(folder / "config.json", json_text(chance.choice(_CONFIGS), chance), chance)
         found = read_config(path)
-        assert repr(found) and json.dumps(table_of(found), allow_nan=False)
+        assert repr(found)
+        assert json.dumps(table_of(found), allow_nan=False)
         if chance.random() < 0.02:
             words = ("--hardware", "h100", "--gpus", 2, "--batch", 2, "--schedules", "1f1b", "--zero", 0)
             command("plan", path, *words, "--brief", *chance.choice(((), ("--json",))))
@@ -359,12 +376,27 @@ def _train(folder: Path) -> Case:
             case 3:
                 lines[at] = word(lines[at], chance)
         found = read_train_config(damaged("\n".join(lines).encode(), chance).decode(errors="replace"))
-        assert repr(found) and json.dumps(table_of(found), allow_nan=False)
+        assert repr(found)
+        assert json.dumps(table_of(found), allow_nan=False)
 
     return case
 
 
-_TOML = ("0", "-1", "nan", "inf", "1" * 5000, "true", '""', "[]", "[1, 'x']", "{a = 1}", "1979-05-27", "[" * 500, "1e99")
+_TOML = (
+    "0",
+    "-1",
+    "nan",
+    "inf",
+    "1" * 5000,
+    "true",
+    '""',
+    "[]",
+    "[1, 'x']",
+    "{a = 1}",
+    "1979-05-27",
+    "[" * 500,
+    "1e99",
+)
 
 
 def _explore(folder: Path) -> Case:

@@ -51,7 +51,9 @@ def answered(connection: socket.socket) -> tuple[int, bytes]:
         return status, file.read(length)
 
 
-def request(server: ExploreServer, line: str = "POST /answer", *headers: str, host: str = "", body: bytes = b"") -> bytes:
+def request(
+    server: ExploreServer, line: str = "POST /answer", *headers: str, host: str = "", body: bytes = b""
+) -> bytes:
     host = host or f"127.0.0.1:{server.server_address[1]}"
     head = "\r\n".join([f"{line} HTTP/1.1", f"Host: {host}", "Connection: close", *headers])
     return head.encode("latin-1") + b"\r\n\r\n" + body

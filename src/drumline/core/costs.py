@@ -6,7 +6,6 @@ results are in the same one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -138,6 +137,7 @@ class Costs:
         >>> costs = Costs(forward=[2, 1], edges={(0, 1): Edge(latency=0.5)})
         >>> costs.to_json()
         {'forward': [2, 1], 'edges': [{'from': 0, 'to': 1, 'latency': 0.5}]}
+        >>> import json
         >>> Costs.from_json(json.dumps(costs.to_json())) == costs
         True
         """
@@ -166,6 +166,9 @@ class Costs:
                 raise CostsError(f"unknown cost {key[:60]!r}", fix=nearest(key[:60], known))
         if "edges" in table:
             table["edges"] = _edges_from_json(table["edges"])
+        for name, value in table.items():
+            if isinstance(value, list) and None in value:
+                raise CostsError(f"{name} holds null", expected="one number for each, or null alone")
         for name in ("comm", "bytes_per_second"):
             if isinstance(table.get(name), list):
                 raise CostsError(f"{name} is {shown(table[name])}", expected="one number; `edges` has those of links")

@@ -1,7 +1,7 @@
 """Values of a JSON file, each with its place there, so that what is no number or text is refused by name.
 
-    plan["seconds"]["bubble"].number()     0.25
-    plan["counts"].each()[3].whole(1)      a damaged plan: counts[3] is 'four'; expected a whole number of 1 or more
+plan["seconds"]["bubble"].number()    0.25
+plan["counts"].each()[3].whole(1)     a damaged plan: counts[3] is 'four'; expected a whole number of 1 or more
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.costs import Costs
-from drumline.core.errors import PlanError
-from drumline.core.files import Kind
 from drumline.core.handling import Handling
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.program import Program
@@ -95,13 +93,16 @@ class Overheads:
     def from_json(table: Parsed) -> Overheads:
         """Return what `to_json` made an object of.
 
+        >>> from drumline.core.errors import PlanError
+        >>> from drumline.core.files import Kind
         >>> one = Overheads(send=Line(1.0, 0.5), action=0.25)
         >>> Overheads.from_json(Parsed(one.to_json(), Kind("profile", PlanError, "a profile"))) == one
         True
         """
         table.only(one.name for one in fields(Overheads))
         # What is left over of a step, shared among its actions, may come out below 0.
-        seconds = {one.name: table[one.name].number(-LARGEST) for one in fields(Overheads) if one.name not in _LINES}
+        least = {"action": -LARGEST, "flight": -LARGEST, "begin": 0.0}
+        seconds = {name: table[name].number(low) for name, low in least.items()}
         return Overheads(*(_line_from(table[name]) for name in _LINES), **seconds)
 
 

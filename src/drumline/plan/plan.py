@@ -185,9 +185,7 @@ def _read(table: Parsed) -> Plan:
     counts = tuple(one.whole(1) for one in table["counts"].each())
     checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
     cuts = tuple(one.text() for one in table["cuts"].each())
-    rank_bytes = tuple(
-        RankBytes(**{name: one[name].number() for name in _ITEMS}) for one in table["rank_bytes"].each()
-    )
+    rank_bytes = tuple(RankBytes(**{name: one[name].number() for name in _ITEMS}) for one in table["rank_bytes"].each())
     limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
     stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
     for name, given, (wanted, of) in (
