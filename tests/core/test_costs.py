@@ -12,7 +12,7 @@ from drumline.core.errors import CostsError
     ("text", "says"),
     [
         ("not json", "not JSON"),
-        ("[1, 2]", "the costs are a list"),
+        ("[1, 2]", "JSON of a list, no object"),
         ('{"foward": 1}', "did you mean forward"),
         ('{"forward": "fast"}', "forward is 'fast'"),
         ('{"forward": -1}', "forward is -1"),

@@ -15,7 +15,6 @@ import pytest
 from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeout
 from drumline.pipeline.launch import _error, launch
 from drumline.pipeline.wire import Failure
-from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
 

@@ -193,7 +193,7 @@ def test_a_config_alone_makes_a_model_and_text(tmp_path: Path) -> None:
     assert made.batch["input_ids"].shape == (3, 5)
     with pytest.raises(UsageError, match="rows of 17 tokens; expected 1 to 16"):
         material_from_config(str(path), rows=1, length=17)
-    for text, reason in (("{", "is not JSON"), ("{}", "names no model_type"), ('{"model_type": "nope"}', "nope")):
+    for text, reason in (("{", "not JSON"), ("{}", "names no model_type"), ('{"model_type": "nope"}', "nope")):
         path.write_text(text)
         with pytest.raises(ModelError, match=reason):
             material_from_config(str(path), rows=1)

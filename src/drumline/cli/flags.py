@@ -12,6 +12,7 @@ from typing import Any
 from drumline.core.channel import STRICTEST, Queues
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
+from drumline.core.files import Kind, is_regular, opened
 from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.program import Program
@@ -186,7 +187,7 @@ def program_of(args: argparse.Namespace) -> Program:
     path, _, recipe = name.partition(":")
     if path.endswith(".py"):
         name = _registered_by(path, recipe)
-    elif name.lower().endswith(".csv") or "/" in name or Path(name).is_file():
+    elif name.lower().endswith(".csv") or "/" in name or is_regular(name):
         return _loaded(args)
     schedule = find(name)
     if args.ranks is None or args.microbatches is None:
@@ -208,6 +209,8 @@ def _registered_by(path: str, wanted: str) -> str:
     from drumline.schedules import schedules
 
     before = schedules()
+    with opened(path, Kind("schedule", UsageError, "a Python file that registers a schedule")):
+        pass
     try:
         runpy.run_path(path)
     except OSError as error:

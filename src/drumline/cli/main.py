@@ -65,8 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_stdout()  # the reader (head, less) has seen enough
         return 0
     except OSError as error:
+        if error.filename is None:  # a file that cannot be read has a name, and was refused where it was opened
+            _abandon_stdout()
+        what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
+        print(f"drumline: {what}: {error.strerror or error}", file=sys.stderr)
+        return 3
+    except UnicodeEncodeError as error:
         _abandon_stdout()
-        print(f"drumline: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"drumline: the output cannot be written: {error}", file=sys.stderr)
         return 3
 
 

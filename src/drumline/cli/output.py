@@ -36,7 +36,7 @@ def save(path: Path, written: str | bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", fix="choose another --out") from None
+        raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another --out") from None
 
 
 def counts(program: Program) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drumline.cli import flags, plan_cluster, plan_profile
 from drumline.core.errors import UsageError
+from drumline.core.files import is_regular
 from drumline.plan.model_profile import is_profile
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if is_profile(args.subject):
         _refuse(args, plan_cluster.add_arguments, "a model on a cluster, and this is a profile")
         return plan_profile.run(args)
-    if args.subject.endswith(".json") and not Path(args.subject).is_file():
+    if args.subject.endswith(".json") and not is_regular(args.subject):
         raise UsageError(
             f"{args.subject}: no such file",
             expected="a JSON file that `drumline profile --out FILE.json` wrote, or a Hugging Face model's config.json",

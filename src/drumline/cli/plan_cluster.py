@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, save, terminal_width
 from drumline.core.errors import UsageError
+from drumline.core.files import is_regular
 
 if TYPE_CHECKING:
     from drumline.core.simulate import Simulation
@@ -119,7 +121,7 @@ def _model(args: argparse.Namespace) -> Transformer:
 
     subject = str(args.subject)
     path = Path(subject)
-    if path.is_dir() and (path / "config.json").is_file():
+    if os.path.isdir(path) and is_regular(path / "config.json"):
         path = path / "config.json"
     found = read_config(path) if path.suffix == ".json" else model(subject)
     return found if args.sequence is None else replace(found, sequence=args.sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -114,9 +115,9 @@ def _begun(path: Path, wait: float) -> Run:
     deadline = time.monotonic() + wait
     while True:
         try:
-            if (path / CONFIG).exists() or wait == 0:
+            if os.path.exists(path / CONFIG) or wait == 0:
                 return read_run(path)
-            problem = f"there is no {CONFIG} in {path}" if path.is_dir() else f"there is no folder {path}"
+            problem = f"there is no {CONFIG} in {path}" if os.path.isdir(path) else f"there is no folder {path}"
         except RecordError as error:
             if time.monotonic() >= deadline:
                 raise

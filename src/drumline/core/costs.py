@@ -6,7 +6,6 @@ results are in the same one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import CostsError, nearest
-from drumline.core.shapes import LARGEST, SHAPES, check_edges, check_field, check_number
+from drumline.core.files import MIB, Kind, named, parse_object, read_text
+from drumline.core.parsed import LARGEST, shown
+from drumline.core.shapes import SHAPES, check_edges, check_field, check_number
 
 PerStage = float | Sequence[float]
-
-# A number for each of a million stages and microbatches; anything larger is not costs.
-MAX_FILE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +143,7 @@ class Costs:
         >>> costs = Costs(forward=[2, 1], edges={(0, 1): Edge(latency=0.5)})
         >>> costs.to_json()
         {'forward': [2, 1], 'edges': [{'from': 0, 'to': 1, 'latency': 0.5}]}
+        >>> import json
         >>> Costs.from_json(json.dumps(costs.to_json())) == costs
         True
         """
@@ -166,18 +165,11 @@ class Costs:
         Traceback (most recent call last):
         drumline.core.errors.CostsError: unknown cost 'foward'; did you mean forward?
         """
-        try:
-            table = json.loads(text, object_pairs_hook=_without_repeats)
-        except CostsError:
-            raise
-        except (ValueError, RecursionError) as error:  # also a whole number of more digits than Python reads
-            raise CostsError(f"the costs are not JSON: {error}", expected='an object like {"forward": 1}') from None
-        if not isinstance(table, dict):
-            raise CostsError(f"the costs are a {type(table).__name__}", expected='an object like {"forward": 1}')
+        table = parse_object(text, _KIND)
         known = [one.name for one in fields(Costs)]
         for key in table:
             if key not in known:
-                raise CostsError(f"unknown cost {key!r}", fix=nearest(key, known))
+                raise CostsError(f"unknown cost {key[:60]!r}", fix=nearest(key[:60], known))
         if "edges" in table:
             table["edges"] = _edges_from_json(table["edges"])
         return Costs(**table)
@@ -185,16 +177,13 @@ class Costs:
     @staticmethod
     def load(path: str | Path) -> Costs:
         """Read costs from a JSON file."""
-        try:
-            with Path(path).open("rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-            if len(data) > MAX_FILE_BYTES:
-                raise CostsError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected="a JSON file of costs")
-            return Costs.from_json(data.decode("utf-8-sig"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise CostsError(f"{path}: {error}", expected="a JSON file of costs") from None
-        except CostsError as error:
-            raise CostsError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return Costs.from_json(text)
+
+
+# A number for each of a million stages and microbatches; anything larger is not costs.
+_KIND = Kind("file of costs", CostsError, 'a JSON file of costs, an object like {"forward": 1}', 16 * MIB)
 
 
 def _expand(name: str, value: PerStage, count: int, what: str) -> tuple[float, ...]:
@@ -209,15 +198,6 @@ def _check_length(name: str, value: Sequence[float], count: int, what: str) -> N
         raise CostsError(
             f"{name} has {len(value)} values", expected=f"one number, or one for each of the {count} {what}"
         )
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise CostsError(f"{repeated!r} stands there twice", expected="every name once")
-    return table
 
 
 def _edge_to_json(source: int, target: int, edge: Edge) -> dict[str, float]:
@@ -237,10 +217,10 @@ def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
             "latency",
             "bytes_per_second",
         }:
-            raise CostsError(f"edges holds {entry!r:.80}", expected=expected)
+            raise CostsError(f"edges holds {shown(entry)}", expected=expected)
         ends = entry["from"], entry["to"]
         if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
-            raise CostsError(f"edges holds {entry!r:.80}", expected="ranks counted from 0 in 'from' and 'to'")
+            raise CostsError(f"edges holds {shown(entry)}", expected="ranks counted from 0 in 'from' and 'to'")
         if ends in edges:
             raise CostsError(f"edges names {ends[0]}->{ends[1]} twice", expected="every link once")
         edges[entry["from"], entry["to"]] = Edge(entry.get("latency", 0.0), entry.get("bytes_per_second", math.inf))

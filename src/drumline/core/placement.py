@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Placement:
     num_ranks: int
     homes: tuple[int, ...]
     mirrored: frozenset[int] = frozenset()
+    _held: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs `stage` for `microbatch`."""
@@ -49,7 +50,13 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, lowest first."""
-        return tuple(stage for stage in range(self.num_stages) if rank in self.ranks_of(stage))
+        if not self._held:  # once for all ranks: one by one, a hundred thousand of them would take forever
+            held: dict[int, list[int]] = {}
+            for stage in range(self.num_stages):
+                for holder in self.ranks_of(stage):
+                    held.setdefault(holder, []).append(stage)
+            object.__setattr__(self, "_held", {holder: tuple(stages) for holder, stages in held.items()})
+        return self._held.get(rank, ())
 
     @property
     def num_stages(self) -> int:

@@ -19,6 +19,7 @@ from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.backwards import Backward, backwards
 from drumline.core.columns import Columns
 from drumline.core.errors import ProgramError
+from drumline.core.files import MIB, Kind, named, read_text
 from drumline.core.graph import CODE
 from drumline.core.placement import Placement
 
@@ -26,7 +27,8 @@ Row = tuple[Action, ...]
 
 # A million actions are 64 ranks x 4 stages x 1000 microbatches: what is larger is not a program that anybody runs.
 MAX_ACTIONS = 1_000_000
-MAX_FILE_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 64 * MIB
+_KIND = Kind("program", ProgramError, "a CSV file, one row of actions per rank", MAX_FILE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -181,13 +183,12 @@ class Program:
 
         >>> Program.load("no-such-file.csv")
         Traceback (most recent call last):
-        drumline.core.errors.ProgramError: no-such-file.csv: No such file or directory; ...
+        drumline.core.errors.ProgramError: no-such-file.csv cannot be read: No such file or directory; ...
         """
         path = Path(path)
-        try:
-            program = Program.parse(_read(path), name=path.stem)
-        except ProgramError as error:
-            raise ProgramError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            program = Program.parse(text, name=path.stem)
         present = {part.stage for part in program.work()}
         if missing := sorted(set(range(min(program.num_stages, len(present) + 1))) - present):
             raise ProgramError(
@@ -215,24 +216,3 @@ def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Act
                 where = f"row {number}, column {column}"
                 raise ProgramError(f"{where}: {error.error}", expected=error.expected, fix=error.fix) from None
         yield action
-
-
-def _read(path: Path) -> str:
-    expected = "a CSV file, one row of actions per rank"
-    try:
-        if path.exists() and not path.is_file():
-            # A pipe or a device might never end.
-            raise ProgramError("not a regular file", expected=expected)
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ProgramError(error.strerror or str(error), expected=expected) from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ProgramError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected=expected)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        byte = data[error.start]
-        raise ProgramError(
-            f"byte 0x{byte:02x} at offset {error.start} is not UTF-8 text", expected=expected, fix="save it as UTF-8"
-        ) from None

@@ -11,7 +11,7 @@ Every line and object names its run, so that files of two runs are told apart.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,9 +21,13 @@ from typing import Any
 
 from drumline.core.align import Dial, align
 from drumline.core.errors import DrumlineError, RecordError, counted
+from drumline.core.files import MIB, Kind, is_there, named, opened, parse_object, read_object
 from drumline.core.measured import Measured
+from drumline.core.parsed import LARGEST, Parsed, shown
 from drumline.core.program import Program
 from drumline.core.record import Record
+from drumline.core.record_check import LINE, read_record
+from drumline.core.validate import validate
 
 FORMAT = 1
 _STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
@@ -35,7 +39,7 @@ CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
     "metrics.jsonl",
     "ended.json",
 )
-_OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d+),')
+_OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
 
 
 def rank_file(rank: int) -> str:
@@ -62,9 +66,9 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
+        if not is_there(path, _FOLDER) or not self.path.is_dir():
             raise RecordError(f"{path} is no folder", expected="the folder that record= named")
-        if not (self.path / CONFIG).exists():
+        if not is_there(self.path / CONFIG, _OBJECT):
             raise RecordError(
                 f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"
             )
@@ -72,15 +76,16 @@ class Run:
         self.id = str(self.config["run"])
         if self.config.get("format") != FORMAT:
             raise RecordError(
-                f"{path} is a run in the format {self.config.get('format')}",
+                f"{path} is a run in the format {shown(self.config.get('format'))}",
                 expected=f"{FORMAT}, which this version of drumline reads",
             )
         self.plan = self._object(PLAN)
         self.environment = self._object(ENVIRONMENT)
         self.program = self._program()
+        _check_plan(self.path / PLAN, self.plan, self.program)
         self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
         self._metrics = _Lines(self.path / METRICS, self.id)
-        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not lines.path.exists()]
+        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _LINES)]
         if missing:
             raise RecordError(
                 f"{path} has no record of rank {', '.join(missing)}",
@@ -106,11 +111,11 @@ class Run:
         """Return what one rank measured in a step."""
         table = self._ranks[rank].read(step)
         try:
-            return Record.from_json(table)
-        except (KeyError, TypeError, ValueError) as error:
+            return read_record(table, self.program, rank, step)
+        except RecordError as error:
             raise RecordError(
-                f"the line of step {step} in {self._ranks[rank].path} is no record: {type(error).__name__}: {error}",
-                expected="the line as the run wrote it",
+                f"the line of step {step} in {self._ranks[rank].path} is no record: {error.error}",
+                expected=error.expected,
             ) from None
 
     def timeline(self, step: int | None = None) -> Measured:
@@ -130,7 +135,10 @@ class Run:
             at = steps.index(step)
             around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
             dials = align([self._records(one) for one in around], around.index(step))
-        return Measured(self.program, records, self._weighed, dials)
+        found = Measured(self.program, records, self._weighed, dials)
+        if not found.makespan > 0:
+            raise RecordError(f"step {step} in {self.path} took no time", expected="a step that ran")
+        return found
 
     def _records(self, step: int) -> tuple[Record, ...]:
         return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
@@ -142,22 +150,33 @@ class Run:
 
     def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the metrics of every step, as far as they are written, but for the first `since` of them."""
-        return [self._metrics.read(step) for step in islice(self._metrics.known(), since, None)]
+        return [self._numbers(step) for step in islice(self._metrics.known(), since, None)]
+
+    def _numbers(self, step: int) -> dict[str, Any]:
+        """Return the metrics of a step: numbers by name, or None for what was not finite."""
+        found = self._metrics.read(step)
+        for name, value in found.items():
+            if name != "run" and value is not None:
+                if type(value) not in (int, float, bool) or len(name) > _LONGEST_NAME:
+                    raise RecordError(
+                        f"the line of step {step} in {self._metrics.path} has {shown(value)} as {name[:60]!r}",
+                        expected="numbers by their names",
+                    )
+                if not -LARGEST <= value <= LARGEST:
+                    found[name] = None  # as good as infinite
+        return found
 
     @property
     def has_ended(self) -> bool:
         """Whether rank 0 has closed the run; one that was killed never says so."""
-        return (self.path / ENDED).exists()
+        return is_there(self.path / ENDED, _OBJECT)
 
     def _object(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        try:
-            found = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise RecordError(f"{path} is missing", expected="all files of the run in one folder") from None
-        except ValueError as error:
-            raise RecordError(f"{path} is not JSON: {error}", expected="the file as the run wrote it") from None
-        if not isinstance(found, dict) or not isinstance(found.get("run"), str):
+        if not is_there(path, _OBJECT):
+            raise RecordError(f"{path} is missing", expected="all files of the run in one folder")
+        found = read_object(path, _OBJECT)
+        if not isinstance(found.get("run"), str):
             raise RecordError(f"{path} names no run", expected="the file as the run wrote it")
         if name != CONFIG:
             _check_run(path, found["run"], self.id)
@@ -168,7 +187,40 @@ class Run:
             program = Program.load(self.path / PROGRAM)
         except DrumlineError as error:
             raise RecordError(error.error, expected="the program as the run wrote it") from None
-        return Program(program.rows, str(self.plan["schedule"]))
+        if violations := validate(program):
+            raise RecordError(
+                f"{self.path / PROGRAM} cannot have run: {violations[0]}", expected="the program as the run wrote it"
+            )
+        return Program(program.rows, str(self.plan.get("schedule")))
+
+
+_WROTE = "the file as the run wrote it"
+_FOLDER = Kind("run", RecordError, "the folder that record= named")
+_OBJECT = Kind("run", RecordError, _WROTE)
+_LINES = Kind("run", RecordError, _WROTE)
+_LONGEST_NAME = 200
+_MOST_STEPS = 10**7
+
+
+def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
+    """Refuse a plan whose parts are not what reports take them for."""
+    with named(path, _OBJECT):
+        table = Parsed(plan, _OBJECT)
+        table["schedule"].text()
+        if plan.get("blocks") is not None:
+            if len(table["blocks"].each()) != program.num_stages:
+                raise table["blocks"].refuse(f"the blocks of {counted(program.num_stages, 'stage')}")
+            for stage in table["blocks"].each():
+                for block in stage.each():
+                    block.text()
+        if plan.get("guessed_costs") is not None:
+            for cost in table["guessed_costs"].each():
+                cost.number()
+        predicted = plan.get("predicted")
+        if predicted is not None and table["predicted"].get("blocks") is not None and predicted["blocks"] is not None:
+            for block in table["predicted"]["blocks"].each():
+                for name in ("forward", "backward", "backward_input", "backward_weight"):
+                    block[name].number()
 
 
 class _Lines:
@@ -182,15 +234,18 @@ class _Lines:
 
     def known(self) -> Mapping[int, tuple[int, int]]:
         """Return where the lines are by now, by step."""
-        if not self.path.exists() or self.path.stat().st_size == self._end:
+        if not is_there(self.path, _LINES):
             return self._places
-        with self.path.open("rb") as file:
+        with opened(self.path, _LINES) as file:
+            if os.fstat(file.fileno()).st_size == self._end:
+                return self._places
             file.seek(self._end)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
+            while (line := file.readline(LINE.max_bytes)).endswith(b"\n"):
                 self._places[self._step(line)] = (self._end, len(line))
                 self._end += len(line)
+        if len(line) == LINE.max_bytes or len(self._places) > _MOST_STEPS:
+            most = f"a line of {LINE.max_bytes // MIB} MiB" if line else f"{_MOST_STEPS} steps"
+            raise RecordError(f"{self.path} has more than {most}", expected=_WROTE)
         return self._places
 
     def _step(self, line: bytes) -> int:
@@ -199,19 +254,21 @@ class _Lines:
             raise RecordError(
                 f"line {len(self._places) + 1} of {self.path} is not one that a run wrote", fix="remove the line"
             )
-        _check_run(self.path, opening[1].decode(), self.run)
+        _check_run(self.path, opening[1].decode(errors="backslashreplace"), self.run)
         return int(opening[2])
 
     def read(self, step: int) -> dict[str, Any]:
         """Return the line of a step."""
         start, size = self._places[step]
-        with self.path.open("rb") as file:
+        with opened(self.path, _LINES) as file:
             file.seek(start)
-            try:
-                found: dict[str, Any] = json.loads(file.read(size))
-            except ValueError as error:
-                raise RecordError(f"the line of step {step} in {self.path} is not JSON: {error}") from None
-        return found
+            line = file.read(size)
+        try:
+            return parse_object(line, LINE)
+        except RecordError as error:
+            raise RecordError(
+                f"the line of step {step} in {self.path}: {error.error}", expected=error.expected
+            ) from None
 
 
 def _check_run(path: Path, found: str, run: str) -> None:

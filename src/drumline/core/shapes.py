@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.core.errors import CostsError
-
-# Sums and products of a million numbers up to this one are still finite.
-LARGEST = 1e100
+from drumline.core.parsed import LARGEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drumline.core.errors import ModelError, UsageError
+from drumline.core.files import Kind, read_object
 from drumline.pipeline.model_file import Material
 
 _EXPECTED = "the config.json of a causal language model of Hugging Face's"
+_KIND = Kind("config", ModelError, _EXPECTED)
 _LENGTH = 512  # of a row, in tokens, unless asked for
 
 
@@ -47,13 +48,8 @@ def check_config(path: str) -> None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}", expected=_EXPECTED) from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}", expected=_EXPECTED) from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    config = read_object(path, _KIND)
+    if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} names no model_type", expected=_EXPECTED)
     return config
 

@@ -9,6 +9,7 @@ Every rank loads the file by itself, as `python FILE.py` would find it: modules 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.core.files import is_regular
 from drumline.pipeline.models import is_chain
 from drumline.runtime.cut import Model, blocks_of
 
@@ -68,8 +70,8 @@ def _parts(source: str) -> tuple[Path, str]:
     if not file or not name.isidentifier():
         raise ModelError(f"the model is {source!r}", expected=_EXPECTED)
     path = Path(file)
-    if not path.is_file():
-        raise ModelError(f"{path}: {'not a file' if path.exists() else 'no such file'}", expected=_EXPECTED)
+    if not is_regular(path):
+        raise ModelError(f"{path}: {'not a file' if os.path.exists(path) else 'no such file'}", expected=_EXPECTED)
     return path, name
 
 

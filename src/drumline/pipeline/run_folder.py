@@ -31,10 +31,10 @@ def problem(path: Path, ranks: Sequence[int]) -> str:
     >>> problem(Path("no-such-folder"), [0, 1])
     ''
     """
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         return f"{path} is no folder"
     mine = [rank_file(rank) for rank in ranks] + ([CONFIG, METRICS] if 0 in ranks else [])
-    there = [name for name in mine if (path / name).exists()]
+    there = [name for name in mine if os.path.exists(path / name)]
     return f"{path} holds a run already: {there[0]} is there" if there else ""
 
 

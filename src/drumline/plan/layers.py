@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Any
 
 from drumline.core.costs import Costs
-from drumline.core.errors import ModelError
+from drumline.core.errors import ModelError, PlanError
+from drumline.core.files import Kind, parse_object
+from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.placement import Placement
 from drumline.plan.chain import BlockCosts
 
@@ -158,25 +159,55 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Return the profile that `to_json` wrote."""
-        return profile_from(json.loads(text))
+        """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
+        return profile_from(Parsed(parse_object(text, _KIND), _KIND))
 
 
-def profile_from(table: Mapping[str, Any]) -> Profile:
+_KIND = Kind("profile", PlanError, "the JSON of a profile")
+_LAYER = tuple(one.name for one in fields(Layer))
+_BYTES = tuple(name for name in _LAYER if name.endswith("_bytes"))
+_TIMES = tuple(one.name for one in fields(Times))
+
+
+def profile_from(table: Parsed) -> Profile:
     """Return the profile that a JSON object spells."""
-    read = dict(table)
-    layers = tuple(
-        Layer(
-            **{
-                **one,
-                "times": Times(**one["times"]),
-                "tied": tuple(map(tuple, one.get("tied", ()))),
-                "spreads": None if one.get("spreads") is None else Times(**one["spreads"]),
-            }
-        )
-        for one in read.pop("layers")
+    table.only(one.name for one in fields(Profile))
+    return Profile(
+        tuple(map(_layer_from, table["layers"].each())),
+        _times_from(table["overhead"]),
+        table["device"].text(),
+        table["num_runs"].whole(),
     )
-    return Profile(layers, Times(**read.pop("overhead")), **read)
+
+
+def _layer_from(table: Parsed) -> Layer:
+    table.only(_LAYER)
+    sizes = {name: table[name].whole() for name in _BYTES if name in table.value or not name.startswith(_LATER)}
+    tied, spreads = table.get("tied"), table.get("spreads")
+    return Layer(
+        table["name"].text(),
+        _times_from(table["times"]),
+        tied=() if tied is None else tuple(map(_tied_from, tied.each())),
+        spreads=None if spreads is None or spreads.value is None else _times_from(spreads, -LARGEST),  # rounding
+        **sizes,
+    )
+
+
+_LATER = ("checkpoint", "again")  # bytes that profiles of the first version did not have
+
+
+def _tied_from(row: Parsed) -> tuple[str, int, int]:
+    if len(row.each()) != 3:
+        raise row.refuse("a name, bytes of weights and bytes of gradients")
+    name, weight, gradient = row.each()
+    return name.text(), weight.whole(), gradient.whole()
+
+
+def _times_from(table: Parsed, least: float = 0.0) -> Times:
+    table.only(_TIMES)
+    taped = table.get("taped")
+    seconds = (table[name].number(least) for name in _TIMES if name != "taped")
+    return Times(*seconds, None if taped is None or taped.value is None else taped.number(least))
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:

@@ -10,14 +10,14 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from drumline.core.costs import MAX_FILE_BYTES
 from drumline.core.errors import PlanError
+from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
+from drumline.core.parsed import Parsed, shown
 from drumline.plan.layers import Layer, Profile, Times, profile_from
 from drumline.plan.lines import Line
 from drumline.plan.overheads import Overheads
@@ -128,30 +128,23 @@ class ModelProfile:
     @staticmethod
     def from_json(text: str) -> ModelProfile:
         """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
-        table = _object(text)
+        table = parse_object(text, _KIND)
         if table.get("format") != FORMAT:
             raise PlanError("not a profile", expected=_EXPECTED)
         if table.get("version") != VERSION:
             raise PlanError(
-                f"a profile of version {table.get('version')!r}",
+                f"a profile of version {shown(table.get('version'))}",
                 expected=f"version {VERSION}",
                 fix="measure it again with this drumline",
             )
-        try:
-            return _read(table)
-        except PlanError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanError(f"a damaged profile: {what}", expected=_EXPECTED) from None
+        return _read(Parsed(table, _KIND))
 
     @staticmethod
     def load(path: str | Path) -> ModelProfile:
         """Read a profile from a file."""
-        try:
-            return ModelProfile.from_json(read_text(path))
-        except PlanError as error:
-            raise PlanError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return ModelProfile.from_json(text)
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
@@ -159,19 +152,7 @@ class ModelProfile:
 
 
 _EXPECTED = "a JSON file that `drumline profile --out FILE.json` wrote"
-
-
-def read_text(path: str | Path) -> str:
-    """Return a file's text, bounded in size; raises PlanError where that is not possible."""
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise PlanError(f"larger than {MAX_FILE_BYTES >> 20} MiB", expected=_EXPECTED)
-        return data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PlanError(reason, expected=_EXPECTED) from None
+_KIND = Kind("profile", PlanError, _EXPECTED, 16 * MIB)
 
 
 def is_profile(path: str | Path) -> bool:
@@ -181,9 +162,9 @@ def is_profile(path: str | Path) -> bool:
     False
     """
     try:
-        with Path(path).open("rb") as file:
+        with opened(path, _KIND) as file:
             return re.search(rf'"format"\s*:\s*"{FORMAT}"'.encode(), file.read(1000)) is not None
-    except OSError:
+    except PlanError:
         return False
 
 
@@ -192,55 +173,44 @@ def merged(profiles: Sequence[Profile]) -> Profile:
     return _blend(profiles, median)
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        table = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"not JSON: {error}", expected=_EXPECTED) from None
-    if not isinstance(table, dict):
-        raise PlanError(f"JSON of a {type(table).__name__}", expected=_EXPECTED)
-    return table
+def identity_from(table: Parsed) -> Identity:
+    """Return the model that a JSON object names."""
+    table.only(one.name for one in fields(Identity))
+    return Identity(table["name"].text(), table["num_parameters"].whole(), table["fingerprint"].text())
 
 
-def _read(table: Mapping[str, Any]) -> ModelProfile:
-    sizes = tuple((int(one["rows"]), profile_from(one["profile"])) for one in table["sizes"])
-    if len(table["paces"]) not in (0, len(sizes)):
-        raise PlanError(f"{len(table['paces'])} paces for {len(sizes)} sizes", expected="one for each")
-    if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}) or sizes[0][0] < 1:
+def _read(table: Parsed) -> ModelProfile:
+    sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
+    paces = tuple(one.number() for one in table["paces"].each())
+    if len(paces) not in (0, len(sizes)):
+        raise PlanError(f"{len(paces)} paces for {len(sizes)} sizes", expected="one for each")
+    if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
         raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
-    if any(not one.layers or len(one.layers) != len(sizes[0][1].layers) for _, one in sizes):
+    names = [one.name for one in sizes[0][1].layers]
+    if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
         raise PlanError("sizes with different blocks", expected="the same blocks at every size")
-    for _, one in sizes:
-        for layer in one.layers:
-            _check_numbers(layer)
-    links = tuple(
-        Link(
-            int(one["from"]),
-            int(one["to"]),
-            tuple((int(size), float(seconds)) for size, seconds in one["points"]),
-            Line(float(one["latency"]), float(one["seconds_per_byte"])),
-        )
-        for one in table["links"]
-    )
     return ModelProfile(
-        Identity(**table["model"]),
-        str(table["device"]),
-        int(table["num_ranks"]),
-        int(table["num_threads"]),
+        identity_from(table["model"]),
+        table["device"].text(),
+        table["num_ranks"].whole(1),
+        table["num_threads"].whole(),
         sizes,
         Overheads.from_json(table["overheads"]),
-        links,
-        str(table["transport"]),
-        tuple(map(float, table["paces"])),
+        tuple(map(_link_from, table["links"].each())),
+        table["transport"].text(),
+        paces,
     )
 
 
-def _check_numbers(layer: Layer) -> None:
-    """Refuse times and bytes that are no finite numbers of 0 or more."""
-    times = [(f"{layer.name}: {name}", getattr(layer.times, name)) for name in _TIMES]
-    for name, value in [*times, *((f"{layer.name}: {name}", getattr(layer, name)) for name in _BYTES)]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise PlanError(f"{name} is {value!r}", expected="a number of 0 or more")
+def _link_from(table: Parsed) -> Link:
+    points = []
+    for point in table["points"].each():
+        if len(point.each()) != 2:
+            raise point.refuse("bytes and seconds")
+        size, seconds = point.each()
+        points.append((size.whole(), seconds.number()))
+    line = Line(table["latency"].number(), table["seconds_per_byte"].number())
+    return Link(table["from"].whole(), table["to"].whole(), tuple(points), line)
 
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")

@@ -9,12 +9,13 @@ rank looks at its gradients, which takes longer the more there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.handling import Handling
+from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.program import Program
 from drumline.plan.lines import Line, fitted
 
@@ -89,11 +90,24 @@ class Overheads:
         return table | {name: [table[name].seconds, table[name].seconds_per_byte] for name in _LINES}
 
     @staticmethod
-    def from_json(table: Mapping[str, Any]) -> Overheads:
+    def from_json(table: Parsed) -> Overheads:
         """Return what `to_json` made an object of.
 
+        >>> from drumline.core.errors import PlanError
+        >>> from drumline.core.files import Kind
         >>> one = Overheads(send=Line(1.0, 0.5), action=0.25)
-        >>> Overheads.from_json(one.to_json()) == one
+        >>> Overheads.from_json(Parsed(one.to_json(), Kind("profile", PlanError, "a profile"))) == one
         True
         """
-        return Overheads(**{**table, **{name: Line(*table[name]) for name in _LINES}})
+        table.only(one.name for one in fields(Overheads))
+        # What is left over of a step, shared among its actions, may come out below 0.
+        least = {"action": -LARGEST, "flight": -LARGEST, "begin": 0.0}
+        seconds = {name: table[name].number(low) for name, low in least.items()}
+        return Overheads(*(_line_from(table[name]) for name in _LINES), **seconds)
+
+
+def _line_from(pair: Parsed) -> Line:
+    if len(pair.each()) != 2:
+        raise pair.refuse("seconds, and seconds per byte")
+    seconds, slope = pair.each()
+    return Line(seconds.number(), slope.number())

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, PlanError
+from drumline.core.errors import PlanError, ProgramError
+from drumline.core.files import MIB, Kind, named, parse_object, read_text
+from drumline.core.parsed import LARGEST, Parsed, shown
 from drumline.core.program import Program
-from drumline.plan.model_profile import Identity, read_text
+from drumline.plan.model_profile import Identity, identity_from
 
 FORMAT = "drumline plan"
 VERSION = 1
@@ -152,31 +153,23 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Return the plan that `to_json` wrote; raises PlanError with what is wrong."""
-        try:
-            table = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(f"not JSON: {error}", expected=_EXPECTED) from None
-        if not isinstance(table, dict) or table.get("format") != FORMAT:
+        table = parse_object(text, _KIND)
+        if table.get("format") != FORMAT:
             raise PlanError("not a plan", expected=_EXPECTED)
         if table.get("version") != VERSION:
             raise PlanError(
-                f"a plan of version {table.get('version')!r}",
+                f"a plan of version {shown(table.get('version'))}",
                 expected=f"version {VERSION}",
                 fix="plan again with this drumline",
             )
-        try:
-            return _read(table)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise PlanError(f"a damaged plan: {what}", expected=_EXPECTED) from None
+        return _read(Parsed(table, _KIND))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from a file."""
-        try:
-            return Plan.from_json(read_text(path))
-        except PlanError as error:
-            raise PlanError(f"{path}: {error.error}", expected=_EXPECTED, fix=error.fix) from None
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return Plan.from_json(text)
 
     def save(self, path: str | Path) -> None:
         """Write it to a file."""
@@ -184,27 +177,56 @@ class Plan:
 
 
 _EXPECTED = "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote"
+_KIND = Kind("plan", PlanError, _EXPECTED, 16 * MIB)
 
 
-def _read(table: Mapping[str, Any]) -> Plan:
-    program = Program.parse("\n".join(table["program"]), str(table["schedule"]))
-    counts, checkpoint = tuple(map(int, table["counts"])), tuple(one == "full" for one in table["checkpoint"])
-    if not len(counts) == len(checkpoint) == program.num_stages or min(counts) < 1:
-        raise DrumlineError(f"counts {list(counts)} and a program of {program.num_stages} stages")
+def _read(table: Parsed) -> Plan:
+    program = _program_from(table["program"], table["schedule"].text())
+    counts = tuple(one.whole(1) for one in table["counts"].each())
+    checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
+    cuts = tuple(one.text() for one in table["cuts"].each())
+    rank_bytes = tuple(RankBytes(**{name: one[name].number() for name in _ITEMS}) for one in table["rank_bytes"].each())
+    limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
+    stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
+    for name, given, (wanted, of) in (
+        ("counts", counts, stages),
+        ("checkpoint", checkpoint, stages),
+        ("cuts", (*cuts, ""), stages),
+        ("rank_bytes", rank_bytes, ranks),
+        ("limits", limits, ranks),
+    ):
+        if given is not None and len(given) != wanted:
+            raise PlanError(f"a damaged plan: {name} has {len(given)} items for {wanted} {of}", expected=_EXPECTED)
+    seconds = table["seconds"].only(_SECONDS)
     return Plan(
-        Identity(**table["model"]),
+        identity_from(table["model"]),
         program,
         counts,
-        tuple(map(str, table["cuts"])),
-        int(table["batch"]),
-        int(table["microbatch_size"]),
+        cuts,
+        table["batch"].whole(1),
+        table["microbatch_size"].whole(1),
         checkpoint,
-        Seconds(**table["seconds"]),
-        tuple(RankBytes(**{name: one[name] for name in _ITEMS}) for one in table["rank_bytes"]),
-        None if table["limits"] is None else tuple(map(float, table["limits"])),
-        str(table["optimizer"]),
-        bool(table["searched"]),
+        Seconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
+        rank_bytes,
+        limits,
+        table["optimizer"].text(),
+        table["searched"].flag(),
     )
 
 
+def _program_from(rows: Parsed, name: str) -> Program:
+    lines = [row.text() for row in rows.each()]
+    try:
+        return Program.parse("\n".join(lines), name)
+    except ProgramError as error:
+        raise PlanError(f"a damaged plan: its program: {error.error}", expected=error.expected) from None
+
+
+def _is_full(one: Parsed) -> bool:
+    if one.value not in ("full", "none"):
+        raise one.refuse("full or none")
+    return bool(one.value == "full")
+
+
 _ITEMS = tuple(one.name for one in fields(RankBytes))
+_SECONDS = tuple(one.name for one in fields(Seconds))

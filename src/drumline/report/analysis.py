@@ -120,7 +120,7 @@ def analyze(
 
     >>> analyze(["no-such-folder/rank0.json"])
     Traceback (most recent call last):
-    drumline.core.errors.TraceError: no-such-folder/rank0.json: No such file or directory; ...
+    drumline.core.errors.TraceError: no-such-folder/rank0.json cannot be read: No such file or directory; ...
     """
     traces = load(paths, progress=progress)
     return Analysis(traces, traces.step(step))

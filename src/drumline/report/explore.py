@@ -29,6 +29,8 @@ from drumline.schedules import find, schedules
 
 # Actions up to which a picture and its explanations are made faster than two questions are asked.
 EXPLAINED_AT_ONCE = 2000
+# What a page shows: more takes longer than anybody waits, and a browser cannot draw it.
+MAX_RANKS, MAX_ACTIONS = 1024, 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,19 @@ class Settings:
     def program(self, csv: str | None = None) -> Program:
         """Return the program that the settings, or one's own text, spell."""
         if csv is not None:
-            return _parsed(csv)
-        return _generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank)
+            return _shown(_parsed(csv))
+        return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank))
+
+
+def _shown(program: Program) -> Program:
+    """Return the program, unless a page of it would take minutes."""
+    if program.num_ranks > MAX_RANKS or program.num_actions > MAX_ACTIONS:
+        raise UsageError(
+            f"a program of {program.num_ranks} ranks and {program.num_actions} actions",
+            expected=f"at most {MAX_RANKS} ranks and {MAX_ACTIONS} actions on this page",
+            fix="use `drumline simulate`",
+        )
+    return program
 
 
 @lru_cache(maxsize=8)

@@ -6,17 +6,23 @@ A page elsewhere that tricks the browser into asking (DNS rebinding) is refused 
 from __future__ import annotations
 
 import gc
+import io
 import json
+import re
+import sys
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import cast
 from urllib.parse import parse_qsl, urlsplit
 
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.report.explore import Settings, answer, explain, explore_page, export
 
 MAX_BODY_BYTES = 8 * 2**20
+BODY_SECONDS = 30.0
 IDLE_SECONDS = 2.0
+_LENGTH = re.compile("[0-9]+")
 
 
 class ExploreServer(ThreadingHTTPServer):
@@ -32,6 +38,7 @@ class ExploreServer(ThreadingHTTPServer):
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.asked_at = 0.0
+        self.body_seconds = BODY_SECONDS
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Serve until shut down, garbage being collected between answers and not in the midst of one.
@@ -51,6 +58,11 @@ class ExploreServer(ThreadingHTTPServer):
             self.asked_at = 0.0
             gc.collect()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a browser that went away; whatever else failed is a fault of ours, and is shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     @property
     def address(self) -> str:
         """Where the page is."""
@@ -63,44 +75,98 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        self.respond(None)
+        if self.is_allowed():
+            self.respond(None)
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True
-            self.send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "text/plain", f"at most {MAX_BODY_BYTES >> 20} MiB".encode())
+        if not self.is_allowed():
+            return
+        body = self.body()
+        if body is None:
             return
         try:
-            text = self.rfile.read(int(length)).decode("utf-8-sig")
+            text = body.decode("utf-8-sig")
         except UnicodeDecodeError:
             self.send_json(_refused(UsageError("the file is not UTF-8 text", fix="save it as UTF-8")))
             return
         self.respond(text)
 
-    def respond(self, csv: str | None) -> None:
+    def is_allowed(self) -> bool:
+        """Whether the page itself asks; whoever else does is refused before anything is read of a body."""
         port = self.server.server_address[1]
-        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            self.send(HTTPStatus.FORBIDDEN, "text/plain", b"this page is for this machine only")
-            return
-        self.server.asked_at = time.monotonic()
-        address = urlsplit(self.path)
-        query = dict(parse_qsl(address.query))
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or hosts[0] not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            self.refuse(HTTPStatus.FORBIDDEN, "this page is for this machine only")
+            return False
+        return True
+
+    def body(self) -> bytes | None:
+        """Return what was posted; None where it was refused: its length comes first, and all of it soon."""
+        lengths = self.headers.get_all("Content-Length") or []
+        if not lengths or "Transfer-Encoding" in self.headers:
+            self.refuse(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
+            return None
+        if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
+            self.refuse(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
+            return None
+        length = int(lengths[0][-20:])
+        if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
+            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
+            return None
+        return self.read_body(length)
+
+    def read_body(self, length: int) -> bytes | None:
+        """Read so many bytes, for no longer than BODY_SECONDS in all, however slowly they come."""
+        deadline = time.monotonic() + self.server.body_seconds
+        pieces: list[bytes] = []
+        reader = cast(io.BufferedReader, self.rfile)
         try:
-            if address.path == "/" and csv is None:
-                self.send(HTTPStatus.OK, "text/html; charset=utf-8", explore_page(Settings.of(query)).encode())
-            elif address.path == "/answer":
-                self.send_json(answer(Settings.of(query), csv))
-            elif address.path == "/explanations":
-                self.send_json(explain(Settings.of(query), csv))
-            elif address.path == "/export":
-                kind = query.pop("kind", "")
-                name, media_type, contents = export(Settings.of(query), kind, csv)
-                self.send(HTTPStatus.OK, media_type, contents, download=name)
-            else:
-                self.send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page")
+            while length:
+                self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                piece = reader.read1(length)
+                if not piece:
+                    self.refuse(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
+                    return None
+                pieces.append(piece)
+                length -= len(piece)
+        except TimeoutError:
+            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time")
+            return None
+        finally:
+            self.connection.settimeout(self.timeout)
+        return b"".join(pieces)
+
+    def refuse(self, status: HTTPStatus, why: str) -> None:
+        """Answer in a line and hang up: what is left of the request is not read."""
+        self.close_connection = True
+        self.send(status, "text/plain", why.encode())
+
+    def respond(self, csv: str | None) -> None:
+        self.server.asked_at = time.monotonic()
+        try:
+            address = urlsplit(self.path)
+            query = dict(parse_qsl(address.query, max_num_fields=100))
+        except ValueError:
+            self.refuse(HTTPStatus.BAD_REQUEST, "no such address")
+            return
+        try:
+            self.answer(address.path, query, csv)
         except DrumlineError as error:
             self.send_json(_refused(error), status=HTTPStatus.UNPROCESSABLE_ENTITY)
+
+    def answer(self, page: str, query: dict[str, str], csv: str | None) -> None:
+        if page == "/" and csv is None:
+            self.send(HTTPStatus.OK, "text/html; charset=utf-8", explore_page(Settings.of(query)).encode())
+        elif page == "/answer":
+            self.send_json(answer(Settings.of(query), csv))
+        elif page == "/explanations":
+            self.send_json(explain(Settings.of(query), csv))
+        elif page == "/export":
+            kind = query.pop("kind", "")
+            name, media_type, contents = export(Settings.of(query), kind, csv)
+            self.send(HTTPStatus.OK, media_type, contents, download=name)
+        else:
+            self.send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page")
 
     def send_json(self, value: object, *, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send(status, "application/json", json.dumps(value, allow_nan=False, separators=(",", ":")).encode())

@@ -71,9 +71,11 @@ def lines(
             longest = max(longest, line.get(SECONDS) or 0.0)
             yield line
         known += len(metrics)
+        if not quiet:
+            return
         if metrics:
             last = now()
-        elif ended or now() - last >= max(quiet, 10 * longest if quiet else 0.0):
+        elif ended or now() - last >= max(quiet, 10 * longest):
             return
         yield None
         sleep(every)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 # Backends whose calls end on the host: their annotation lasts until the host has waited.
 _ON_HOST = frozenset({"gloo", "mpi", "ucc"})
@@ -117,9 +117,9 @@ def elements_bytes(event: dict[str, Any]) -> float | None:
     >>> elements_bytes({"args": {"In msg nelems": 1024, "dtype": "BFloat16"}})
     2048.0
     """
-    args = event.get("args") or {}
+    args = _args(event)
     count, size = args.get("In msg nelems"), _SIZES.get(str(args.get("dtype")).lower())
-    return float(count * size) if isinstance(count, int) and size is not None else None
+    return float(count * size) if _is_size(count) and size is not None else None
 
 
 def shape_bytes(event: dict[str, Any]) -> float | None:
@@ -128,11 +128,23 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     >>> shape_bytes({"args": {"Input Dims": [[32, 128]], "Input type": ["c10::BFloat16"]}})
     8192.0
     """
-    args = event.get("args") or {}
+    args = _args(event)
     shapes, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list) or not shapes or not types:
         return None
     size = _SIZES.get(str(types[0]).lower().removeprefix("c10::"))
-    if size is None or not shapes[0] or not all(isinstance(length, int) for length in shapes[0]):
+    shape = shapes[0]
+    if size is None or not shape or not isinstance(shape, list) or not all(map(_is_size, shape)):
         return None
-    return float(math.prod(shapes[0]) * size)
+    found = math.prod(shape) * size
+    return float(found) if _is_size(found) else None
+
+
+def _args(event: dict[str, Any]) -> dict[str, Any]:
+    args = event.get("args")
+    return args if isinstance(args, dict) else {}
+
+
+def _is_size(number: object) -> TypeGuard[int]:
+    """Whether it is a count of elements or bytes that there can be."""
+    return type(number) is int and 0 <= number < 2**62

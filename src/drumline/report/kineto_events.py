@@ -11,13 +11,16 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import re
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from drumline.core.errors import TraceError
+from drumline.core.files import MIB, Kind, opened
 
 Event = dict[str, Any]
 
@@ -25,6 +28,12 @@ _EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or
 _AGAIN = "record or copy the trace again"
 _PIECE = 1 << 20
 _LARGEST_VALUE = 64 << 20  # characters of one event; what is larger is no event
+_KIND = Kind("trace", TraceError, _EXPECTED, 2**14 * MIB)
+# Traces shrink to a tenth or a thirtieth; what grows to more than this is made to fill memory and time.
+_MOST_GROWTH, _GROWTH_FROM = 200, 64 * MIB
+_MOST_NAMES = 1000  # beside the events
+_LARGEST_KEPT = MIB  # characters of a value beside the events
+_SPACE = re.compile(r"\s*")
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 _LONGEST_ESCAPE = len(r"\ud83d\ude00")
 _DECODER = json.JSONDecoder()
@@ -42,34 +51,42 @@ def events(path: Path, header: Event) -> Generator[Event, None, None]:
     ['X', 'i'] {'schemaVersion': 1, 'traceName': 'a'}
     """
     try:
-        with _opened(path) as file:
-            yield from _events(_Text(file), header)
-    except TraceError as error:
+        with _opened(path) as text:
+            yield from _events(text, header)
+    except _Refused as error:
         raise TraceError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
             f"{path}: the gzip data is damaged or cut off: {error}", expected=_EXPECTED, fix=_AGAIN
         ) from None
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}", expected=_EXPECTED) from None
+
+
+class _Refused(TraceError):
+    """What is wrong with a file's contents; the path comes in front."""
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
-    if path.exists() and not path.is_file():
-        raise TraceError("not a regular file", expected=_EXPECTED)
-    with path.open("rb") as file, ExitStack() as stack:
-        zipped = file.peek(2)[:2] == b"\x1f\x8b"
+def _opened(path: Path) -> Iterator[_Text]:
+    with opened(path, _KIND) as file, ExitStack() as stack:
+        if os.fstat(file.fileno()).st_size > _KIND.max_bytes:
+            raise _Refused(f"larger than {_KIND.max_bytes // MIB} MiB", expected=_EXPECTED)
+        zipped = cast(io.BufferedReader, file).peek(2)[:2] == b"\x1f\x8b"
         plain: Any = stack.enter_context(gzip.GzipFile(fileobj=file)) if zipped else file
+
+        def most() -> int:
+            return min(_GROWTH_FROM + _MOST_GROWTH * file.tell(), _KIND.max_bytes) if zipped else _KIND.max_bytes
+
         # Names of kernels are whatever somebody called them: a byte that is no text must not end the reading.
-        yield stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8", errors="replace"))
+        yield _Text(stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8-sig", errors="replace")), most)
 
 
 class _Text:
     """The text of a file, through a window that moves on."""
 
-    def __init__(self, file: io.TextIOWrapper) -> None:
+    def __init__(self, file: io.TextIOWrapper, most: Callable[[], int]) -> None:
         self.file = file
+        self.most = most  # characters that the file may have, by what was read of it
+        self.num_read = 0
         self.text = ""
         self.at = 0
 
@@ -77,18 +94,23 @@ class _Text:
         """Let go of what was read, and take in at least as much again as is left; False at the end."""
         left = self.text[self.at :]
         if len(left) > _LARGEST_VALUE:
-            raise TraceError(f"one value is larger than {_LARGEST_VALUE >> 20} MiB", expected=_EXPECTED)
+            raise _Refused(f"one value is larger than {_LARGEST_VALUE >> 20} MiB", expected=_EXPECTED)
         piece = self.file.read(max(_PIECE, len(left)))
+        self.num_read += len(piece)
+        if self.num_read > self.most():
+            raise _Refused(
+                f"it grows to more than {self.num_read // MIB - 1} MiB, more than {_MOST_GROWTH} times its size",
+                expected=_EXPECTED,
+            )
         self.text, self.at = left + piece, 0
         return bool(piece)
 
     def peek(self) -> str:
         """Return the next character that is no space, or nothing at the end."""
         while True:
-            while self.at < len(self.text):
-                if not self.text[self.at].isspace():
-                    return self.text[self.at]
-                self.at += 1
+            self.at = cast(re.Match[str], _SPACE.match(self.text, self.at)).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
             if not self.more():
                 return ""
 
@@ -109,7 +131,9 @@ class _Text:
             except json.JSONDecodeError as error:
                 fault, at = error.msg, error.pos
             except RecursionError:
-                raise TraceError("the JSON is nested too deeply", expected=_EXPECTED) from None
+                raise _Refused("the JSON is nested too deeply", expected=_EXPECTED) from None
+            except ValueError:  # Python refuses to read numbers of more than 4300 digits
+                raise _Refused("a number of thousands of digits stands in it", expected=_EXPECTED) from None
             else:
                 length = end - self.at
                 # A number at the very end of the window may go on behind it: 1, 1.5, 1e-5.
@@ -131,7 +155,7 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
         return
     if not text.take("{"):
         raise _not_json("it begins with neither { nor [", text.text[text.at : text.at + 20])
-    found = False
+    found, names = False, 0
     while not text.take("}"):
         key = text.value()
         if not isinstance(key, str) or not text.take(":"):
@@ -140,11 +164,18 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
             found = True
             yield from _listed(text)
         else:
-            header[key] = text.value()
+            before = text.num_read - len(text.text) + text.at
+            value = text.value()
+            if text.num_read - len(text.text) + text.at - before <= _LARGEST_KEPT:
+                header[key] = value
+            names += 1
+            if names > _MOST_NAMES:
+                raise _Refused(f"more than {_MOST_NAMES} names beside its events", expected=_EXPECTED)
         if not text.take(",") and text.peek() != "}":
             raise _cut_off() if not text.peek() else _not_json("a comma is missing", text.text[text.at : text.at + 20])
     if not found:
-        raise TraceError(f"no traceEvents in it, only {', '.join(header) or 'nothing'}", expected=_EXPECTED)
+        there = ", ".join(key[:40] for key in list(header)[:10])
+        raise _Refused(f"no traceEvents in it, only {there or 'nothing'}", expected=_EXPECTED)
 
 
 def _listed(text: _Text) -> Iterator[Event]:
@@ -157,9 +188,9 @@ def _listed(text: _Text) -> Iterator[Event]:
             raise _cut_off() if not text.peek() else _not_json("a comma is missing", text.text[text.at : text.at + 20])
 
 
-def _cut_off() -> TraceError:
-    return TraceError("the trace is cut off", expected=_EXPECTED, fix=_AGAIN)
+def _cut_off() -> _Refused:
+    return _Refused("the trace is cut off", expected=_EXPECTED, fix=_AGAIN)
 
 
-def _not_json(fault: str, near: str) -> TraceError:
-    return TraceError(f"not JSON: {fault}, at {near!r}", expected=_EXPECTED)
+def _not_json(fault: str, near: str) -> _Refused:
+    return _Refused(f"not JSON: {fault}, at {near!r}", expected=_EXPECTED)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS, Op
+from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
 from drumline.report.kineto import Traced, Traces
@@ -35,7 +35,7 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
 
     >>> load(["no-such-trace.json"])
     Traceback (most recent call last):
-    drumline.core.errors.TraceError: no-such-trace.json: No such file or directory; ...
+    drumline.core.errors.TraceError: no-such-trace.json cannot be read: No such file or directory; ...
     """
     files = trace_files([Path(path) for path in paths])
     if not files:
@@ -161,7 +161,8 @@ def _rank_steps(
     recordings: Sequence[Recording], stretches: Mapping[int, Mapping[int, Stretch]]
 ) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
-    every = (one.action for steps in stretches.values() for step in steps.values() for one in step.labelled)
+    every = [one.action for steps in stretches.values() for step in steps.values() for one in step.labelled]
+    _check_numbers(every)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
         {
@@ -170,6 +171,21 @@ def _rank_steps(
         }
         for recording, steps in zip(recordings, stretches.values(), strict=True)
     ]
+
+
+def _check_numbers(actions: Sequence[Action]) -> None:
+    """Refuse labels with numbers that no run of so many actions has: tables of all stages would fill memory."""
+    most = max(len(actions), _MOST_NUMBERED)
+    for action in actions:
+        for part in action.work:
+            if part.stage >= most or (part.microbatch or 0) >= most:
+                raise TraceError(
+                    f"a label says {part}, in traces of {counted(len(actions), 'action')}",
+                    expected="stages and microbatches numbered from 0",
+                )
+
+
+_MOST_NUMBERED = 10_000
 
 
 def _complete(

@@ -6,6 +6,7 @@ pipeline, and ranks beside it (data or tensor parallel) are others like it; othe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drumline.core.errors import TraceError
+from drumline.core.files import is_regular
+from drumline.core.parsed import shown
 from drumline.report.kineto_events import Event, events
 
 _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
 ONE_RUN = "one trace of each rank, all of one run"
 # Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
+_QUOTE = "'"
+_MOST_RANKS = 10**6
 _APART_NS = 60 * 10**9
 
 
@@ -46,10 +51,14 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             found.append(path)
             continue
-        inside = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")) and one.is_file())
+        try:
+            names = os.listdir(path)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}", expected="a folder of traces") from None
+        inside = sorted(path / one for one in names if one.endswith((".json", ".json.gz")) and is_regular(path / one))
         if not inside:
             deeper = sorted({one.parent for one in path.glob("*/*.json*")})
             raise TraceError(
@@ -72,7 +81,11 @@ def crew_of(paths: Sequence[Path]) -> Crew:
         for what in ("world_size", "backend"):
             mine, theirs = one.info.get(what), other.info.get(what)
             if mine is not None and theirs is not None and mine != theirs:
-                raise TraceError(f"{what} is {mine} in {one.path}, but {theirs} in {other.path}", expected=ONE_RUN)
+                raise TraceError(
+                    f"{what} is {shown(mine).strip(_QUOTE)} in {one.path}, but {shown(theirs).strip(_QUOTE)} in"
+                    f" {other.path}",
+                    expected=ONE_RUN,
+                )
     groups = {one.rank: _pipeline(one) for one in members}
     wanted = groups[members[0].rank]
     if wanted is None:
@@ -109,7 +122,7 @@ def _member(path: Path) -> Member:
     said = header.get("distributedInfo")
     info = said if isinstance(said, dict) else {}
     rank = info.get("rank")
-    if not isinstance(rank, int) or isinstance(rank, bool):
+    if type(rank) is not int or not 0 <= rank < _MOST_RANKS:
         named = _RANK.search(path.name)
         if named is None:
             raise TraceError(
@@ -129,6 +142,6 @@ def _pipeline(member: Member) -> tuple[int, ...] | None:
         if not isinstance(group, dict) or not _PIPELINE.search(str(group.get("pg_desc", ""))):
             continue
         ranks = group.get("ranks")
-        if isinstance(ranks, list) and member.rank in ranks:
-            return tuple(ranks)
+        if isinstance(ranks, list) and member.rank in ranks and all(type(one) is int for one in ranks):
+            return tuple(dict.fromkeys(ranks))
     return None

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -26,12 +26,13 @@ from drumline.core.graph import Ints
 from drumline.report.kineto_calls import Call, Posted, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto_events import Event, events
 
-_STEP = re.compile(r"ProfilerStep#(\d+)")
-_ACTION = re.compile(r"PP:(?!:).+|(?:Forward|Backward) \d+")
+_STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
+_ACTION = re.compile(r"PP:(?!:).+|(?:Forward|Backward) [0-9]{1,9}")
 _FRAME = re.compile(r".*torch/distributed/pipelining/stage\.py\(\d+\): (?:forward|backward|backward_weight)_one_chunk")
 _MESSAGE = re.compile(r"(\w+):(send|recv|coalesced)\b")
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl|hccl", re.IGNORECASE)
 _BACKWARD = "autograd::engine::evaluate_function"
+_MOST = 2**61  # nanoseconds, 73 years: sums of two still fit 64 bits
 _SENDS = {"c10d::send": True, "c10d::recv_": False, "c10d::recv_any_source_": False}
 
 
@@ -179,23 +180,23 @@ class _Reader:
 
     def link(self, event: Event) -> None:
         moment, number = _moment(event.get("ts")), event.get("id")
-        if moment is not None and isinstance(number, int):
+        if moment is not None and _is_whole(number):
             self.links[str(event.get("ph"))][number] = moment
 
     def launch(self, event: Event) -> None:
         correlation, start = _args(event).get("correlation"), _moment(event.get("ts"))
-        if isinstance(correlation, int) and start is not None:
+        if _is_whole(correlation) and start is not None:
             self.launches.extend((correlation, start))
 
     def kernel(self, event: Event) -> None:
         correlation = _args(event).get("correlation")
-        if isinstance(correlation, int) and (mark := _mark(event)) is not None:
+        if _is_whole(correlation) and (mark := _mark(event)) is not None:
             self.kernels.extend((correlation, *mark[1:], 1 if _COLLECTIVE.search(mark.name) else 0))
 
     def recording(self, path: Path, header: Event) -> Recording:
         """Return everything in order of time, on the clock that the header names."""
         base = header.get("baseTimeNanoseconds")
-        zero = base if isinstance(base, int) else 0
+        zero = base if _is_whole(base) and abs(base) <= _MOST else 0
 
         def in_order(marks: list[Mark]) -> tuple[Mark, ...]:
             """Outer marks come before those inside of them."""
@@ -253,8 +254,14 @@ def _args(event: Event) -> Event:
     return args if isinstance(args, dict) else {}
 
 
+def _is_whole(number: object) -> TypeGuard[int]:
+    """Whether it is a whole number of 64 bits."""
+    return type(number) is int and -(2**63) <= number < 2**63
+
+
 def _moment(time: object) -> int | None:
-    return round(time * 1000) if isinstance(time, int | float) and not isinstance(time, bool) else None
+    """Return microseconds as whole nanoseconds; None for what is no time."""
+    return round(time * 1000) if type(time) in (int, float) and abs(time) * 1000 <= _MOST else None  # type: ignore
 
 
 def _mark(event: Event) -> Mark | None:
@@ -262,4 +269,11 @@ def _mark(event: Event) -> Mark | None:
     start, length = _moment(event.get("ts")), _moment(event.get("dur", 0))
     if event.get("ph") != "X" or start is None or length is None:
         return None
-    return Mark(str(event.get("name", "")), start, start + max(length, 0))
+    name = event.get("name", "")
+    text = name if isinstance(name, str) else str(type(name))
+    return Mark(text if text.isascii() else _written(text), start, start + max(length, 0))
+
+
+def _written(text: str) -> str:
+    """Return a text as it can be written again: JSON spells halves of characters, and UTF-8 does not."""
+    return text.encode(errors="replace").decode()

@@ -10,25 +10,29 @@ host goes from the file into its own memory; one for another device, or of anoth
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError, nearest
+from drumline.core.files import MIB, Kind, opened, parse_object, read_object
+from drumline.core.parsed import Parsed
 
 _BUFFER_BYTES = 16 * 2**20
 _MAX_HEADER_BYTES = 100_000_000  # what the format allows
 _SIZE = struct.Struct("<Q")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDEX = Kind("index", ModelError, 'JSON with a "weight_map"', 64 * MIB)
+_WEIGHTS = Kind("file of weights", ModelError, "a whole file of weights")
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 _TYPES = {
     "F64": torch.float64,
@@ -189,10 +193,11 @@ def _in_folder(folder: Path) -> Iterator[Stored]:
 def _indexed(index: Path) -> Iterator[Stored]:
     """Yield the tensors of the files that an index names, where it says that they are."""
     try:
-        where: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of weights", expected='JSON with a "weight_map"') from error
+        table = Parsed(read_object(index, _INDEX), _INDEX)["weight_map"]
+        where = {name: table[name].text() for name in table.only(table.value).value}
+    except ModelError as error:
+        raise ModelError(f"{index} is not an index of weights: {error.error}", expected=error.expected) from None
+    files = sorted(set(where.values()))
     for file in files:
         if not (index.parent / file).is_file():
             raise ModelError(f"{index} names {file}, which is not there", fix="fetch the missing file")
@@ -214,15 +219,15 @@ def _in_file(file: Path) -> Iterator[Stored]:
 
 
 def _in_safetensors(file: Path) -> Iterator[Stored]:
-    size = file.stat().st_size
-    with file.open("rb") as source:
+    with opened(file, _WEIGHTS) as source:
+        size = os.fstat(source.fileno()).st_size
         head = source.read(_SIZE.size)
         (length,) = _SIZE.unpack(head) if len(head) == _SIZE.size else (size + 1,)
         if length > min(size - _SIZE.size, _MAX_HEADER_BYTES):
             raise ModelError(f"{file} is not a safetensors file, or not a whole one", fix="copy it anew")
         header = source.read(length)
     try:
-        entries: dict[str, Any] = json.loads(header)
+        entries = parse_object(header, _WEIGHTS)
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             begin, end = (_SIZE.size + length + int(at) for at in entry["data_offsets"])
@@ -230,16 +235,19 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
             if entry["dtype"] not in _TYPES:
                 raise ModelError(f"{name!r} of {file} has the type {entry['dtype']}", expected=", ".join(_TYPES))
             one = Stored(file, name, _TYPES[entry["dtype"]], shape, begin)
-            if end - begin != math.prod(shape) * one.dtype.itemsize or end > size:
+            fits = _SIZE.size + length <= begin <= end <= size and min(shape, default=0) >= 0
+            if not fits or end - begin != math.prod(shape) * one.dtype.itemsize:
                 raise ModelError(f"{one} does not fit into the file", expected="a whole file", fix="copy it anew")
             yield one
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(error.error, expected=error.expected, fix=error.fix or "copy it anew") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"the header of {file} is not that of a safetensors file", fix="copy it anew") from error
 
 
 def _in_torch(file: Path) -> Iterator[Stored]:
+    with opened(file, _WEIGHTS):
+        pass  # torch would wait for a pipe
     try:
         # On the meta device torch reads the names alone, and notes where in the file each storage begins.
         found = torch.load(file, map_location="meta", weights_only=True, mmap=True)

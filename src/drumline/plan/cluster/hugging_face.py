@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError
+from drumline.core.files import Kind, named, read_object
+from drumline.core.parsed import shown
 from drumline.plan.cluster.hugging_face_details import details_of
 from drumline.plan.cluster.transformer import Experts, Transformer
 
@@ -28,6 +29,9 @@ _NAMES = {
     "num_dense_layers": ("first_k_dense_replace",),
 }
 _KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
+_KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
+# Far more than any model has, and few enough to plan for.
+_MOST_LAYERS, _MOST = 10_000, 2**31
 _NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
 # The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
 _PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
@@ -37,12 +41,10 @@ _LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
 def read_config(path: str | Path) -> Transformer:
     """Return the transformer that a config file describes; its name is the folder's, or the file's."""
     place = Path(path)
-    try:
-        config = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"{path}: {error}", expected="the config.json of a Hugging Face model") from None
+    config = read_object(place, _KIND)
     plain = place.stem if place.stem != "config" else place.resolve().parent.name
-    return transformer_of(config, name=plain or "config")
+    with named(path, _KIND):
+        return transformer_of(config, name=plain or "config")
 
 
 def transformer_of(config: Any, *, name: str) -> Transformer:
@@ -74,9 +76,10 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
     details = details_of(config, read=_KEYS, gated=not plain)
     shared = found["num_key_value_heads"]
-    if config.get("kv_lora_rank"):  # keys and values come through a narrow projection: as many plain heads hold as much
-        width = found["head_width"] or found["hidden"] // found["num_heads"]
-        narrow = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
+    latent = _whole(config, "kv_lora_rank", _MOST)
+    if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
+        width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
+        narrow = latent + _whole(config, "qk_rope_head_dim", _MOST)
         shared = 1
         while 2 * shared * width < narrow:
             shared *= 2
@@ -102,11 +105,15 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    for name in _NAMES[key]:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise PlanError(f"{name} is {value!r}", expected="a whole number")
-        return value
-    return 0
+    most = _MOST_LAYERS if key in ("num_layers", "num_dense_layers", "num_experts") else _MOST
+    return next((_whole(config, name, most) for name in _NAMES[key] if config.get(name) is not None), 0)
+
+
+def _whole(config: Mapping[str, Any], name: str, most: int) -> int:
+    """Return a number of a config; 0 where it is not there, or null."""
+    value = config.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise PlanError(f"{name} is {shown(value)}", expected=f"a whole number up to {most}")
+    return value

@@ -6,12 +6,12 @@ numbers.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
+from drumline.core.files import Kind, named, read_object
 from drumline.plan.cluster.hardware import REACH, Cluster, Device, Link
 from drumline.plan.cluster.tables import checked, required
 
@@ -23,6 +23,7 @@ NETWORK_REACH = 0.74
 # A Hopper's tensor cores outrun its power. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. There is no
 # published row for a B200, which is taken to be alike.
 HOPPER = replace(REACH, product=0.575)
+_KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
 _NODE_LATENCY = 3e-6
 _NETWORK_LATENCY = 8e-6
 
@@ -80,11 +81,9 @@ def cluster(name: str, num_devices: int) -> Cluster:
 
 def load(path: str | Path) -> Machine:
     """Read a machine from a JSON file: an object with the numbers of its data sheet, as `machine` takes them."""
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanError(f"{path}: {error}", expected="a JSON file that describes a machine") from None
-    return machine(table)
+    table = read_object(path, _KIND)
+    with named(path, _KIND):
+        return machine(table)
 
 
 def machine(table: Any) -> Machine:

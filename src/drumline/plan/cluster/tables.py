@@ -6,6 +6,7 @@ from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
+from drumline.core.parsed import shown
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.transformer import Experts, Transformer
 
@@ -58,7 +59,7 @@ def layout_of(table: Any) -> Layout:
     if "counts" in values:
         for count in values["counts"]:
             if isinstance(count, bool) or not isinstance(count, int):
-                raise PlanError(f"counts of the layout hold {count!r}", expected="whole numbers")
+                raise PlanError(f"counts of the layout hold {shown(count)}", expected="whole numbers")
         values["counts"] = tuple(values["counts"])
     return Layout(**values)
 
@@ -69,10 +70,10 @@ def checked(table: Any, known: Kinds, what: str) -> dict[str, Any]:
         raise PlanError(f"the {what} is a {type(table).__name__}", expected="an object")
     for key, value in table.items():
         if key not in known:
-            raise PlanError(f"unknown key {key!r} of a {what}", fix=nearest(str(key), known))
+            raise PlanError(f"unknown key {shown(key)} of a {what}", fix=nearest(str(key)[:60], known))
         kind = known[key]
         if not isinstance(value, _ACCEPTED.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
-            raise PlanError(f"{key} of the {what} is {value!r}", expected=_WORDS[kind])
+            raise PlanError(f"{key} of the {what} is {shown(value)}", expected=_WORDS[kind])
     return dict(table)
 
 

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
+from drumline.core.parsed import shown
 from drumline.plan.cluster.details import PLAIN
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.tables import layout_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.megatron import megatron
 from drumline.plan.launch.titan import titan
@@ -176,24 +178,25 @@ def read_train_config(text: str) -> Layout:
     """
     try:
         read = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"the config is not TOML: {error}") from None
     if (read.get("format"), read.get("version")) != (FORMAT, VERSION):
         raise PlanError(
-            f"the config has format {read.get('format')!r}, version {read.get('version')!r}",
+            f"the config has format {shown(read.get('format'))}, version {shown(read.get('version'))}",
             expected=f"{FORMAT!r}, version {VERSION}",
         )
     try:
-        return Layout(
-            batch=read["batch"]["sequences"],
-            microbatch=read["batch"]["microbatch"],
+        table = {
+            "batch": read["batch"]["sequences"],
+            "microbatch": read["batch"]["microbatch"],
             **read["mesh"],
-            schedule=read["pipeline"]["schedule"],
-            stages_per_rank=read["pipeline"]["stages_per_rank"],
-            counts=tuple(read["pipeline"]["layers"]),
+            "schedule": read["pipeline"]["schedule"],
+            "stages_per_rank": read["pipeline"]["stages_per_rank"],
+            "counts": read["pipeline"]["layers"],
             **read["memory"],
-        )
+        }
     except (KeyError, TypeError) as error:
         raise PlanError(
             f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists"
         ) from None
+    return layout_of(table)

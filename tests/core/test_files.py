@@ -1,0 +1,233 @@
+"""The one reader of files that users hand over, by itself and through everything that reads by it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cli.main import main
+from drumline.core import files
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError, TraceError
+from drumline.core.files import MAX_DEPTH, Kind, opened, parse_json, read_object, read_text
+from drumline.core.parsed import Parsed
+from drumline.core.program import Program
+from drumline.core.run import read_run
+from drumline.plan.cluster.hugging_face import read_config
+from drumline.plan.cluster.machines import load as load_machine
+from drumline.plan.model_profile import ModelProfile, is_profile
+from drumline.plan.plan import Plan
+from drumline.report import kineto_events
+from drumline.report.kineto_load import load as load_traces
+from records import write_run
+
+KIND = Kind("thing", DrumlineError, "a JSON file", 2**20)
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "object": lambda path: read_object(path, KIND),
+    "costs": Costs.load,
+    "program": Program.load,
+    "profile": ModelProfile.load,
+    "plan": Plan.load,
+    "trace": lambda path: load_traces([path]),
+    "config": read_config,
+    "machine": load_machine,
+}
+
+
+def odd_file(path: Path, kind: str) -> str:
+    """Make something at the path that is no regular file, and return what the refusal calls it."""
+    if kind == "pipe":
+        os.mkfifo(path)
+        return "not a regular file but a pipe"
+    if kind == "folder":
+        path.mkdir()
+        return "a folder|no trace in this folder"
+    if kind == "dangling":
+        path.symlink_to(path.with_name("nowhere"))
+        return "cannot be read: No such file"
+    if kind == "loop":
+        path.symlink_to(path)
+        return "cannot be read: Too many levels"
+    path.symlink_to("/dev/zero")
+    return "not a regular file but a device"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "loop", "device"])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
+    path = tmp_path / "rank0.json"
+    says = odd_file(path, kind)
+    with pytest.raises(DrumlineError, match=says):
+        READERS[reader](path)
+    assert not is_profile(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("name", ["config.json", "plan.json", "environment.json", "program.csv", "rank1.jsonl"])
+def test_a_run_whose_file_never_ends_is_refused_at_once(tmp_path: Path, name: str, kind: str) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    says = odd_file(tmp_path / "run" / name, kind)
+    with pytest.raises(DrumlineError, match=says):
+        read_run(tmp_path / "run").timeline()
+
+
+@pytest.mark.timeout(20)
+def test_metrics_that_never_end_are_refused_at_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(DrumlineError, match="not a regular file but a device"):
+        read_run(tmp_path / "run").metrics()
+
+
+@pytest.mark.parametrize("reader", sorted(READERS.keys() - {"trace"}))
+def test_a_file_that_is_too_large_is_refused_without_being_read(tmp_path: Path, reader: str) -> None:
+    path = tmp_path / "rank0.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(DrumlineError, match=r"rank0.json: larger than \d+ MiB"):
+        READERS[reader](path)
+
+
+@pytest.mark.parametrize("reader", sorted(READERS.keys() - {"trace"}))
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "one.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(DrumlineError, match=r"one.json: byte 0xff at offset 7 is not UTF-8 text"):
+        READERS[reader](tmp_path / "one.json")
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_bytes(b'\xef\xbb\xbf{"forward": 2}')
+    assert read_text(tmp_path / "one.json", KIND) == '{"forward": 2}'
+    assert Costs.load(tmp_path / "one.json").forward == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON: Expecting"),
+        ("[1, 2]", "JSON of a list"),
+        ('{"a": {"b": NaN}}', "b is nan; expected a finite number"),
+        ('{"a": [1.0, -Infinity]}', "a is -inf; expected a finite number"),
+        ('{"a": 1e999}', "a is inf; expected a finite number"),
+        ('{"a": 36893488147419103232}', "a is a whole number of more than 64 bits"),
+        ('{"a": [1, -9223372036854775809]}', "a is a whole number of more than 64 bits"),
+        ('{"a": ' + "1" * 5000 + "}", "a number of thousands of digits"),
+        ('{"a": {"b": 1, "b": 1}}', "'b' stands there twice"),
+        ('{"a": "\\ud800"}', "half of a character"),
+        ('{"\\udfff": 1}', "half of a character"),
+        ('{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", f"nested deeper than {MAX_DEPTH} levels"),
+        ('{"a": ' + "[" * 100_000, f"nested deeper than {MAX_DEPTH} levels"),
+    ],
+)
+def test_json_that_would_fail_later_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(DrumlineError, match=says):
+        read_object(tmp_path / "one.json", KIND)
+
+
+def test_json_at_its_bounds_is_read() -> None:
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert parse_json(deep, KIND) is not None
+    assert parse_json("[18446744073709551615, -9223372036854775808]", KIND) == [2**64 - 1, -(2**63)]
+    assert parse_json('{"é": 1.7976931348623157e308}', KIND) == {"é": 1.7976931348623157e308}
+
+
+def test_a_file_that_grows_while_it_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.json").write_bytes(b" " * 100)
+    small = Kind("thing", DrumlineError, "a JSON file", 10)
+    monkeypatch.setattr(files.os, "fstat", lambda number: os.stat_result((0o100644, *[0] * 9)))
+    with pytest.raises(DrumlineError, match="larger than 0 MiB"):
+        read_text(tmp_path / "one.json", small)
+
+
+def test_a_name_that_no_file_has_is_refused() -> None:
+    for name, says in (("a\0b", "no file has such a name"), ("x" * 5000, "File name too long")):
+        with pytest.raises(DrumlineError, match=says), opened(name, KIND):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("value", "use", "says"),
+    [
+        ({"a": "x"}, lambda one: one["a"].whole(1), "a is 'x'; expected a whole number of 1 or more"),
+        ({"a": 2.0}, lambda one: one["a"].whole(), "a is 2.0"),
+        ({"a": True}, lambda one: one["a"].whole(), "a is True"),
+        ({"a": True}, lambda one: one["a"].number(), "a is True"),
+        ({"a": -1}, lambda one: one["a"].number(), "expected a number of 0 or more"),
+        ({"a": 1e200}, lambda one: one["a"].number(), "a is 1e.200"),
+        ({"a": 5}, lambda one: one["a"].whole(0, 4), "expected a whole number from 0 to 4"),
+        ({"a": 1}, lambda one: one["a"].text(), "expected text"),
+        ({"a": 1}, lambda one: one["a"].flag(), "expected true or false"),
+        ({"a": {}}, lambda one: one["a"].each(), "expected a list"),
+        ({"a": [[], 3]}, lambda one: one["a"].each()[1]["b"], r"a\[1\] is 3; expected an object"),
+        ({"a": {}}, lambda one: one["a"]["b"], "'a.b' is missing"),
+        ({"size": 1}, lambda one: one.only(["sizes"]), "unknown 'size'.*did you mean sizes"),
+        ([], lambda one: one.only(["a"]), "it is .*expected an object"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(value: Any, use: Callable[[Parsed], object], says: str) -> None:
+    with pytest.raises(DrumlineError, match=f"a damaged thing: .*{says}"):
+        use(Parsed(value, KIND))
+
+
+@pytest.mark.parametrize("inside", [b" ", b'{"traceEvents": [', b'{"a": '])
+def test_a_trace_that_inflates_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bytes
+) -> None:
+    monkeypatch.setattr(kineto_events, "_GROWTH_FROM", 2**20)
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(inside + b" " * 2**24, 9))
+    with pytest.raises(TraceError, match="more than 200 times its size"):
+        load_traces([tmp_path / "rank0.json.gz"])
+
+
+def test_a_trace_of_names_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").write_text(json.dumps({f"name{at}": 0 for at in range(2000)}))
+    with pytest.raises(TraceError, match="more than 1000 names"):
+        load_traces([tmp_path / "rank0.json"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "1f1b", "--ranks", "2", "--microbatches", "2", "--costs", "ODD"),
+        ("check", "ODD"),
+        ("plan", "ODD", "--ranks", "2", "--batch", "4"),
+        ("plan", "gpt-1.7b", "--hardware", "ODD", "--gpus", "2", "--batch", "2"),
+        ("report", "ODD"),
+        ("watch", "ODD", "--once"),
+        ("analyze", "ODD"),
+        ("simulate", "LONG"),
+        ("report", "LONG"),
+        ("watch", "LONG", "--once"),
+        ("plan", "LONG", "--hardware", "h100", "--gpus", "2", "--batch", "2"),
+        ("analyze", "LONG"),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_what_cannot_be_read_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    os.mkfifo(tmp_path / "odd.json")
+    replaced = [{"ODD": str(tmp_path / "odd.json"), "LONG": "x" * 300}.get(word, word) for word in words]
+    assert main(replaced) == 2
+    out, err = capsys.readouterr()
+    assert (out, "written" in err, len(err.splitlines()) <= 2) == ("", False, True)
+
+
+def test_what_cannot_be_written_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["show", "1f1b", "--ranks", "2", "--microbatches", "2", "--format", "csv", "--out"]
+    assert main([*words, str(tmp_path / "no" / "folder.csv")]) == 2
+    assert "folder.csv cannot be written: No such file or directory" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv cannot be read: No such file or directory" in capsys.readouterr().err
