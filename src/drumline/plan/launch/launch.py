@@ -81,7 +81,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
         (
             Config(
                 "drumline",
-                shown(layout),
+                show_command(layout),
                 "plan.toml",
                 train_config(transformer, layout),
                 starts=False,
@@ -120,10 +120,10 @@ def torchrun(cluster: Cluster) -> str:
     return f"torchrun --nnodes {nodes} --nproc-per-node {local} {rendezvous}"
 
 
-def shown(layout: Layout) -> str:
+def show_command(layout: Layout) -> str:
     """Return the command that shows a layout's schedule; none where there is no pipeline.
 
-    >>> shown(Layout(batch=8, pipeline=2, data=2, schedule="zb-v", stages_per_rank=2, counts=(1, 1, 1, 1)))
+    >>> show_command(Layout(batch=8, pipeline=2, data=2, schedule="zb-v", stages_per_rank=2, counts=(1, 1, 1, 1)))
     'drumline show zb-v --ranks 2 --microbatches 4 --stages-per-rank 2'
     """
     if layout.pipeline == 1:
