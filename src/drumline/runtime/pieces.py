@@ -11,6 +11,7 @@ Pieces hold the model's own modules and parameters, under the model's own names.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,9 @@ from drumline.runtime.contents import refuse_objects
 from drumline.runtime.cut import Block
 from drumline.runtime.emit import Emitter
 from drumline.runtime.graph import Crossing, Graph, crossings
+from drumline.runtime.loss_counts import Counts
+from drumline.runtime.loss_sheet import Sheet, scale
+from drumline.runtime.loss_terms import Terms, Walk, loss_place
 from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Skeleton
 from drumline.runtime.stand_ins import Known
@@ -45,6 +49,12 @@ class Kind(NamedTuple):
     form: Any
     shapes: Shapes
     train: bool
+
+
+def kind_of(inputs: Inputs, *, train: bool) -> Kind:
+    """Return what a graph of these inputs depends on."""
+    tensors, form = pack((inputs.args, inputs.kwargs))
+    return Kind(form, tuple((one.shape, one.dtype) for one in tensors), train)
 
 
 class Live(NamedTuple):
@@ -97,6 +107,16 @@ class Piece(nn.Module):
         sent = self._plan.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
 
+    @property
+    def plan(self) -> Plan:
+        """How the model is cut into pieces."""
+        return self._plan
+
+    @property
+    def sheet(self) -> Sheet:
+        """Where it is looked up what the parts of the model's own loss count."""
+        return self._plan.sheet
+
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
         *path, last = name.split(".")
@@ -125,6 +145,15 @@ class Shell(nn.Module):
     """Stands where the model has a module of which only parts are here."""
 
 
+class Loss(NamedTuple):
+    """What the model's own loss is made of, for one kind of input."""
+
+    walk: Walk
+    terms: Terms
+    counts: Counts
+    pieces: tuple[int, ...]  # that make the parts
+
+
 @dataclass(eq=False)
 class Plan:
     """How a model is cut into pieces, for every kind of input that has come along."""
@@ -135,6 +164,8 @@ class Plan:
     _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
+    _losses: dict[Kind, Loss | None] = field(default_factory=dict)
 
     @property
     def num_pieces(self) -> int:
@@ -157,8 +188,17 @@ class Plan:
             raise
         if found is None:
             graph = self.graph(kind)
-            found = self._codes[kind] = self._written(graph, self._starts(graph))
+            starts = self._starts(graph)
+            self._losses[kind] = loss = loss_of(graph, kind, starts)
+            if loss is not None:
+                scale(graph, loss.terms, self.sheet)
+            found = self._codes[kind] = self._written(graph, starts)
         return found
+
+    def loss(self, kind: Kind) -> Loss | None:
+        """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
+        self.codes(kind)
+        return self._losses[kind]
 
     def _starts(self, graph: Graph) -> list[int]:
         """Return the call with which each piece begins, in a graph of another kind of input."""
@@ -204,6 +244,18 @@ class Plan:
     def lent(self, states: Sequence[Collection[str]]) -> None:
         """Note which parameters and buffers each piece holds for use between blocks."""
         self._states = [frozenset(one) for one in states]
+
+
+def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+    """Return what the loss in a model's output is made of; None where there is none."""
+    place = loss_place(graph.output_form, len(graph.outputs))
+    if place is None or not graph.outputs:
+        return None
+    fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
+    walk = Walk(graph, graph.inputs, fixed)
+    terms = walk.terms(graph.outputs[place])
+    pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
+    return Loss(walk, terms, Counts(graph, terms, _state), pieces)
 
 
 def _state(name: str) -> str:
@@ -253,10 +305,11 @@ def pieces_of(
     """
     if device is None:
         device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    tensors, form = pack((inputs.args, inputs.kwargs))
-    kind = Kind(form, tuple((one.shape, one.dtype) for one in tensors), True)
+    kind = kind_of(inputs, train=True)
     there = dict(model.named_modules())
-    plan = Plan(Skeleton(model, device), opened(model, [name for name in cuts if name in there]))
+    # Losses are opened too, so that it is seen what they count.
+    losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
+    plan = Plan(Skeleton(model, device), opened(model, [*losses, *(name for name in cuts if name in there)]))
     graph = plan.graph(kind)
     pieces, starts = _begun(plan, graph, there)
     bounds = [*starts, len(graph.calls)]
