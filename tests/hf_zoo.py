@@ -139,7 +139,8 @@ def packed_chat(rows: int) -> Batch:
         "labels": labels,
         "pixel_values": torch.randn(rows * 16, 3 * 2 * 4 * 4, generator=_random(7)),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
-        "mm_token_type_ids": (ids == 90).long(),
+        # Three positions for every token, as the model's own get_rope_index makes them of text and pictures.
+        "position_ids": torch.arange(ids.shape[1]).expand(3, rows, -1).clone(),
     }
 
 

@@ -16,8 +16,7 @@ from drumline.pipeline.weighing import Weighing, weighed
 from drumline.runtime.batch import num_rows
 from drumline.runtime.loss_counts import labels_counted, mixed_by
 from drumline.runtime.loss_terms import name_of
-from drumline.runtime.pieces import Inputs, Kind, Loss, Plan, kind_of
-from drumline.runtime.values import pack
+from drumline.runtime.pieces import Inputs, Kind, Loss, Plan
 
 _PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
 _WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
@@ -104,16 +103,13 @@ class OwnShares:
         """Return the microbatches' shares of the loss, and factors of its parts where one share is not enough."""
         if len(microbatches) == 1:
             return Weighing([1.0])
-        kinds = [kind_of(one, train=train) for one in microbatches]
-        found = [self.plan.loss(kind) for kind in kinds]
+        kinds = [self.plan.kind(one, train=train) for one in microbatches]
+        found = [self.plan.loss(kind) for kind, _ in kinds]
         losses = [one for one in found if one is not None]
         if len(losses) < len(found):
             return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
-        self._look(losses[0], kinds[0], rows[0])
-        counts = [
-            loss.counts.of(pack((one.args, one.kwargs))[0], self.piece)
-            for loss, one in zip(losses, microbatches, strict=True)
-        ]
+        self._look(losses[0], kinds[0][0], rows[0])
+        counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
         made = weighed(counts, rows, others=bool(losses[0].terms.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(

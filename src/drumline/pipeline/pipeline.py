@@ -116,7 +116,7 @@ class Pipeline:
         options = Options.checked(locals())
         self.check_finite = check_finite
         self._number = 0  # of the next step
-        self._ledger = Ledger()
+        self._ledger = Ledger(unused)
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._auto = AutoSchedule() if options.schedule == AUTO else None
         parts = set_up(options, self._ledger, self.settle)
@@ -125,6 +125,7 @@ class Pipeline:
         self._updates, self._recording = parts.updates, parts.recording
         self._engine, self._holdings = parts.engine, parts.holdings
         self._guard = self._guarded()
+        self._ledger.unused.known = parts.unused if self.rank == 0 else None
 
     @property
     def num_ranks(self) -> int:
@@ -210,7 +211,7 @@ class Pipeline:
             self._named = None
             self._updates.follow(self._engine.parameters())
             self._guard = self._guarded()
-            self._ledger.reached = False
+            self._ledger.unused.begin()
 
     def _guarded(self) -> Guard:
         return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
@@ -232,8 +233,7 @@ class Pipeline:
             told.scale = None if self.scaler is None else step.scale
             finite = all_finite(checked)
             told.finite = finite if alone else bool(finite)
-        if step.train and not self._ledger.reached:
-            self._ledger.reached = True
+        if step.train and self._ledger.unused.looks:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         told.num_rows, told.num_tokens = counted_in(step.batch)

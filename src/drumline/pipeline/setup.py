@@ -32,6 +32,7 @@ from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.tally import Ledger
+from drumline.pipeline.unused import unused_in
 from drumline.pipeline.updates import Updates
 from drumline.plan.plan import Plan
 from drumline.runtime.batch import Split
@@ -110,6 +111,7 @@ class Parts:
     recording: Recording
     engine: Engine
     holdings: Holdings
+    unused: frozenset[str]  # the names of parameters that the model's forward never uses, where it was followed
 
 
 def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
@@ -169,7 +171,8 @@ class _SetUp:
         updates.follow(engine.parameters())
         holdings.share()
         return Parts(
-            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings
+            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings,
+            unused_in(stages),
         )  # fmt: skip
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -29,10 +29,11 @@ from drumline.runtime.graph import Crossing, Graph, crossings
 from drumline.runtime.loss_counts import Counts
 from drumline.runtime.loss_sheet import Sheet, scale
 from drumline.runtime.loss_terms import Terms, Walk, loss_place
+from drumline.runtime.numbers import names_of, packed
 from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Skeleton
 from drumline.runtime.stand_ins import Known
-from drumline.runtime.tracing import Shapes, trace
+from drumline.runtime.tracing import Decides, Shapes, Unseen, trace
 from drumline.runtime.values import pack
 
 
@@ -49,12 +50,6 @@ class Kind(NamedTuple):
     form: Any
     shapes: Shapes
     train: bool
-
-
-def kind_of(inputs: Inputs, *, train: bool) -> Kind:
-    """Return what a graph of these inputs depends on."""
-    tensors, form = pack((inputs.args, inputs.kwargs))
-    return Kind(form, tuple((one.shape, one.dtype) for one in tensors), train)
 
 
 class Live(NamedTuple):
@@ -92,9 +87,8 @@ class Piece(nn.Module):
     def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
         """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
-            tensors, form = pack((value.args, value.kwargs))
-            shapes = tuple((one.shape, one.dtype) for one in tensors)
-            value = Live(Kind(form, shapes, self.training), False, tensors)
+            kind, tensors = self._plan.kind(value, train=self.training)
+            value = Live(kind, False, tensors)
         kind, sealed, tensors = value
         code = self._plan.codes(kind)[self._number]
         made = compiled(code.resume if sealed else code.run)(self, *tensors)
@@ -164,6 +158,8 @@ class Plan:
     _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
+    unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
     _losses: dict[Kind, Loss | None] = field(default_factory=dict)
 
@@ -174,6 +170,11 @@ class Plan:
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self
+
+    def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
+        tensors, form = pack(packed(inputs, self.baked))
+        return Kind(form, tuple((one.shape, one.dtype) for one in tensors), train), tensors
 
     def graph(self, kind: Kind) -> Graph:
         """Follow the model's forward on inputs of a kind."""
@@ -305,12 +306,11 @@ def pieces_of(
     """
     if device is None:
         device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    kind = kind_of(inputs, train=True)
     there = dict(model.named_modules())
     # Losses are opened too, so that it is seen what they count.
     losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
-    plan = Plan(Skeleton(model, device), opened(model, [*losses, *(name for name in cuts if name in there)]))
-    graph = plan.graph(kind)
+    inside = opened(model, [*losses, *(name for name in cuts if name in there)])
+    plan, kind, graph = _followed(Plan(Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(plan, graph, there)
     bounds = [*starts, len(graph.calls)]
     states = []
@@ -328,9 +328,34 @@ def pieces_of(
         for name in sorted(states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
     plan.lent(states)
+    used = {id(one) for piece in pieces for one in piece.parameters()}
+    plan.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
     _rest(pieces, plan.inside, model, named, fleeting)
     plan.codes(kind)
     return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
+
+
+_FEW = 256  # numbers of an argument, by which a forward may decide
+
+
+def _followed(plan: Plan, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Plan, Kind, Graph]:
+    """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are."""
+    while True:
+        kind, _ = plan.kind(inputs, train=True)
+        try:
+            return plan, kind, plan.graph(kind)
+        except Unseen as error:
+            kinds = type(there[error.block])
+            alike = {name for name, one in there.items() if type(one) is kinds and name.rpartition(".")[0] in plan.inside}
+            fresh = {name for name in alike if any(True for _ in there[name].children())} - plan.inside
+            if error.block not in fresh:
+                raise
+            plan = replace(plan, inside=plan.inside | fresh, _known={})
+        except Decides as error:
+            baked = names_of(inputs, plan.baked, error.inputs, at_most=_FEW)
+            if not baked:
+                raise
+            plan = replace(plan, baked=plan.baked | baked, _known={})
 
 
 def _begun(plan: Plan, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.runtime.contents import found_in, refuse_objects, tensors_in
 from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Value, may_draw
+from drumline.runtime.numbers import unpacked
 from drumline.runtime.own_line import line_here, line_of
 from drumline.runtime.skeleton import Skeleton
 from drumline.runtime.stand_ins import Known, StandIns
@@ -37,7 +38,7 @@ Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 def trace(skeleton: Skeleton, inside: frozenset[str], form: Any, shapes: Shapes, *, train: bool, known: Known) -> Graph:
     """Follow the model's forward on inputs of this form and these shapes; `known` remembers what blocks return."""
     inputs = skeleton.fakes(shapes)
-    args, kwargs = unpack(inputs, form)
+    args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
     tracer = _Tracer(skeleton, inside, inputs, known)
     with tracer.watching(train=train):
         try:
@@ -48,6 +49,22 @@ def trace(skeleton: Skeleton, inside: frozenset[str], form: Any, shapes: Shapes,
             raise tracer.failed(error) from error
         tracer.finish(made)
     return tracer.graph
+
+
+class Unseen(ModelError):
+    """A tensor that a block made and did not return is used outside of it."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
+        self.block = block
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class Decides(ModelError):
+    """The forward decides by numbers; `inputs` are the places of those that they were made of."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
+        self.inputs = inputs
+        super().__init__(error, expected=expected, fix=fix)
 
 
 class _Tracer(TorchFunctionMode):
@@ -66,6 +83,7 @@ class _Tracer(TorchFunctionMode):
         self.reads: set[str] = set()
         self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
         self.broken = ""  # the block that failed
+        self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
         self.thread = threading.get_ident()
         self.base = _autocast(skeleton.device.type)
         for tensor in inputs:
@@ -92,10 +110,11 @@ class _Tracer(TorchFunctionMode):
         if (made := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[made].block
             self._bar(made, f"{what} uses a tensor that {block!r} made and did not return{self._kept_in(tensor)}")
-            raise ModelError(
+            raise Unseen(
                 self.graph.barriers[-1].reason,
                 expected="blocks that return what others use",
                 fix=f"return it from {block!r}, or use it inside",
+                block=block,
             )
         raise ModelError(
             f"{what} takes a tensor that was made where it could not be followed",
@@ -167,6 +186,8 @@ class _Tracer(TorchFunctionMode):
                 expected="decisions that are the same in every step, between blocks",
                 fix="draw it inside of a block, or switch it off (layerdrop=0)",
             )
+        if _name(func) in _READS:
+            self.read = tuple(given)
         versions = [one._version for one in given]
         made = func(*args, **kwargs)
         changed = [one for one, before in zip(given, versions, strict=True) if one._version != before]
@@ -297,10 +318,12 @@ class _Tracer(TorchFunctionMode):
         where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
-            return ModelError(
+            read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
+            return Decides(
                 f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
                 expected="decisions by shapes and plain values only, between blocks",
                 fix="move it into a block",
+                inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
             )
         told = f"while it was followed: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")
@@ -331,11 +354,20 @@ def _calls_go_to(tracer: _Tracer) -> Iterator[None]:
             tracer._note(cls.apply, args, kwargs, made)
         return made
 
+    check_all = torch._check_tensor_all_with
+
+    def checked(kind: Any, cond: Any, message: Any = None) -> None:
+        """Take a condition on the numbers in a tensor for granted: it only guards against wrong inputs."""
+        if not isinstance(cond, FakeTensor):
+            check_all(kind, cond, message)
+
     nn.Module.__call__ = called  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
+    torch._check_tensor_all_with = checked
     try:
         yield
     finally:
+        torch._check_tensor_all_with = check_all
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
 
