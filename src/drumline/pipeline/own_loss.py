@@ -98,6 +98,7 @@ class OwnShares:
         self.piece = piece  # the last one, where parameters are found that weigh classes
         self._first = plan.num_pieces - num_last  # of the last stage
         self._looked_at = False
+        self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
 
     def __call__(self, microbatches: Sequence[Inputs], rows: Sequence[int], *, train: bool) -> Weighing:
         """Return the microbatches' shares of the loss, and factors of its parts where one share is not enough."""
@@ -110,7 +111,7 @@ class OwnShares:
             return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
-        made = weighed(counts, rows, others=bool(losses[0].terms.others))
+        made = self._weighed(counts, rows, others=bool(losses[0].terms.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
                 "the model's loss adds up means over different things, one of them in an earlier stage",
@@ -118,6 +119,18 @@ class OwnShares:
                 fix=f"cut the model elsewhere, or pass {_WEIGHT}",
             )
         return made
+
+    def _weighed(self, counts: Sequence[Sequence[Any]], rows: Sequence[int], *, others: bool) -> Weighing:
+        """Return the shares by those parts that microbatches do not have each for itself."""
+        apart = self._apart
+        if not apart:
+            return weighed(counts, rows, others=others)
+        made = weighed([[one for at, one in enumerate(row) if at not in apart] for row in counts], rows, others=True)
+        factors = {}
+        for microbatch, found in made.factors.items():
+            each = iter(found)
+            factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
+        return Weighing(made.shares, factors)
 
     def _look(self, loss: Loss, kind: Kind, rows: int) -> None:
         """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
@@ -131,42 +144,51 @@ class OwnShares:
                 expected="means and sums over rows or tokens, added up",
                 fix=f"pass {_WEIGHT}; or a loss_fn=",
             )
-        if mixed_by(loss.walk, terms) and (mixer := self._mixer(loss, kind, rows)):
+        mixers = self._mixers(loss, kind, rows) if mixed_by(loss.walk, terms) else {}
+        pairs = [name for name, degree in mixers.values() if degree > 1]
+        if pairs or len(mixers) == len(terms.known):
             raise ModelError(
-                f"the model's loss compares rows of the batch with each other, in {mixer}",
+                f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
                 expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
                 fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
             )
-        if terms.others:
-            names = ", ".join(dict.fromkeys(terms.others))
+        self._apart = set(mixers)
+        if names := dict.fromkeys([*terms.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
-                f"a part of the model's loss, from {names}, is neither a mean nor a sum over rows: it is taken over"
-                " each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
+                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
+                " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
                 stacklevel=2,
             )
         self._looked_at = True
 
-    def _mixer(self, loss: Loss, kind: Kind, rows: int) -> str:
-        """Return what brings rows together on the way to the loss, seen on a batch of more rows; "" for nothing."""
+    def _mixers(self, loss: Loss, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
+        """Return the parts that bring rows together, seen on a batch of more rows: in which call, and in what degree.
+
+        Degree 1 brings rows down to a few numbers, degree 2 compares each with each.
+        """
         shapes = tuple(
-            ((_PROBE, *shape[1:]) if shape and shape[0] == rows else tuple(shape), dtype) for shape, dtype in kind.shapes
+            (torch.Size((_PROBE, *shape[1:])) if shape and shape[0] == rows else shape, dtype)
+            for shape, dtype in kind.shapes
         )
-        walk = loss.walk
+        walk, calls = loss.walk, loss.walk.graph.calls
+        every = range(len(loss.terms.known))
         try:
             other = self.plan.graph(kind._replace(shapes=shapes))
         except DrumlineError:
-            return "a way that could not be followed"
-        calls = walk.graph.calls
+            return dict.fromkeys(every, ("a way that could not be followed", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
-            return "a way that depends on the number of rows"
+            return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
-        for term in loss.terms.known:
+        found: dict[int, tuple[str, int]] = {}
+        for part, term in enumerate(loss.terms.known):
             for at in walk.data_calls(term):
                 made = [degrees[value] for _, value in calls[at].makes]
                 data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]
-                if any(one > 1 for one in made) or (0 in made and any(data)):
-                    return name_of(calls[at])
-        return ""
+                if any(one > 1 for one in made):
+                    found[part] = (name_of(calls[at]), 2)
+                elif 0 in made and any(data) and part not in found:
+                    found[part] = (name_of(calls[at]), 1)
+        return found
 
 
 def _degree(num_bytes: int) -> int:

@@ -175,23 +175,24 @@ class Walk:
     def _quotient(self, at: int, call: Call) -> Term | None:
         """Return the term of a sum that is divided by a sum over the inputs: a mean over what that counts."""
         top, bottom = call.takes
-        if not self.is_known(bottom) or not self._is_count(bottom):
+        count = self._count(bottom) if self.is_known(bottom) else None
+        if count is None:
             return None
         above = Walk(self.graph, self.known, self.fixed).terms(top)
         if above.others or not above.known or not all(one.is_sum for one in above.known):
             return None
-        return Term(at, divided=bottom, data=tuple(value for one in above.known for value in one.data))
+        return Term(at, divided=count, data=tuple(value for one in above.known for value in one.data))
 
-    def _is_count(self, value: int) -> bool:
-        """Whether a value is a sum, up to factors and a least value."""
+    def _count(self, value: int) -> int | None:
+        """Return the sum that a value is, up to factors and a least value; None if it is none."""
         made = self.graph.made_at.get(value, -1)
         if made < 0 or value in self.changes:
-            return False
+            return None
         call = self.graph.calls[made]
-        if name_of(call) in ("sum", "count_nonzero", "__len__"):
-            return True
+        if name_of(call) in ("sum", "count_nonzero"):
+            return value
         varying = [one for one in call.takes if not self.is_fixed(one)]
-        return name_of(call) in _COUNTS and len(varying) == 1 and self._is_count(varying[0])
+        return self._count(varying[0]) if name_of(call) in _COUNTS and len(varying) == 1 else None
 
     def _of_torch(self, at: int, call: Call) -> Term | None:
         """Return the term of one of torch's own losses."""
