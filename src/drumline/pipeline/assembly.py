@@ -14,7 +14,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
-from drumline.pipeline.loss_module import LossHolder
+from drumline.pipeline.loss_module import LossHolder, held_loss
 from drumline.runtime.compiled import Compiler
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
@@ -108,7 +108,7 @@ class Assembly:
                 blocks,
                 self.randomness,
                 checkpointed=self.checkpointed,
-                loss=self.loss if index == self.program.num_stages - 1 else None,
+                loss=held_loss(self.loss, blocks[-1]) if index == self.program.num_stages - 1 else None,
                 split=self.split_of(index),
                 precision=self.precision,
                 kind=self.program.backwards[index],

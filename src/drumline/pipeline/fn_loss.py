@@ -103,12 +103,12 @@ class FnWeight:
             )
         return made
 
-    def watch(self, output: Any, target: Any) -> Tensor:
-        """Call the function on a microbatch, and see what it counts."""
+    def watch(self, loss_fn: LossFunction, output: Any, target: Any) -> Tensor:
+        """Call the function, or a copy of it, on a microbatch, and see what it counts."""
         kind = (_kind(output), _kind(target))
         if self.direct is not None or kind in self._seen:
-            return self.loss_fn(output, target)
-        loss, graph, num_outputs = watched(self.loss_fn, output, target)
+            return loss_fn(output, target)
+        loss, graph, num_outputs = watched(loss_fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             return loss
         walk = Walk(graph, graph.inputs[num_outputs:])

@@ -172,14 +172,18 @@ class Intake:
             self._weights = weights
         return self._shares
 
-    def loss(self, output: Any, target: Any) -> Tensor | None:
-        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated."""
+    def loss(self, output: Any, target: Any, fn: LossFunction | None = None) -> Tensor | None:
+        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated.
+
+        `fn` stands for the loss function where a stage has a copy of it.
+        """
         if target is _NOTHING:
             return self._nothing(output)
         if self.own:
             return own_loss(output, needed=self._trains)
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, target) if self._fn is None else self._fn.watch(output, target)
+        fn = fn or self.loss_fn
+        assert fn is not None
+        loss = fn(output, target) if self._fn is None else self._fn.watch(fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"loss_fn returned {what}", expected="a tensor without dimensions: the microbatch's mean")

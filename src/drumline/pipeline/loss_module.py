@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,3 +31,9 @@ def loss_block(loss_fn: Any) -> tuple[Block, ...]:
     if not isinstance(loss_fn, nn.Module) or not any(True for _ in loss_fn.parameters()):
         return ()
     return (Block("loss_fn", LossHolder(loss_fn), prefix=""),)
+
+
+def held_loss(loss: Any, block: Block) -> Any:
+    """Return a stage's loss: by the module that its last block holds, which in a second copy of a stage is a copy."""
+    module = block.module
+    return partial(loss, fn=module.loss_fn) if loss is not None and isinstance(module, LossHolder) else loss
