@@ -97,6 +97,16 @@ class Two(Body):
         return {"loss": loss, "logits": logits}
 
 
+class Decayed(Body):
+    """Multiplies in place, and adds a penalty on its parameters."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(input_ids))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss *= 2.0
+        return {"loss": loss + 0.1 * self.head.weight.square().sum()}
+
+
 class Divided(Body):
     """Is told by how much to divide."""
 
@@ -172,7 +182,7 @@ def like_the_whole_batch(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Summed, Two])
+@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Summed, Two, Decayed])
 def test_a_models_own_loss_is_that_of_the_whole_batch(kind: type[Body], schedule: str) -> None:
     batch = text()
     like_the_whole_batch(kind(), batch, schedule, lambda model: loss_of(model(**batch)))

@@ -104,23 +104,33 @@ class Walk:
         for at, call in enumerate(graph.calls):
             for value in call.changes:
                 self.changes.setdefault(value, []).append(at)
+        self._changed_storages = {graph.values[value].storage for value in self.changes}
+        self._has_constant = False
         self.found = Terms()
 
     def terms(self, loss: int) -> Terms:
         """Return the parts of a loss."""
         self._value(loss)
+        if self._has_constant and any(one.is_sum for one in self.found.known):
+            self.found.others.append("a constant beside a sum")  # would be added once for every microbatch
         return self.found
 
     def _value(self, value: int) -> None:
         for at in self.changes.get(value, ()):
             self._changed(at, value)
-        made = self.graph.made_at.get(value, -1) if self.graph.is_carried(value) else None
-        if made is None:
-            return  # a constant, or a parameter: the same in all microbatches
-        if made < 0:
-            self.found.others.append("an input")
+        if value not in self.changes and self.is_fixed(value):
+            self._has_constant = True  # a penalty on parameters
             return
-        self._call(made)
+        made = self.graph.made_at.get(value, -1)
+        if made >= 0:
+            if value not in self.changes or not self._is_made_of_nothing(made):
+                self._call(made)
+        elif self.graph.is_carried(value):
+            self.found.others.append("an input")
+
+    def _is_made_of_nothing(self, at: int) -> bool:
+        """Whether a call makes zeros, to which a loss is added."""
+        return not self.graph.calls[at].takes
 
     def _changed(self, at: int, value: int) -> None:
         call = self.graph.calls[at]
@@ -233,6 +243,9 @@ class Walk:
             return True
         inputs, calls = self.graph.origins([value])
         if not inputs <= set(allowed):
+            return False
+        seen = {value, *inputs, *(one for at in calls for _, one in self.graph.calls[at].makes)}
+        if any(self.graph.values[one].storage in self._changed_storages for one in seen):
             return False
         return not any(
             call.block or call.changes or may_draw(call.function) for call in (self.graph.calls[at] for at in calls)
