@@ -158,6 +158,7 @@ class Family:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)  # what step is given besides
     group: str = "text"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what Pipeline needs for its own loss
 
 
 _TEXT = {
@@ -191,8 +192,21 @@ _LM = {
 }  # fmt: skip
 
 
-def _text(name: str, head: str = "ForCausalLM", batch: Any = tokens, *, group: str = "causal", **sizes: Any) -> Family:
-    return Family(f"{name}{head}", f"{name}Config", batch, sizes, group=group)
+def _text(
+    name: str,
+    head: str = "ForCausalLM",
+    batch: Any = tokens,
+    *,
+    group: str = "causal",
+    settings: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> Family:
+    return Family(f"{name}{head}", f"{name}Config", batch, sizes, group=group, settings=settings or {})
+
+
+def by_rows(inputs: Any) -> int:
+    """Return what a microbatch of pictures counts where the model itself says which patches are masked."""
+    return len(inputs.kwargs["pixel_values"])
 
 
 FAMILIES: dict[str, Family] = {
@@ -242,7 +256,7 @@ FAMILIES: dict[str, Family] = {
     "m2m_100": _text("M2M100", "ForConditionalGeneration", seq2seq, group="encoder-decoder"),
     "vit": _text("ViT", "ForImageClassification", pictures, group="vision"),
     "vit_masked": _text("ViT", "ForMaskedImageModeling", masked_pictures, group="vision", encoder_stride=8),
-    "vit_mae": _text("ViTMAE", "ForPreTraining", noisy_pictures, group="vision",
+    "vit_mae": _text("ViTMAE", "ForPreTraining", noisy_pictures, group="vision", settings={"loss_weight": by_rows},
                      decoder_num_attention_heads=2, decoder_hidden_size=16, decoder_num_hidden_layers=2, decoder_intermediate_size=32),
     "deit": _text("DeiT", "ForImageClassification", pictures, group="vision"),
     "beit": _text("Beit", "ForImageClassification", pictures, group="vision"),

@@ -149,7 +149,7 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
         "a block fails": outcome(pipe(with_last("fail")), batch=batch, target=target),
         "a nan": outcome(pipe(with_last("nan")), batch=batch, target=target),
         "a nan and then none": goes_on(pipe()(), batch, target),
-        "unused parameters": outcome(pipe(unused), batch=batch, target=target),
+        "unused parameters": outcome(pipe(unused, unused="raise"), batch=batch, target=target),
         "then all is well": outcome(pipe(), batch=batch, target=target),
     }
 
