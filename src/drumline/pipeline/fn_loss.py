@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.weighing import Count, Weighing, weighed
+from drumline.runtime.executor import Step
 from drumline.runtime.loss_counts import Counts, labels_counted, mixed_by
 from drumline.runtime.loss_terms import Terms, Walk
 from drumline.runtime.loss_watch import watched
@@ -153,33 +154,35 @@ class FnWeight:
 class Check:
     """The first step's loss against what the function makes of the whole batch, where keeping that is affordable."""
 
-    def __init__(self, loss_fn: LossFunction, target: Any, shares: Sequence[Any]) -> None:
+    def __init__(self, loss_fn: LossFunction, step: Step) -> None:
         self.loss_fn = loss_fn
-        self.target = target
-        self.shares = shares
+        self.step = step
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.num_bytes = 0
 
-    def add(self, microbatch: int, output: Any, loss: Tensor) -> None:
-        """Keep a microbatch's output, and once all are here compare."""
+    def add(self, microbatch: int, output: Any, loss: Tensor) -> bool:
+        """Keep a microbatch's output, and once all are here compare; returns whether that was done, or never can."""
         tensors, form = pack(output)
         self.num_bytes += sum(one.nbytes for one in tensors)
         if self.num_bytes > _AFFORDABLE:
-            return
+            self.outputs.clear()
+            return True
         self.outputs[microbatch] = unpack([one.detach() for one in tensors], form)
         self.losses[microbatch] = loss.detach()
-        if len(self.outputs) == len(self.shares):
-            self._compare()
+        if len(self.outputs) < len(self.step.targets):
+            return False
+        self._compare()
+        return True
 
     def _compare(self) -> None:
         order = sorted(self.outputs)
         try:
             with torch.no_grad():
-                whole = self.loss_fn(joined([self.outputs[one] for one in order]), self.target)
+                whole = self.loss_fn(joined([self.outputs[one] for one in order]), self.step.target)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return  # what it takes cannot be put together again
-        parts = sum(float(self.losses[one]) * float(self.shares[one]) for one in order)
+        parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
         if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
             raise ModelError(
                 f"the microbatches' losses make {parts:.6g}, and loss_fn of the whole batch is {float(whole):.6g}",

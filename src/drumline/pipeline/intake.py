@@ -57,6 +57,7 @@ class Intake:
         self._rows: list[int] = []  # of its microbatches
         self._is_open = False  # whether it is not known yet what its loss counts
         self._check: Check | None = None  # of the first step's loss
+        self._is_compared = False
         self.precise = False  # whether shares of the loss are needed in double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
@@ -149,6 +150,15 @@ class Intake:
             return self._fn(targets, self._rows)
         return Weighing(shares([float(one) for one in self._rows]))
 
+    def share_of(self, microbatch: int) -> float:
+        """Return what part of the loss a microbatch of the step under way is, as far as that is known."""
+        return 1.0 if self._step is None else float(self._step.shares[microbatch])
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether parts of the model's own loss are multiplied by factors in the step under way."""
+        return self._own_shares is not None and bool(self._own_shares.plan.sheet.factors)
+
     def _take_shares(self, step: Step, found: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""
         self._is_open = found is None
@@ -197,10 +207,10 @@ class Intake:
         microbatch = next(at for at, one in enumerate(step.targets) if one is target)
         if self._is_open:
             self._take_shares(step, fn(step.targets, self._rows))
-            if fn.is_doubted and self._check is None:
-                self._check = Check(fn.loss_fn, step.target, step.shares)
-        if self._check is not None and self._check.target is step.target:
-            self._check.add(microbatch, output, loss)
+        if fn.is_doubted and not self._is_compared:
+            if self._check is None or self._check.step is not step:
+                self._check = Check(fn.loss_fn, step)
+            self._is_compared = self._check.add(microbatch, output, loss)
         return self._nothing(output) if step.targets[microbatch] is _NOTHING else loss
 
     def _nothing(self, output: Any) -> Tensor:

@@ -59,7 +59,10 @@ class OwnWeight(TorchFunctionMode):
         self.counts: list[float] = []
 
     def __call__(self, inputs: Inputs) -> float:
-        """Run the model once, without gradients, and return what its loss is a mean over: labels, or else rows."""
+        """Run the model once, without gradients, and return what its loss is a mean over: labels, or else rows.
+
+        A loss that adds up means over different counts is refused: no one weight is right for it.
+        """
         self.counts = []
         modes = [module for module in self.model.modules() if module.training]
         extra = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
