@@ -55,7 +55,7 @@ class Intake:
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
         self._step: Step | None = None  # the one under way
         self._rows: list[int] = []  # of its microbatches
-        self._is_open = False  # whether it is not known yet what its loss counts
+        self.is_open = False  # whether it is not known yet what its loss counts
         self._check: Check | None = None  # of the first step's loss
         self._is_compared = False
         self.precise = False  # whether shares of the loss are needed in double precision
@@ -161,7 +161,7 @@ class Intake:
 
     def _take_shares(self, step: Step, found: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""
-        self._is_open = found is None
+        self.is_open = found is None
         if found is None:
             found = Weighing(shares([float(one) for one in self._rows]))
         step.shares = self._shares_of(list(found.shares))
@@ -205,7 +205,7 @@ class Intake:
         if step is None or not any(one is target for one in step.targets):
             return loss  # not a step: blocks are measured
         microbatch = next(at for at, one in enumerate(step.targets) if one is target)
-        if self._is_open:
+        if self.is_open:
             self._take_shares(step, fn(step.targets, self._rows))
         if fn.is_doubted and not self._is_compared:
             if self._check is None or self._check.step is not step:
