@@ -74,7 +74,7 @@ class Piece(nn.Module):
 
     def __init__(self, plan: Plan, number: int) -> None:
         super().__init__()
-        self._plan = plan
+        self.plan = plan
         self._number = number
         self._callees: dict[str, nn.Module] = {}
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
@@ -87,29 +87,24 @@ class Piece(nn.Module):
     def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
         """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
-            kind, tensors = self._plan.kind(value, train=self.training)
+            kind, tensors = self.plan.kind(value, train=self.training)
             value = Live(kind, False, tensors)
         kind, sealed, tensors = value
-        code = self._plan.codes(kind)[self._number]
+        code = self.plan.codes(kind)[self._number]
         made = compiled(code.resume if sealed else code.run)(self, *tensors)
-        return made if self._number == self._plan.num_pieces - 1 else Live(kind, False, made)
+        return made if self._number == self.plan.num_pieces - 1 else Live(kind, False, made)
 
     def seal(self, value: Any) -> Any:
         """Return of what the piece returned only what travels to the next stage."""
         if not isinstance(value, Live):
             return value
-        sent = self._plan.codes(value.kind)[self._number].sent
+        sent = self.plan.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
-
-    @property
-    def plan(self) -> Plan:
-        """How the model is cut into pieces."""
-        return self._plan
 
     @property
     def sheet(self) -> Sheet:
         """Where it is looked up what the parts of the model's own loss count."""
-        return self._plan.sheet
+        return self.plan.sheet
 
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
