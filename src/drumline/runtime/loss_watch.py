@@ -72,4 +72,4 @@ class _Watch(TorchFunctionMode):
         takes = tuple(self.number(one) for one in tensors)
         makes = tuple((path, self.new(one)) for path, one in fresh if id(one) not in self.numbers)
         changes = tuple(self.numbers[id(one)] for one in changed)
-        self.graph.calls.append(Call(func, "", form, takes, makes, changes, torch.is_grad_enabled()))
+        self.graph.calls.append(Call(func, "", form, takes, makes, changes))
