@@ -56,8 +56,12 @@ def plain_loss(model: nn.Module, batch: Batch, target: Tensor | None) -> Tensor:
     loss: Tensor = output.loss
     if getattr(output, "aux_loss", None) is not None:
         weight = model.router_aux_loss_coef / MICROBATCHES
-        parts = [{name: value.tensor_split(MICROBATCHES)[at] for name, value in batch.items()} for at in range(MICROBATCHES)]
-        loss = loss - model.router_aux_loss_coef * output.aux_loss + weight * sum(model(**one).aux_loss for one in parts)
+        parts = [
+            {name: value.tensor_split(MICROBATCHES)[at] for name, value in batch.items()} for at in range(MICROBATCHES)
+        ]
+        loss = (
+            loss - model.router_aux_loss_coef * output.aux_loss + weight * sum(model(**one).aux_loss for one in parts)
+        )
     return loss
 
 
@@ -108,7 +112,10 @@ def outcomes(name: str, own: bool, schedules: Sequence[str], *, num_ranks: int |
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                yield schedule, _outcome(name, copy.deepcopy(model), batch, target, wanted_loss, wanted, schedule, num_ranks)
+                yield (
+                    schedule,
+                    _outcome(name, copy.deepcopy(model), batch, target, wanted_loss, wanted, schedule, num_ranks),
+                )
         except DrumlineError as error:
             yield schedule, f"refused: {error}"
 
@@ -173,7 +180,16 @@ def two_processes(names: Sequence[str], schedules: Sequence[str]) -> Outcome:
         for rank in range(2):
             more = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             given = {name: str(value) for name, value in {**more, "PYTHONHASHSEED": 7 + 31 * rank}.items()}
-            command = [sys.executable, __file__, "--rank", f"{folder}/{rank}", "--schedules", *schedules, "--names", *names]
+            command = [
+                sys.executable,
+                __file__,
+                "--rank",
+                f"{folder}/{rank}",
+                "--schedules",
+                *schedules,
+                "--names",
+                *names,
+            ]
             running.append(subprocess.Popen(command, env={**os.environ, **given, "OMP_NUM_THREADS": "1"}))
         assert [one.wait() for one in running] == [0, 0]
         both = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
@@ -189,7 +205,8 @@ def table(one: Outcome, two: Outcome) -> str:
             cells[0] = "right, with `loss_weight=`"
         again = {_short(value) for key, value in two.items() if key.startswith((f"{name} own ", f"{name} loss_fn "))}
         here = {_short(value) for key, value in one.items() if key.startswith((f"{name} own ", f"{name} loss_fn "))}
-        lines.append(f"| `{family.model}`{_which(name)} | {family.group} | {' | '.join(cells)} | {'the same' if again == here else ', '.join(sorted(again))} |")
+        both = "the same" if again == here else ", ".join(sorted(again))
+        lines.append(f"| `{family.model}`{_which(name)} | {family.group} | {' | '.join(cells)} | {both} |")
     return "\n".join(lines)
 
 
@@ -231,7 +248,14 @@ def main() -> None:
         Path(given.save).write_text(json.dumps([one, two]))
     if given.write:
         page = PAGE.read_text()
-        PAGE.write_text(re.sub(r"(<!-- matrix -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{table(one, two)}\n{m[2]}", page, flags=re.DOTALL))
+        PAGE.write_text(
+            re.sub(
+                r"(<!-- matrix -->\n).*?(<!-- end -->)",
+                lambda m: f"{m[1]}{table(one, two)}\n{m[2]}",
+                page,
+                flags=re.DOTALL,
+            )
+        )
     wrong = [f"{key}: {said}" for found in (one, two) for key, said in found.items() if said.startswith("wrong")]
     print("\n".join(wrong) or f"none of {len(one) + len(two)} wrong")
     sys.exit(bool(wrong))

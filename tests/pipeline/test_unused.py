@@ -123,15 +123,15 @@ def test_parameters_of_a_chain_that_no_step_has_reached_are_named_after_a_while(
 def test_the_switch() -> None:
     x = torch.randn(4, 4)
     pipe = spare(unused="raise")
+    pipe.step(x, target=x)
     with pytest.raises(ModelError, match=r"no loss reaches spare\.bias, spare\.weight; .*requires_grad_\(False\)"):
-        pipe.step(x, target=x)
         pipe.settle()
     quiet = spare(unused="ignore")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet.step(x, target=x)
         quiet.settle()
-    with pytest.raises(UsageError, match="unused is 'quiet'; expected \"warn\", \"raise\" or \"ignore\""):
+    with pytest.raises(UsageError, match='unused is \'quiet\'; expected "warn", "raise" or "ignore"'):
         spare(unused="quiet")
 
 
@@ -156,9 +156,7 @@ def test_a_loss_with_parameters_is_trained_with_the_last_stage(schedule: str, ch
     torch.manual_seed(0)
     model, loss_fn = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), Scaled()
     reference, its_loss = copy.deepcopy(model), copy.deepcopy(loss_fn)
-    pipe = Pipeline(
-        model, loss_fn=loss_fn, schedule=schedule, num_ranks=2, num_microbatches=4, checkpoint=checkpoint
-    )
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, num_ranks=2, num_microbatches=4, checkpoint=checkpoint)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     own = torch.optim.SGD([*reference.parameters(), *its_loss.parameters()], lr=0.1)
     for step in range(2):

@@ -49,8 +49,7 @@ def check(given: Mapping[str, Any]) -> None:
     if schedule == "auto":
         _auto(given.get("record", True))
     splits.check(given.get("split"))
-    if given.get("unused", "warn") not in UNUSED:
-        raise UsageError(f"unused is {given['unused']!r}", expected='"warn", "raise" or "ignore"')
+    _unused(given.get("unused", "warn"))
     device_named(given.get("device"))
     if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
         raise ModelError(
@@ -58,6 +57,11 @@ def check(given: Mapping[str, Any]) -> None:
             expected="the model itself: each stage is compiled by itself",
             fix="pass what was compiled, and compile=True",
         )
+
+
+def _unused(mode: Any) -> None:
+    if mode not in UNUSED:
+        raise UsageError(f"unused is {mode!r}", expected='"warn", "raise" or "ignore"')
 
 
 def _auto(record: Any) -> None:

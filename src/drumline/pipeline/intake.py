@@ -121,7 +121,9 @@ class Intake:
         if step.target is None:
             return
         what = "the batch" if self.own else "the target"
-        targets = self.cut_batch(step.target, what=what) if self.own else cut(step.target, self.num_microbatches, what=what)
+        targets = (
+            self.cut_batch(step.target, what=what) if self.own else cut(step.target, self.num_microbatches, what=what)
+        )
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(

@@ -1,4 +1,4 @@
-"""A loss with parameters of its own: they belong to the last stage, under `loss_fn.`"""
+"""A loss with parameters of its own: they belong to the last stage, under names that begin with `loss_fn`."""
 
 from __future__ import annotations
 

@@ -197,4 +197,3 @@ class OwnShares:
 def _degree(num_bytes: int) -> int:
     """Return how often the number of rows is in a size."""
     return 2 if num_bytes % _PROBE**2 == 0 else 1 if num_bytes % _PROBE == 0 else 0
-

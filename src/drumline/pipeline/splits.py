@@ -1,8 +1,8 @@
 """How a batch's arguments are cut into microbatches: what the user says, and what can be told from the model.
 
-    input_ids       (rows, length)       along its rows, as everything that nothing is said of
-    position_ids    (3, rows, length)    along dimension 1: one of three positions for text and pictures
-    pixel_values    (patches, numbers)   packed: as many patches to a row as its pictures have
+input_ids       (rows, length)       along its rows, as everything that nothing is said of
+position_ids    (3, rows, length)    along dimension 1: one of three positions for text and pictures
+pixel_values    (patches, numbers)   packed: as many patches to a row as its pictures have
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | Non
 def _positions(given: Mapping[str, Any]) -> Split:
     """Positions of several kinds have their rows behind these."""
     ids, positions = given.get("input_ids"), given.get("position_ids")
-    if isinstance(ids, Tensor) and isinstance(positions, Tensor) and positions.dim() == 3 and ids.dim() == 2:
-        if positions.shape[1:] == ids.shape and positions.shape[0] in (3, 4):
-            return {"position_ids": 1}
-    return {}
+    if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or positions.dim() != 3:
+        return {}
+    return {"position_ids": 1} if positions.shape[1:] == ids.shape and positions.shape[0] in (3, 4) else {}
 
 
 _PACKED = (

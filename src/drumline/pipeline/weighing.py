@@ -1,8 +1,8 @@
 """How much of the batch's loss each microbatch's is, from what the parts of the loss count in each.
 
-              microbatch   0     1     2     3
-    words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
-    sentences              2     2     1     1      a second mean: both are multiplied by factors of their own
+          microbatch   0     1     2     3
+words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
+sentences              2     2     1     1      a second mean: both are multiplied by factors of their own
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ do those with one row among others with more, such as positions of the shape (1,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(batch)
 
 
-def _parts(tensor: Tensor, how: How, rows: int, num_parts: int, given: Mapping[Any, Any], what: str) -> Sequence[Tensor]:
+def _parts(
+    tensor: Tensor, how: How, rows: int, num_parts: int, given: Mapping[Any, Any], what: str
+) -> Sequence[Tensor]:
     if how is _BY_ITSELF:
         how = None if tensor.dim() == 0 or (tensor.shape[0] == 1 and rows > 1) else 0
     if how is None:
@@ -141,7 +144,7 @@ def _parts(tensor: Tensor, how: How, rows: int, num_parts: int, given: Mapping[A
     ends = [0]
     for count in rows_of_each(rows, num_parts):
         ends.append(ends[-1] + count)
-    sizes = [sum(each[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [sum(each[start:end]) for start, end in pairwise(ends)]
     return tensor.split([int(one) for one in sizes])
 
 

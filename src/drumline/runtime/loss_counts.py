@@ -17,12 +17,14 @@ from drumline.runtime.graph import Call, Graph
 from drumline.runtime.loss_terms import Labels, Term, Terms, Walk, arguments_of, name_of
 
 Count = float | Tensor
-_ROW_BY_ROW = frozenset((
-    "view reshape flatten contiguous float to double half type type_as clone detach transpose permute squeeze unsqueeze"
-    " __getitem__ narrow select add __add__ __radd__ sub __sub__ rsub __rsub__ mul __mul__ __rmul__ div __truediv__ pow"
-    " __pow__ tanh sigmoid relu gelu silu exp log abs neg __neg__ clamp log_softmax softmax split chunk unbind cat stack"
-    " interpolate linear layer_norm dropout tensor_split size dim mean sum masked_fill where logsigmoid square sqrt"
-).split())  # fmt: skip
+_ROW_BY_ROW = {
+    "view", "reshape", "flatten", "contiguous", "float", "to", "double", "half", "type", "type_as", "clone", "detach",
+    "transpose", "permute", "squeeze", "unsqueeze", "__getitem__", "narrow", "select", "add", "__add__", "__radd__",
+    "sub", "__sub__", "rsub", "__rsub__", "mul", "__mul__", "__rmul__", "div", "__truediv__", "pow", "__pow__", "tanh",
+    "sigmoid", "relu", "gelu", "silu", "exp", "log", "abs", "neg", "__neg__", "clamp", "log_softmax", "softmax",
+    "split", "chunk", "unbind", "cat", "stack", "interpolate", "linear", "layer_norm", "dropout", "tensor_split",
+    "size", "dim", "mean", "sum", "masked_fill", "where", "logsigmoid", "square", "sqrt",
+}  # fmt: skip
 _ALONG = (
     "mean", "sum", "softmax", "log_softmax", "cat", "stack", "transpose", "permute", "split", "chunk", "unbind",
     "select", "narrow", "tensor_split",
@@ -72,8 +74,10 @@ def _needed(term: Term) -> list[int]:
 def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -> Tensor:
     """Return how many labels are not ignored, or what their classes weigh together.
 
-    >>> labels_counted(torch.tensor([1, -100, 0]), -100), labels_counted(torch.tensor([1, 9]), 9, torch.tensor([2., 3.]))
-    (tensor(2), tensor(3., dtype=torch.float64))
+    >>> labels_counted(torch.tensor([1, -100, 0]), -100)
+    tensor(2)
+    >>> labels_counted(torch.tensor([1, 9]), 9, torch.tensor([2.0, 3.0]))
+    tensor(3., dtype=torch.float64)
     """
     counts = target != ignored
     if weight is None:
@@ -85,7 +89,10 @@ def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -
 def mixed_by(walk: Walk, terms: Terms) -> list[str]:
     """Return the calls on the way to a loss that may not go row by row, for a closer look."""
     found = dict.fromkeys(
-        name_of(walk.graph.calls[at]) for term in terms.known for at in walk.data_calls(term) if not _is_row_by_row(walk, at)
+        name_of(walk.graph.calls[at])
+        for term in terms.known
+        for at in walk.data_calls(term)
+        if not _is_row_by_row(walk, at)
     )
     return list(found)
 

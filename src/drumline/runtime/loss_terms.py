@@ -21,13 +21,17 @@ from torch.nn import functional
 from drumline.runtime.graph import Call, Graph, may_draw
 from drumline.runtime.values import unpack
 
-_PASSED_ON = frozenset(
-    ("to float double half bfloat16 type type_as clone contiguous squeeze view reshape detach neg __neg__ cpu cuda".split())
-)  # fmt: skip
-_SUMS = frozenset("add __add__ __radd__ add_ __iadd__ sub __sub__ __rsub__ rsub sub_ __isub__ stack cat".split())
-_PRODUCTS = frozenset("mul __mul__ __rmul__ mul_ __imul__ multiply".split())
-_QUOTIENTS = frozenset("div __truediv__ true_divide div_ __itruediv__ divide".split())
-_COUNTS = _PASSED_ON | _PRODUCTS | frozenset("add __add__ __radd__ clamp clamp_min maximum max clip".split())
+_PASSED_ON = {
+    "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "squeeze", "view", "reshape",
+    "detach", "neg", "__neg__", "cpu", "cuda",
+}  # fmt: skip
+_SUMS = {
+    "add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_", "__isub__", "stack",
+    "cat",
+}  # fmt: skip
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
+_QUOTIENTS = {"div", "__truediv__", "true_divide", "div_", "__itruediv__", "divide"}
+_COUNTS = _PASSED_ON | _PRODUCTS | {"add", "__add__", "__radd__", "clamp", "clamp_min", "maximum", "max", "clip"}
 _SCALAR = 8  # the most bytes of one number
 _BY_LABEL = (functional.cross_entropy, functional.nll_loss)
 _BY_ELEMENT = (
@@ -263,8 +267,7 @@ class Walk:
             if made >= 0 and not self.graph.calls[made].block:
                 yield made
                 todo += self.graph.calls[made].takes
-            for at in self.changes.get(value, ()):
-                yield at
+            yield from self.changes.get(value, ())
 
 
 def _bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:

@@ -59,16 +59,12 @@ def unpacked(inputs: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
     return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
 
 
-def names_of(
-    inputs: Any, baked: Collection[str | int], places: Sequence[int], *, at_most: int
-) -> frozenset[str | int]:
+def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *, at_most: int) -> frozenset[str | int]:
     """Return the arguments that are the tensors at these places; none unless all are whole numbers, and not many."""
     tensors = pack(packed(inputs, baked))[0]
-    found: dict[str | int, Tensor] = {}
-    for place in places:
-        for name, value in (*enumerate(inputs.args), *inputs.kwargs.items()):
-            if value is tensors[place]:
-                found[name] = value
+    wanted = {id(tensors[place]) for place in places}
+    given = (*enumerate(inputs.args), *inputs.kwargs.items())
+    found = {name: value for name, value in given if id(value) in wanted}
     if len(found) < len(places) or any(one.is_floating_point() or one.numel() > at_most for one in found.values()):
         return frozenset()
     return frozenset(found)

@@ -341,7 +341,9 @@ def _followed(plan: Plan, inputs: Inputs, there: Mapping[str, nn.Module]) -> tup
             return plan, kind, plan.graph(kind)
         except Unseen as error:
             kinds = type(there[error.block])
-            alike = {name for name, one in there.items() if type(one) is kinds and name.rpartition(".")[0] in plan.inside}
+            alike = {
+                name for name, one in there.items() if type(one) is kinds and name.rpartition(".")[0] in plan.inside
+            }
             fresh = {name for name in alike if any(True for _ in there[name].children())} - plan.inside
             if error.block not in fresh:
                 raise
