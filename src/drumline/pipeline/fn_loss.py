@@ -123,6 +123,12 @@ class FnWeight:
         return loss
 
     @property
+    def counts_targets(self) -> bool:
+        """Whether shares may be others for other targets of the same shapes."""
+        terms = [term for seen in self._seen.values() for term in seen.terms.known]
+        return not terms or self.direct is not None or any(one.labels or one.divided is not None for one in terms)
+
+    @property
     def is_doubted(self) -> bool:
         """Whether it was not seen that the function goes row by row, so that the first step's loss is compared."""
         return self._doubted

@@ -77,7 +77,7 @@ class Intake:
     @property
     def counts_labels(self) -> bool:
         """Whether shares depend on what is in the targets, so that they are counted in every step."""
-        return self.weigh is not None or self.own or self._fn is not None
+        return self.weigh is not None or self.own or (self._fn is not None and self._fn.counts_targets)
 
     @property
     def has_loss(self) -> bool:
