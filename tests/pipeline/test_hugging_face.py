@@ -261,22 +261,36 @@ def test_a_step_without_anything_says_so() -> None:
         pipe.step()
 
 
-def test_a_loss_that_is_divided_by_a_count_of_the_users_is_refused() -> None:
-    pipe = Pipeline(tiny("LlamaForCausalLM"), num_ranks=2, num_microbatches=2, balance="even")
-    with pytest.raises(
-        BatchError, match=r"num_items_in_batch, by which the model would divide its loss; .*leave it out"
-    ):
-        pipe.step(**text(4), num_items_in_batch=36)
+def test_a_loss_that_is_divided_by_a_count_of_the_users_is_the_whole_batchs() -> None:
+    model = tiny("LlamaForCausalLM")
+    batch = text(5)
+    whole = model(**batch, num_items_in_batch=36, use_cache=False).loss
+    pipe = Pipeline(model, num_ranks=2, num_microbatches=2, balance="even")
+    loss = pipe.step(**batch, num_items_in_batch=36).loss
+    assert loss is not None
+    assert torch.allclose(loss, whole, rtol=1e-6)
 
 
-def test_labels_that_are_given_in_order_are_counted_too() -> None:
+def test_a_wrapper_around_a_model_is_weighed_like_the_model() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.model(**inputs, use_cache=False).loss
+
+    model = Wrapper(tiny("LlamaForCausalLM"))
+    batch = text(5)
+    batch["labels"][0, 2:] = -100
+    whole = model(**batch)
+    pipe = Pipeline(model, num_ranks=2, num_microbatches=2, balance="even", example=batch)
+    assert torch.allclose(trained(pipe, batch), whole, rtol=1e-6)
+
+
+def test_labels_are_counted_as_a_plain_models_loss_counts_them() -> None:
     labels = torch.tensor([[5, -100, 7], [-100, 6, -100]])
-    assert OwnWeight(tiny("BertForMaskedLM"))(Inputs((labels, None, None, None, None, None, None, labels), {})) == 3
-
-
-def test_labels_are_counted_as_the_models_loss_counts_them() -> None:
-    labels = torch.tensor([[5, -100, 7], [-100, 6, -100]])
-    inputs = Inputs((), {"labels": labels})
+    inputs = Inputs((), {"input_ids": labels.clamp(min=3), "labels": labels})
     assert OwnWeight(tiny("LlamaForCausalLM"))(inputs) == 2
     assert OwnWeight(tiny("T5ForConditionalGeneration"))(inputs) == 3
     assert OwnWeight(tiny("BertForMaskedLM"))(inputs) == 3

@@ -252,7 +252,7 @@ def test_large_gradients_are_not_mistaken_for_infinite_ones() -> None:
 def test_parameters_that_no_loss_reaches_are_named() -> None:
     batch, target = data(8)
     for name in ("1f1b", "zb-h1"):
-        pipe = pipeline(nn.Sequential(nn.Linear(6, 6), Unused()), schedule=name)
+        pipe = pipeline(nn.Sequential(nn.Linear(6, 6), Unused()), schedule=name, unused="raise")
         optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
         pipe.step(batch, target=target)
         with pytest.raises(ModelError, match=r"no loss reaches 1\.unused\.bias, 1\.unused\.weight"):

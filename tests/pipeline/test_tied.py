@@ -300,7 +300,7 @@ def test_a_weight_that_one_owner_reaches_is_reached(name: str) -> None:
         plain = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
         model = nn.Sequential(next(plain), Gate(held, uses=first), Gate(held, uses=second), next(plain))
         reference = Reference(model, program, functional.mse_loss)
-        pipe = pipeline(model, program, loss_fn=functional.mse_loss)
+        pipe = pipeline(model, program, loss_fn=functional.mse_loss, unused="raise")
         batch, target = data(8)
         for _ in range(2):
             pipe.step(batch, target=target)

@@ -151,7 +151,7 @@ def troubles(transport: str) -> dict[str, tuple[str, str]]:
         return lambda: Pipeline(model if model is not None else mlp(), **{**given, **more})
 
     either = {
-        f"{what} on rank {at}": outcome(pipe(with_one(-at, block)), batch=batch, target=target)
+        f"{what} on rank {at}": outcome(pipe(with_one(-at, block), unused="raise"), batch=batch, target=target)
         for at in (0, 1)
         for what, block in (
             ("a block fails", Explodes("fail")),

@@ -12,7 +12,9 @@ from torch import nn
 
 from drumline.core.errors import ModelError, UsageError
 from drumline.core.program import Program
+from drumline.pipeline import splits
 
+UNUSED = ("warn", "raise", "ignore")
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = ("master_weights", "check_finite", "merge_weight_gradients", "capture", "weigh")
 
@@ -46,6 +48,8 @@ def check(given: Mapping[str, Any]) -> None:
         raise UsageError(f"record is {record!r:.80}", expected="True, False, or the folder of a run")
     if schedule == "auto":
         _auto(given.get("record", True))
+    splits.check(given.get("split"))
+    _unused(given.get("unused", "warn"))
     device_named(given.get("device"))
     if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
         raise ModelError(
@@ -53,6 +57,11 @@ def check(given: Mapping[str, Any]) -> None:
             expected="the model itself: each stage is compiled by itself",
             fix="pass what was compiled, and compile=True",
         )
+
+
+def _unused(mode: Any) -> None:
+    if mode not in UNUSED:
+        raise UsageError(f"unused is {mode!r}", expected='"warn", "raise" or "ignore"')
 
 
 def _auto(record: Any) -> None:

@@ -14,6 +14,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
+from drumline.pipeline.loss_module import LossHolder, held_loss
 from drumline.runtime.compiled import Compiler
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
@@ -50,7 +51,8 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
             if stage not in range(len(cuts)):
                 raise ModelError(f"checkpoint names stage {stage!r}", expected=f"stages 0 to {len(cuts) - 1}")
         return frozenset().union(*(checkpointed(one, [cuts[stage]]) for stage, one in choice.items()))
-    names = [block.name for stage in cuts for block in stage]
+    # The loss itself is cheap, and runs once.
+    names = [block.name for stage in cuts for block in stage if not isinstance(block.module, LossHolder)]
     if isinstance(choice, str):
         if choice not in ("none", "full"):
             raise ModelError(f"checkpoint is {choice!r}", expected='"none", "full" or names of blocks')
@@ -106,7 +108,7 @@ class Assembly:
                 blocks,
                 self.randomness,
                 checkpointed=self.checkpointed,
-                loss=self.loss if index == self.program.num_stages - 1 else None,
+                loss=held_loss(self.loss, blocks[-1]) if index == self.program.num_stages - 1 else None,
                 split=self.split_of(index),
                 precision=self.precision,
                 kind=self.program.backwards[index],

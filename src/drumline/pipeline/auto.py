@@ -17,7 +17,6 @@ from drumline.plan.held import held_by
 from drumline.plan.model_profile import refuse_other
 from drumline.plan.plan import Plan
 from drumline.profile.identity import identity_of
-from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model, cut
 from drumline.runtime.precision import Precision
 from drumline.runtime.values import moved
@@ -56,7 +55,8 @@ class ChosenCut:
     ) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return every stage's blocks, and what they were measured to take where measuring was asked for."""
         device, microbatches = self.intake.device, program.num_microbatches
-        blocks = blocks_for(self.model, self.example, device, num_microbatches=microbatches, cuts=cuts)
+        split = self.intake.split
+        blocks = blocks_for(self.model, self.example, device, num_microbatches=microbatches, cuts=cuts, split=split)
         measured = None
         if self.plan is not None:
             refuse_other(self.plan.model, identity_of(blocks, type(self.model).__name__), "the plan")
@@ -75,7 +75,7 @@ class ChosenCut:
             block.module.to(device)
 
         def first(value: Any, what: str) -> Any:
-            return None if value is None else moved(cut_batch(value, program.num_microbatches, what=what)[0], device)
+            return None if value is None else moved(self.intake.cut_batch(value, what=what)[0], device)
 
         inputs = example_inputs(self.model, self.example)
         target = inputs if self.intake.own else self.target

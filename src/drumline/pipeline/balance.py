@@ -29,7 +29,6 @@ from drumline.plan.layers import Profile
 from drumline.plan.timed import TimedCuts
 from drumline.profile.layers import profile
 from drumline.report.table import table
-from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
@@ -171,7 +170,7 @@ def balance(
 
     def measured() -> Balance:
         def first(value: Any, what: str) -> Any:
-            return moved(cut_batch(value, program.num_microbatches, what=what)[0], device)
+            return moved(intake.cut_batch(value, what=what)[0], device)
 
         blocks = blocks_for(model, batch, device, num_microbatches=program.num_microbatches)
         intake = Intake(loss_fn, None, device, num_microbatches=program.num_microbatches)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.fn_loss import Check, FnWeight
 from drumline.pipeline.models import inputs_for, is_chain
-from drumline.pipeline.own_loss import OwnWeight, own_loss
-from drumline.runtime.batch import cut, num_rows, shares
-from drumline.runtime.cut import Model
+from drumline.pipeline.own_loss import OwnShares, own_loss
+from drumline.pipeline.splits import found_split
+from drumline.pipeline.weighing import Weighing
+from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
+from drumline.runtime.cut import Block, Model
 from drumline.runtime.executor import Step
+from drumline.runtime.pieces import Piece
 from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]
@@ -25,7 +29,13 @@ class Intake:
     """Cuts batches and targets into microbatches, weighs these, and takes their losses."""
 
     def __init__(
-        self, loss_fn: LossFunction | None, weigh: Weigh | None, device: torch.device, *, num_microbatches: int
+        self,
+        loss_fn: LossFunction | None,
+        weigh: Weigh | None,
+        device: torch.device,
+        *,
+        num_microbatches: int,
+        split: Split | None = None,
     ) -> None:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
             if given is not None and (not callable(given) or isinstance(given, type)):
@@ -39,6 +49,15 @@ class Intake:
         self._is_chain = True
         self._trains = True
         self.own = False  # whether the model computes its loss itself
+        self.split = split
+        self._found: Callable[[Any], Split | None] = lambda batch: split
+        self._own_shares: OwnShares | None = None
+        self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
+        self._step: Step | None = None  # the one under way
+        self._rows: list[int] = []  # of its microbatches
+        self.is_open = False  # whether it is not known yet what its loss counts
+        self._check: Check | None = None  # of the first step's loss
+        self._is_compared = False
         self.precise = False  # whether shares of the loss are needed in double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
@@ -46,9 +65,19 @@ class Intake:
     def follow(self, model: Model) -> None:
         """Learn what the model is called with, and whether it computes its loss itself."""
         self._is_chain = is_chain(model)
-        if not self._is_chain and self.loss_fn is None:
-            self.own = True
-            self.weigh = self.weigh or OwnWeight(cast(nn.Module, model))
+        self.own = not self._is_chain and self.loss_fn is None
+        self._found = found_split(model, self.split)
+
+    def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
+        """Learn how the loss counts: from the pieces that the model was cut into where it computes it itself."""
+        last = stages[-1][-1].module
+        if self.own and self.weigh is None and isinstance(last, Piece):
+            self._own_shares = OwnShares(last.plan, last, len(stages[-1]))
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether shares depend on what is in the targets, so that they are counted in every step."""
+        return self.weigh is not None or self.own or (self._fn is not None and self._fn.counts_targets)
 
     @property
     def has_loss(self) -> bool:
@@ -85,47 +114,111 @@ class Intake:
 
     def cut(self, step: Step) -> None:
         """Cut batch and target into microbatches, and weigh these."""
+        self._step = step
+        step.cuts = self.cut_batch
         if step.batch is not None:
-            step.inputs = cut(step.batch, self.num_microbatches)
+            step.inputs = self.cut_batch(step.batch)
         if step.target is None:
             return
-        targets = cut(step.target, self.num_microbatches, what="the target")
-        if step.batch is not None and num_rows(step.batch) != num_rows(step.target):
+        what = "the batch" if self.own else "the target"
+        targets = (
+            self.cut_batch(step.target, what=what) if self.own else cut(step.target, self.num_microbatches, what=what)
+        )
+        rows = self.num_rows(step.target) if self.own else num_rows(step.target)
+        if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(
-                f"the batch has {num_rows(step.batch)} rows and the target {num_rows(step.target)}",
-                expected="as many in both",
+                f"the batch has {self.num_rows(step.batch)} rows and the target {rows}", expected="as many in both"
             )
-        weights = [_plain((self.weigh or num_rows)(one)) for one in targets]
-        step.shares = self._shares_of(weights)
+        self._rows = rows_of_each(rows, self.num_microbatches)
+        step.targets = targets
+        self._take_shares(step, self._weighed(targets))
+
+    def cut_batch(self, batch: Any, *, what: str = "the batch") -> list[Any]:
+        """Return the microbatches of a batch as the user or the model says that it is cut."""
+        split = None if what.endswith("target") else self._found(batch)
+        return cut(batch, self.num_microbatches, what=what, split=split)
+
+    def num_rows(self, batch: Any) -> int:
+        """Return how many rows a batch has."""
+        return num_rows(batch, split=self._found(batch))
+
+    def _weighed(self, targets: Sequence[Any]) -> Weighing | None:
+        """Return the microbatches' shares; None where the loss has to be seen first."""
+        if self.weigh is not None:
+            return Weighing(shares([_plain(self.weigh(one)) for one in targets]))
+        if self._own_shares is not None:
+            return self._own_shares(targets, self._rows, train=self._trains)
+        if self._fn is not None:
+            return self._fn(targets, self._rows)
+        return Weighing(shares([float(one) for one in self._rows]))
+
+    def share_of(self, microbatch: int) -> float:
+        """Return what part of the loss a microbatch of the step under way is, as far as that is known."""
+        return 1.0 if self._step is None else float(self._step.shares[microbatch])
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether parts of the model's own loss are multiplied by factors in the step under way."""
+        return self._own_shares is not None and bool(self._own_shares.plan.sheet.factors)
+
+    def _take_shares(self, step: Step, found: Weighing | None) -> None:
+        """Take the microbatches' shares for a step; those that count nothing need no loss."""
+        self.is_open = found is None
+        if found is None:
+            found = Weighing(shares([float(one) for one in self._rows]))
+        step.shares = self._shares_of(list(found.shares))
         step.targets = [
-            one if isinstance(weight, Tensor) or weight else _NOTHING
-            for one, weight in zip(targets, weights, strict=True)
+            one if isinstance(share, Tensor) or share else _NOTHING
+            for one, share in zip(step.targets, found.shares, strict=True)
         ]
+        if self._own_shares is not None:
+            self._own_shares.plan.sheet.fill(found.factors)
 
     def _shares_of(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
         """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""
         if any(isinstance(weight, Tensor) for weight in weights):
-            return [torch.as_tensor(share).to(self.device) for share in shares(weights)]
+            return [torch.as_tensor(share).to(self.device) for share in weights]
         if weights != self._weights:
-            parts = torch.tensor(shares(weights), dtype=torch.float64)
+            parts = torch.tensor(weights, dtype=torch.float64)
             self._shares = parts.to(self.device, torch.float64 if self.precise else torch.float32).unbind()
             self._weights = weights
         return self._shares
 
-    def loss(self, output: Any, target: Any) -> Tensor | None:
-        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated."""
+    def loss(self, output: Any, target: Any, fn: LossFunction | None = None) -> Tensor | None:
+        """Return the loss of one microbatch's output; None only where a model that has its own was only evaluated.
+
+        `fn` stands for the loss function where a stage has a copy of it.
+        """
         if target is _NOTHING:
-            # A mean over nothing is NaN, and its gradient too: a microbatch without weight adds zeros instead.
-            made = [one for one in pack(output)[0] if one.requires_grad and not (self.own and one.dim() == 0)]
-            return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
+            return self._nothing(output)
         if self.own:
             return own_loss(output, needed=self._trains)
-        assert self.loss_fn is not None
-        loss = self.loss_fn(output, target)
+        fn = fn or self.loss_fn
+        assert fn is not None
+        loss = fn(output, target) if self._fn is None else self._fn.watch(fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ModelError(f"loss_fn returned {what}", expected="a tensor without dimensions: the microbatch's mean")
-        return loss
+        return loss if self._fn is None else self._seen(self._fn, output, target, loss)
+
+    def _seen(self, fn: FnWeight, output: Any, target: Any, loss: Tensor) -> Tensor:
+        """Weigh the step by what the loss was just seen to count, and compare it with the whole batch's if in doubt."""
+        step = self._step
+        if step is None or not any(one is target for one in step.targets):
+            return loss  # not a step: blocks are measured
+        microbatch = next(at for at, one in enumerate(step.targets) if one is target)
+        if self.is_open:
+            self._take_shares(step, fn(step.targets, self._rows))
+        if fn.is_doubted and not self._is_compared:
+            if self._check is None or self._check.step is not step:
+                self._check = Check(fn.loss_fn, step)
+            self._is_compared = self._check.add(microbatch, output, loss)
+        return self._nothing(output) if step.targets[microbatch] is _NOTHING else loss
+
+    def _nothing(self, output: Any) -> Tensor:
+        """Return a loss of zero: a mean over nothing would be NaN, and its gradient too."""
+        made = [one for one in pack(output)[0] if one.requires_grad and not (self.own and one.dim() == 0)]
+        return sum(((one.float() * 0.0).nan_to_num().sum() for one in made), torch.zeros(()))
 
 
 def _plain(weight: float | Tensor) -> float | Tensor:

@@ -37,8 +37,11 @@ def launch(
     timeout: float | None = None,
     backend: str | None = None,
     prefix: bool = True,
+    **named: Any,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `num_ranks` local processes and return their results, rank 0 first.
+    """Run `fn(*args, **named)` on `num_ranks` local processes and return their results, rank 0 first.
+
+    Keywords that are not launch's own go to `fn`; those that have the same names go there by `kwargs`.
 
     Each rank is in the default process group (`backend` is gloo unless given; with nccl, rank r takes device r) and
     computes with `threads` threads. What it prints appears here, after `[rank 1] ` unless `prefix` is off.
@@ -50,10 +53,10 @@ def launch(
     >>> def rank_of(word):
     ...     import torch.distributed as dist
     ...     return f"{word} {dist.get_rank()} of {dist.get_world_size()}"
-    >>> launch(rank_of, "rank", num_ranks=2)
+    >>> launch(rank_of, word="rank", num_ranks=2)
     ['rank 0 of 2', 'rank 1 of 2']
     """
-    kwargs = kwargs or {}
+    kwargs = _named(named, kwargs or {})
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     task = _packed(Task(fn, args, kwargs))
     limit = None if timeout is None else time.monotonic() + timeout
@@ -74,6 +77,14 @@ def launch(
             ranks.let_go()
             parts = [rank.parts for rank in ranks]
     return [_loaded(rank, one) for rank, one in enumerate(parts)]
+
+
+def _named(named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `fn` gets by name."""
+    for name in named:
+        if name in kwargs:
+            raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+    return {**named, **kwargs}
 
 
 def _check(

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.splits import found_split
+from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.cut import Block, Model, blocks_of
 from drumline.runtime.pieces import Inputs, pieces_of
@@ -68,7 +70,13 @@ def example_inputs(model: Model, example: Any) -> Any:
 
 
 def blocks_for(
-    model: Model, example: Any, device: torch.device, *, num_microbatches: int, cuts: Sequence[str] | None = None
+    model: Model,
+    example: Any,
+    device: torch.device,
+    *,
+    num_microbatches: int,
+    cuts: Sequence[str] | None = None,
+    split: Split | None = None,
 ) -> list[Block]:
     """Return the model's blocks; one that is not a chain is followed on the first microbatch of the example.
 
@@ -92,6 +100,7 @@ def blocks_for(
             )
         microbatch = Inputs((), dict(known))
     else:
-        microbatch = cut_batch(inputs, num_microbatches, what="the example")[0]
+        how = found_split(model, split)(inputs)
+        microbatch = cut_batch(inputs, num_microbatches, what="the example", split=how)[0]
     named = [cuts] if isinstance(cuts, str) else list(cuts or ())
     return pieces_of(model, moved(microbatch, device), device=device, cuts=named)

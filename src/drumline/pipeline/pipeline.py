@@ -23,7 +23,7 @@ from drumline.pipeline.tally import Ledger, Tally, Told
 from drumline.plan.plan import Plan
 from drumline.plan.planner import Planned
 from drumline.runtime import clip
-from drumline.runtime.batch import counted_in
+from drumline.runtime.batch import Split, counted_in
 from drumline.runtime.compiled import Compile
 from drumline.runtime.cut import Model
 from drumline.runtime.draft import Draft
@@ -56,8 +56,13 @@ class Pipeline:
       the blocks with which stages 1, 2, ... begin. Without any of these the number of parameters decides.
     - `weights`: a folder or file to read parameters from, or `dl.Weights`; each rank reads its own. A model on the meta
       device gets memory for this rank's stages alone, and without weights what its modules' initialisers draw.
-    - `loss_fn(output, target)`: the mean over a microbatch. Microbatches count by their rows, or, where the mean is
-      over something else (tokens that are not padding), by what `loss_weight(target)` returns for each.
+    - `loss_fn(output, target)`: the mean over a microbatch, or a sum. Microbatches count by what torch's losses in it
+      count (labels that are not ignored), else by their rows, or by what `loss_weight(target)` returns for each.
+    - `split`: how `step`'s arguments are cut into microbatches where that is not along the first dimension: by name or
+      place, a dimension, None for whole to each, or a function of all arguments that returns how many of a packed
+      argument's rows belong to each row of the batch.
+    - `unused`: what to do about parameters that no loss reaches, whose gradient stays None: "warn" (once, of those that
+      nothing can reach), "raise" at the first step, or "ignore".
     - `schedule`: a name ("1f1b" unless given), a `Program`, a CSV file, or "auto": a few steps are measured, and a
       program is searched for what they took.
     - `plan`: what `dl.plan` decided, or its file, in place of schedule, microbatches, cut and checkpointing.
@@ -92,6 +97,8 @@ class Pipeline:
         weights: str | Path | Weights | None = None,
         checkpoint: Checkpointing = "none",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
+        split: Split | None = None,
+        unused: str = "warn",
         transport: str = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -109,7 +116,7 @@ class Pipeline:
         options = Options.checked(locals())
         self.check_finite = check_finite
         self._number = 0  # of the next step
-        self._ledger = Ledger()
+        self._ledger = Ledger(unused)
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._auto = AutoSchedule() if options.schedule == AUTO else None
         parts = set_up(options, self._ledger, self.settle)
@@ -119,6 +126,7 @@ class Pipeline:
         self._engine, self._holdings = parts.engine, parts.holdings
         self._watched, self._shared = parts.watched, parts.shared
         self._guard = self._guarded()
+        self._ledger.unused.known = parts.unused if self.rank == 0 else None
 
     @property
     def num_ranks(self) -> int:
@@ -137,12 +145,15 @@ class Pipeline:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
+    def step(self, *batch: Any, target: Any = None, outputs: bool = False, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
         The batch is what the model is called with: the first block's input, or a model's arguments in order and by
-        name. Only ranks with the first stage need it, only those with the last need `target`.
+        name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
+        `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
         """
+        if outputs and self._engine.captured is not None:
+            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
         if not self._intake.has_loss:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
@@ -158,13 +169,13 @@ class Pipeline:
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
-        step = Step(self._number)
+        step = Step(self._number, wants_outputs=outputs)
         with self._crew.together("the start of a step"):
             self._frozen.check_still(self._engine.stages())
             self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             captured = self._engine.captured
             fits = captured is not None and captured.fits(step)
-            if not fits or self._intake.weigh is not None:  # a step like the last one weighs what that did
+            if not fits or self._intake.counts_labels:  # a step like the last one weighs what that did
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
             self._updates.begin(step, self.parameters())
@@ -175,14 +186,17 @@ class Pipeline:
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
             tally = self._told(step, drafts)
-        return StepResult(step.number, lambda: tally.loss)
+        return StepResult(step.number, lambda: tally.loss, _output(step))
 
-    def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
-        """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
+    def eval_step(self, *batch: Any, target: Any = None, outputs: bool = True, **named: Any) -> StepResult:
+        """Run the forwards alone, in eval mode and without gradients.
+
+        `result.output` is there with the last stage, unless `outputs` is off.
+        """
         with self._recording.during("evaluate"):
-            return self._evaluated(batch, target, named)
+            return self._evaluated(batch, target, named, outputs)
 
-    def _evaluated(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> StepResult:
+    def _evaluated(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any], outputs: bool) -> StepResult:
         self._settle(until=self._number - 2)
         self._renew()
         step = Step(self._number, train=False)
@@ -191,8 +205,7 @@ class Pipeline:
             self._intake.cut(step)
             self._engine.run(step, [])
             tally = self._told(step, [])
-        output = joined([step.outputs[one] for one in sorted(step.outputs)], step.shares) if step.outputs else None
-        return StepResult(step.number, lambda: tally.loss, output)
+        return StepResult(step.number, lambda: tally.loss, _output(step) if outputs else None)
 
     def _renew(self) -> None:
         """Follow what happened to the model and its parameters since the last step."""
@@ -203,7 +216,7 @@ class Pipeline:
             self._named = None
             self._updates.follow(self._engine.parameters())
             self._guard = self._guarded()
-            self._ledger.reached = False
+            self._ledger.unused.begin()
 
     def _guarded(self) -> Guard:
         return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
@@ -225,8 +238,7 @@ class Pipeline:
             told.scale = None if self.scaler is None else step.scale
             finite = all_finite(checked)
             told.finite = finite if alone else bool(finite)
-        if step.train and not self._ledger.reached:
-            self._ledger.reached = True
+        if step.train and self._ledger.unused.looks:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         told.num_rows, told.num_tokens = counted_in(step.batch)
@@ -358,3 +370,10 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _output(step: Step) -> Any:
+    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it."""
+    order = sorted(step.outputs)
+    shares = [step.shares[one] for one in order] if len(step.shares) else []
+    return joined([step.outputs[one] for one in order], shares) if order else None

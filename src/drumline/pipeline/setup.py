@@ -26,15 +26,18 @@ from drumline.pipeline.engine import Engine
 from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
+from drumline.pipeline.loss_module import loss_block
 from drumline.pipeline.materialise import materialise_stages, opened
 from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
 from drumline.pipeline.shared import Shared, refuse_hidden
 from drumline.pipeline.tally import Ledger
+from drumline.pipeline.unused import unused_in
 from drumline.pipeline.updates import Updates
 from drumline.pipeline.watched import Watched
 from drumline.plan.plan import Plan
+from drumline.runtime.batch import Split
 from drumline.runtime.compiled import Compile, compiler_for
 from drumline.runtime.cuda import clock_for
 from drumline.runtime.cut import Block, Model
@@ -62,6 +65,8 @@ class Options:
     weights: str | Path | Weights | None
     checkpoint: Checkpointing
     loss_weight: Callable[[Any], float | Tensor] | None
+    split: Split | None
+    unused: str
     transport: str
     device: torch.device | str | None
     seed: int
@@ -110,6 +115,7 @@ class Parts:
     holdings: Holdings
     watched: Watched
     shared: Shared
+    unused: frozenset[str]  # the names of parameters that the model's forward never uses, where it was followed
 
 
 def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
@@ -147,7 +153,13 @@ class _SetUp:
 
     def parts(self, ledger: Ledger, settle: Callable[[], None]) -> Parts:
         given, crew = self.options, self.crew
-        intake = Intake(given.loss_fn, given.loss_weight, self.device, num_microbatches=self.program.num_microbatches)
+        intake = Intake(
+            given.loss_fn,
+            given.loss_weight,
+            self.device,
+            num_microbatches=self.program.num_microbatches,
+            split=given.split,
+        )
         intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
         stages, balance = self._stages(intake, numbers)
@@ -168,7 +180,7 @@ class _SetUp:
         shared = Shared(assembled.ties, list(engine.stages()))
         return Parts(
             self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings,
-            watched, shared,
+            watched, shared, unused_in(stages),
         )  # fmt: skip
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
@@ -178,6 +190,8 @@ class _SetUp:
         self._agree({"weights": stored and stored.described()})
         chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers, given.plan)
         stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
+        intake.weigh_by(stages)
+        stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
         ranks = [channel.rank for channel in self.crew.channels]
         materialise_stages(stages, self.program.placement, ranks, given.model, stored, self.device, given.seed)
         return stages, balance

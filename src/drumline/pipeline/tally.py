@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from drumline.core.align import Dial, align
-from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
+from drumline.core.errors import MismatchError, NonFiniteError, RunError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.record import Record
 from drumline.pipeline.scaler import LossScaler
+from drumline.pipeline.unused import Unused
 
 _NUM_RECENT = 16
 
@@ -32,7 +33,7 @@ class Told:
     dtype: str = "float32"
     finite: bool | Tensor = True
     scale: float | None = None  # of the loss, as this rank knows it
-    unreached: list[str] = field(default_factory=list)
+    unreached: list[str] | None = None  # parameters without gradient, where they were looked for
     record: Record | None = None
     late: Record | None = None  # of the step before, where the device had not passed that in time
     num_rows: int = 0  # of the batch, where it is known
@@ -102,15 +103,15 @@ class Tally:
             raise RunError("a captured step has no timeline", fix="use capture=False to measure")
         return Measured(self.program, records)
 
+    @property
+    def unreached(self) -> set[str] | None:
+        """The parameters that got no gradient on any rank; None where nobody looked."""
+        if any(one.unreached is None for one in self.told[:1]):
+            return None
+        return {name for one in self.told for name in one.unreached or ()}
+
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
-        missing = sorted({name for one in self.told for name in one.unreached})
-        if missing:
-            raise ModelError(
-                f"no loss reaches {', '.join(missing[:4])}{' and others' if len(missing) > 4 else ''}",
-                expected="a gradient for every trainable parameter",
-                fix="freeze what the loss does not use: parameter.requires_grad_(False)",
-            )
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
         scales = sorted({one.scale for one in self.told if one.scale is not None})
         if len(scales) > 1:
@@ -130,11 +131,11 @@ class Tally:
 class Ledger:
     """The tallies of all steps so far: those nobody has looked at, the last one, and one that was refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused: str = "warn") -> None:
+        self.unused = Unused(unused)
         self.last: Tally | None = None  # of the steps that trained
         self.before: Tally | None = None  # the one before that
         self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
-        self.reached = False  # whether it was looked at that every parameter gets a gradient
         self._open: list[Tally] = []
         self._refused: Tally | None = None
 
@@ -173,4 +174,5 @@ class Ledger:
         while self._open and (until is None or self._open[0].number <= until):
             self._refused = self._open.pop(0)
             self._refused.check()
+            self.unused.hear(self._refused.unreached)
             self._refused = None

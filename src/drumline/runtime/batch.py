@@ -3,40 +3,57 @@
 Rows are dealt as evenly as they go, the larger microbatches first: 7 rows in 4 are 2, 2, 2, 1. A mean over the batch is
 then the mean of the microbatches' means, each weighted by its rows; a loss that averages over something else (tokens
 that count) brings its own weights.
+
+Not everything is cut along its first dimension. Numbers and tensors without rows go to all microbatches whole, and so
+do those with one row among others with more, such as positions of the shape (1, length). The rest is said by `split`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, counted
 from drumline.runtime.values import pack, unpack
 
+# Of an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
+# that returns how many of its rows belong to each row of the batch.
+How = int | None | Callable[[Mapping[Any, Any]], Any]
+Split = Mapping[str | int, How]
 
-def cut(batch: Any, num_microbatches: int, *, what: str = "the batch") -> list[Any]:
-    """Return the microbatches of `batch`: every tensor in it is cut along its first dimension, the rest is repeated.
+
+def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
+    """Return the microbatches of `batch`: every tensor in it is cut along its rows, the rest is repeated.
 
     >>> import torch
     >>> [one.tolist() for one in cut(torch.arange(7), 4)]
     [[0, 1], [2, 3], [4, 5], [6]]
+    >>> [x.tolist() for x, _ in cut((torch.arange(4), torch.ones(1, 3)), 2)]
+    [[0, 1], [2, 3]]
     """
     tensors, form = pack(batch)
-    rows = num_rows(batch, what=what)
+    rows = num_rows(batch, what=what, split=split)
     if rows < num_microbatches:
         raise BatchError(
             f"{what} has {counted(rows, 'row')} for {counted(num_microbatches, 'microbatch')}",
             expected="at least one row in every microbatch",
             fix=f"use num_microbatches={rows} or fewer" if rows else "do not pass empty batches",
         )
-    pieces = [tensor.tensor_split(num_microbatches) for tensor in tensors]
     if form is None:
-        return list(pieces[0])
+        return list(tensors[0].tensor_split(num_microbatches))
+    hows = _hows(batch, split)
+    given = dict(_items(batch))
+    pieces = [
+        _parts(tensor, hows.get(id(tensor), _BY_ITSELF), rows, num_microbatches, given, what) for tensor in tensors
+    ]
     return [unpack(one, form) for one in zip(*pieces, strict=True)]
 
 
-def num_rows(batch: Any, *, what: str = "the batch") -> int:
+def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None) -> int:
     """Return how many rows the batch has.
 
     >>> import torch
@@ -46,13 +63,89 @@ def num_rows(batch: Any, *, what: str = "the batch") -> int:
     tensors, _ = pack(batch)
     if not tensors:
         raise BatchError(f"{what} holds no tensor", expected="tensors whose first dimension is the batch")
+    hows = _hows(batch, split) if split else {}
+    found: dict[int, None] = {}
     for tensor in tensors:
-        if tensor.dim() == 0 or tensor.shape[0] != tensors[0].shape[0]:
-            shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+        how = hows.get(id(tensor), _BY_ITSELF)
+        if how is None or callable(how) or tensor.dim() == 0:
+            continue
+        at = 0 if how is _BY_ITSELF else how
+        if not -tensor.dim() <= at < tensor.dim():
             raise BatchError(
-                f"{what} holds tensors of the shapes {shapes}", expected="the same first dimension in all of them"
+                f"{what} has a tensor of the shape {tuple(tensor.shape)}, and split says that its rows are its"
+                f" dimension {at}"
             )
-    return int(tensors[0].shape[0])
+        found[int(tensor.shape[at])] = None
+    sizes = [size for size in found if size != 1] or list(found)
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+        raise BatchError(
+            f"{what} holds tensors of the shapes {shapes}",
+            expected="the same first dimension in all of them",
+            fix="say how the others are cut: split={'name': 1} along another dimension, None for not at all",
+        )
+    return sizes[0]
+
+
+def rows_of_each(rows: int, num_microbatches: int) -> list[int]:
+    """Return how many rows every microbatch gets.
+
+    >>> rows_of_each(7, 4)
+    [2, 2, 2, 1]
+    """
+    base, more = divmod(rows, num_microbatches)
+    return [base + (at < more) for at in range(num_microbatches)]
+
+
+_BY_ITSELF: Any = object()  # how a tensor is cut that nothing was said of
+
+
+def _hows(batch: Any, split: Split | None) -> dict[int, How]:
+    """Return how the tensors are cut that something was said of, by their ids."""
+    found: dict[int, How] = {}
+    items = dict(_items(batch))
+    for name in split or {}:
+        if name not in items and isinstance(name, int):
+            raise BatchError(f"split names argument {name}", expected=f"one of {', '.join(map(str, items))}")
+    for name, value in items.items():
+        if split is not None and name in split:
+            found.update((id(tensor), split[name]) for tensor in pack(value)[0])
+    return found
+
+
+def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what a batch consists of: arguments by place and by name, entries of a dict, or of a tuple."""
+    args, kwargs = getattr(batch, "args", None), getattr(batch, "kwargs", None)
+    if isinstance(args, tuple) and isinstance(kwargs, dict):
+        yield from enumerate(args)
+        yield from kwargs.items()
+    elif isinstance(batch, Mapping):
+        yield from batch.items()
+    elif isinstance(batch, tuple | list):
+        yield from enumerate(batch)
+
+
+def _parts(
+    tensor: Tensor, how: How, rows: int, num_parts: int, given: Mapping[Any, Any], what: str
+) -> Sequence[Tensor]:
+    if how is _BY_ITSELF:
+        how = None if tensor.dim() == 0 or (tensor.shape[0] == 1 and rows > 1) else 0
+    if how is None:
+        return [tensor] * num_parts
+    if not callable(how):
+        return tensor.tensor_split(num_parts, dim=how)
+    each = torch.as_tensor(how(given)).flatten().tolist()
+    if len(each) != rows or sum(each) != tensor.shape[0]:
+        raise BatchError(
+            f"{what} has a packed tensor of the shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
+            f" {counted(len(each), 'row')}",
+            expected=f"{counted(rows, 'count')}, one for each row, that sum to {tensor.shape[0]}",
+        )
+    ends = [0]
+    for count in rows_of_each(rows, num_parts):
+        ends.append(ends[-1] + count)
+    sizes = [sum(each[start:end]) for start, end in pairwise(ends)]
+    return tensor.split([int(one) for one in sizes])
 
 
 def counted_in(batch: Any) -> tuple[int, int]:
@@ -64,7 +157,9 @@ def counted_in(batch: Any) -> tuple[int, int]:
     """
     if batch is None:
         return 0, 0
-    first = pack(batch)[0][0]
+    first = next((one for one in pack(batch)[0] if one.dim()), None)
+    if first is None:
+        return 0, 0
     is_text = first.dim() == 2 and not first.is_floating_point() and not first.is_complex()
     return int(first.shape[0]), first.numel() if is_text else 0
 

@@ -11,6 +11,7 @@ messages have other shapes if the batch has, and only the rank with the first st
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Capture:
             step.number,
             batch,
             target,
-            inputs=cut(batch, len(step.inputs)) if step.inputs else (),
+            inputs=(step.cuts or partial(cut, num_microbatches=len(step.inputs)))(batch) if step.inputs else (),
             targets=[one if pack(given)[0] else given for one, given in zip(targets, step.targets, strict=True)],
             shares=[share.clone() for share in step.shares],
         )

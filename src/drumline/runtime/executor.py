@@ -41,6 +41,8 @@ class Step:
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
     shares: Sequence[Tensor] = ()  # what part of the batch's loss each microbatch's is
+    cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
+    wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
     scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -175,6 +177,7 @@ class Executor:
         clock.begin(draft)
         for stage in stages:
             stage.begin()
+            stage.kept = step.outputs if step.wants_outputs else None
         if self.scale is not None:
             self.scale.begin(*step.inputs, *step.targets)
         directly = False

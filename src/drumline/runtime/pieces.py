@@ -11,8 +11,9 @@ Pieces hold the model's own modules and parameters, under the model's own names.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -26,10 +27,14 @@ from drumline.runtime.contents import refuse_objects
 from drumline.runtime.cut import Block
 from drumline.runtime.emit import Emitter
 from drumline.runtime.graph import Crossing, Graph, crossings
+from drumline.runtime.loss_counts import Counts
+from drumline.runtime.loss_sheet import Sheet, scale
+from drumline.runtime.loss_terms import Terms, Walk, loss_place
+from drumline.runtime.numbers import names_of, packed
 from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known
-from drumline.runtime.tracing import trace
+from drumline.runtime.tracing import Decides, Unseen, trace
 from drumline.runtime.values import pack, plain_in
 from drumline.runtime.watch import Watch
 
@@ -118,7 +123,7 @@ class Piece(nn.Module):
     def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
         """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
-            kind, tensors = Kind.of(value, self.plan.skeleton.device, train=self.training)
+            kind, tensors = self.plan.kind(value, train=self.training)
             value = Live(kind, False, tensors)
         kind, sealed, tensors = value
         code = self.plan.codes(kind)[self._number]
@@ -140,6 +145,11 @@ class Piece(nn.Module):
             return value
         sent = self.plan.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
+
+    @property
+    def sheet(self) -> Sheet:
+        """Where it is looked up what the parts of the model's own loss count."""
+        return self.plan.sheet
 
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
@@ -184,6 +194,15 @@ class Shell(nn.Module):
     """Stands where the model has a module of which only parts are here."""
 
 
+class Loss(NamedTuple):
+    """What the model's own loss is made of, for one kind of input."""
+
+    walk: Walk
+    terms: Terms
+    counts: Counts
+    pieces: tuple[int, ...]  # that make the parts
+
+
 @dataclass(eq=False)
 class Plan:
     """How a model is cut into pieces, for every kind of input that has come along."""
@@ -198,6 +217,10 @@ class Plan:
     _pieces: list[ref[Piece]] = field(default_factory=list)
     watch: Watch | None = None
     epoch: int = 0
+    baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
+    unused: frozenset[str] = frozenset()  # parameters that the forward never uses
+    sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
+    _losses: dict[Kind, Loss | None] = field(default_factory=dict)
 
     @property
     def num_pieces(self) -> int:
@@ -206,6 +229,10 @@ class Plan:
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self
+
+    def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
+        return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
 
     def graph(self, kind: Kind) -> Graph:
         """Follow the model's forward on inputs of a kind."""
@@ -243,6 +270,7 @@ class Plan:
             return False
         self.skeleton = Skeleton(model, self.skeleton.device)
         self._codes.clear()
+        self._losses.clear()
         self._known.clear()
         self.epoch += 1
         return True
@@ -261,8 +289,16 @@ class Plan:
 
     def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
         """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
+        self._losses[kind] = loss = loss_of(graph, kind, starts)
+        if loss is not None:
+            scale(graph, loss.terms, self.sheet)
         found = self._codes[kind] = self._written(graph, starts)
         return found
+
+    def loss(self, kind: Kind) -> Loss | None:
+        """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
+        self.codes(kind)
+        return self._losses[kind]
 
     def _starts(self, graph: Graph) -> list[int]:
         """Return the call with which each piece begins, in a graph of another kind of input."""
@@ -308,6 +344,18 @@ class Plan:
     def lent(self, states: Sequence[Collection[str]]) -> None:
         """Note which parameters and buffers each piece holds for use between blocks."""
         self._states = [frozenset(one) for one in states]
+
+
+def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+    """Return what the loss in a model's output is made of; None where there is none."""
+    place = loss_place(graph.output_form, len(graph.outputs))
+    if place is None or not graph.outputs:
+        return None
+    fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
+    walk = Walk(graph, graph.inputs, fixed)
+    terms = walk.terms(graph.outputs[place])
+    pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
+    return Loss(walk, terms, Counts(graph, terms, _state), pieces)
 
 
 def _state(name: str) -> str:
@@ -357,11 +405,11 @@ def pieces_of(
     """
     if device is None:
         device = next((one.device for one in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    kind, _ = Kind.of(inputs, device, train=True)
     there = dict(model.named_modules())
-    inside = opened(model, [name for name in cuts if name in there])
-    plan = Plan(Skeleton(model, device), inside, watch=Watch(model.named_modules(), inside))
-    graph = plan.graph(kind)
+    # Losses are opened too, so that it is seen what they count.
+    losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
+    inside = opened(model, [*losses, *(name for name in cuts if name in there)])
+    plan, kind, graph = _followed(Plan(Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(plan, graph, there)
     bounds = [*starts, len(graph.calls)]
     states = []
@@ -380,9 +428,37 @@ def pieces_of(
             piece.lend(name, named[name], stored=name not in fleeting)
     plan.lent(states)
     plan.look_after(model, pieces)
+    used = {id(one) for piece in pieces for one in piece.parameters()}
+    plan.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
     _rest(pieces, plan.inside, model, named, fleeting)
     plan.write(kind, graph, starts)
     return [Block(name, piece, prefix="") for name, piece in zip(plan.names, pieces, strict=True)]
+
+
+_FEW = 256  # numbers of an argument, by which a forward may decide
+
+
+def _followed(plan: Plan, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Plan, Kind, Graph]:
+    """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are."""
+    while True:
+        kind, _ = plan.kind(inputs, train=True)
+        plan.watch = Watch(there.items(), plan.inside)
+        try:
+            return plan, kind, plan.graph(kind)
+        except Unseen as error:
+            kinds = type(there[error.block])
+            alike = {
+                name for name, one in there.items() if type(one) is kinds and name.rpartition(".")[0] in plan.inside
+            }
+            fresh = {name for name in alike if any(True for _ in there[name].children())} - plan.inside
+            if error.block not in fresh:
+                raise
+            plan = replace(plan, inside=plan.inside | fresh, _known={})
+        except Decides as error:
+            baked = names_of(inputs, plan.baked, error.inputs, at_most=_FEW)
+            if not baked:
+                raise
+            plan = replace(plan, baked=plan.baked | baked, _known={})
 
 
 def _begun(plan: Plan, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:

@@ -12,6 +12,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.compiled import Named
 from drumline.runtime.cut import Block
+from drumline.runtime.loss_sheet import Sheet
 from drumline.runtime.owners import Splitter
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.tape import Tape
@@ -52,6 +53,7 @@ class Segment:
         if compiled is not None and blocks:
             self.whole = [compiled(self.blocks)]
             self.pieces = [(name, compiled([(name, module)])) for name, module in self.blocks]
+        self.sheet: Sheet | None = getattr(blocks[-1].module, "sheet", None) if blocks else None
         self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
         self.checkpointed = checkpointed
         self.modules = [module for block in blocks for module in block.module.modules()]
@@ -83,6 +85,8 @@ class Segment:
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
         """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
+        if self.sheet is not None:
+            self.sheet.now = microbatch
         if self.quiet:
             versions = versions_of(value) if self._suspects else []
             if self._suspects:

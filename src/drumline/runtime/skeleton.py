@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from drumline.core.errors import ModelError
 from drumline.runtime.closures import copied
@@ -91,7 +91,11 @@ class Skeleton:
             if one is not None
         ]
         with unset_fake_temporarily():
-            zeros = {id(one): self._zeros(one) for one in (*tensors, *(one for _, _, one in own))}
+            # What is no stand-in has numbers of its own, by which the block may decide.
+            zeros = {
+                id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
+                for one in (*tensors, *(one for _, _, one in own))
+            }
             for places, name, one in own:
                 places[name] = zeros[id(one)]
             try:

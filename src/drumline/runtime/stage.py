@@ -86,6 +86,7 @@ class Stage:
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
         self.held: dict[int, list[Pass]] = {}
+        self.kept: dict[int, Any] | None = None  # outputs of a step that trains, where they are wanted
         self.at_peak: Callable[[], object] | None = None  # called when all that is recomputed is held at once
 
     @property
@@ -143,7 +144,7 @@ class Stage:
                 segment.buffers.learn()
                 wants_gradient = True
             else:
-                loss = partial(self._loss, target) if last and self.loss is not None else None
+                loss = partial(self._loss, microbatch, target) if last and self.loss is not None else None
                 value = self._through(segment, this, microbatch, loss)
                 wants_gradient = bool(this.wanted)
             plain = this.plain
@@ -275,7 +276,10 @@ class Stage:
             refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks], begins)
         return unpack([one.detach() for one in outputs], form)
 
-    def _loss(self, target: Any, output: Any) -> Tensor:
+    def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
+        if self.kept is not None:
+            tensors, form = pack(output)
+            self.kept[microbatch] = unpack([one.detach() for one in tensors], form)
         made = None if self.loss is None else self.loss(output, target)
         assert made is not None, "a step that trains has a loss"
         return self.precision.full(made)

@@ -31,6 +31,7 @@ from drumline.runtime.graph import Autocast, Barrier, Call, Graph, Value, may_dr
 from drumline.runtime.inner import transformed
 from drumline.runtime.interception import Nodes, coming_by, version_of
 from drumline.runtime.local_hooks import LocalHooks
+from drumline.runtime.numbers import unchecked, unpacked
 from drumline.runtime.own_line import line_here, line_of
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.skeleton import Meta, Skeleton
@@ -64,9 +65,9 @@ def trace(
     chance = HostChance()
     with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         inputs = skeleton.fakes(metas)
-        args, kwargs = unpack(inputs, form)
+        args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
         tracer = _Tracer(skeleton, inside, inputs, known)
-        with chance.kept(), tracer.watching(train=train):
+        with chance.kept(), unchecked(), tracer.watching(train=train):
             try:
                 made = skeleton.model(*args, **kwargs)
             except ModelError:
@@ -75,6 +76,22 @@ def trace(
                 raise tracer.failed(error) from error
             tracer.finish(made)
     return Followed(tracer.graph, tracer.attributes.read_between())
+
+
+class Unseen(ModelError):
+    """A tensor that a block made and did not return is used outside of it."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
+        self.block = block
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class Decides(ModelError):
+    """The forward decides by numbers; `inputs` are the places of those that they were made of."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
+        self.inputs = inputs
+        super().__init__(error, expected=expected, fix=fix)
 
 
 class _Tracer(TorchFunctionMode):
@@ -93,6 +110,7 @@ class _Tracer(TorchFunctionMode):
         self.reads: set[str] = set()
         self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
         self.broken = ""  # the block that failed
+        self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
         self.thread = threading.get_ident()
         self.base = _autocast(skeleton.device.type)
         self.gradients = torch.is_grad_enabled()
@@ -141,10 +159,11 @@ class _Tracer(TorchFunctionMode):
         if (made := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[made].block
             self._bar(made, f"{what} uses a tensor that {block!r} made and did not return{self._kept_in(tensor)}")
-            raise ModelError(
+            raise Unseen(
                 self.graph.barriers[-1].reason,
                 expected="blocks that return what others use",
                 fix=f"return it from {block!r}, or use it inside",
+                block=block,
             )
         raise ModelError(
             f"{what} takes a tensor that was made where it could not be followed",
@@ -238,6 +257,8 @@ class _Tracer(TorchFunctionMode):
         for one in given:
             if id(one) in self.where and not isinstance(one, FakeTensor):
                 self._number(one, f"the model, in {_name(func)}")  # raises, unless the block returned it
+        if _name(func) in _READS:
+            self.read = tuple(given)
         versions = [version_of(one) for one in given]
         made = func(*args, **kwargs)
         if _property(func) == "grad_fn":
@@ -425,10 +446,12 @@ class _Tracer(TorchFunctionMode):
         where = f" in {block!r}" if block else " between its blocks"
         kind = type(error).__name__
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
-            return ModelError(
+            read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
+            return Decides(
                 f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
                 expected="decisions by shapes and plain values only, between blocks",
                 fix="move it into a block",
+                inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
             )
         told = f"while it was followed: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")
