@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
 
 
 class Shared:
-    """The tensors that this process's stages share with others, and the attributes of stages with several copies."""
+    """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
 
     def __init__(self, ties: Ties, stages: Sequence[Stage]) -> None:
         self._kept = list(_kept(ties, stages))
@@ -48,10 +48,10 @@ class Shared:
     def before(self) -> None:
         """Note what there is before a step."""
         by_value = self._num_steps < _BY_VALUE
+        tensors = [one.place.tensor for one in self._kept]
         self._before = [
-            (tensor, _version(tensor), tensor.detach().clone() if by_value and not one.place.is_parameter else None)
-            for one in self._kept
-            if (tensor := one.place.tensor) is not None
+            (one, 0 if one is None else _version(one), None if one is None or not by_value else one.detach().clone())
+            for one in tensors
         ]
         self._attributes = [_plain(module) for _, module in self._doubled] if by_value else []
         self._num_steps += 1
@@ -73,11 +73,9 @@ class Shared:
         self._before = []
 
     def _refuse(self, one: _Kept) -> None:
-        kind = "parameter" if one.held.is_parameter else "buffer"
         stages = one.held.stages
-        where = f"stages {', '.join(map(str, stages))}" if len(stages) > 1 else "both copies of its stage"
         raise ModelError(
-            f"the forward of block {one.block!r} changes the {kind} {one.held.name!r}, which {where} hold",
+            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {', '.join(map(str, stages))} hold",
             expected="buffers that change to belong to one stage, which sees all microbatches in order",
             fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
         )
@@ -88,8 +86,8 @@ def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
         seen: set[str] = set()
         for block in stage.blocks:
             for place in places_in(block):
-                held = ties.find(place.name)
-                if held is not None and (held.is_tied or held.is_copied) and held.name not in seen:
+                held = ties.find(place.name)  # what several ranks hold is looked after where they exchange it
+                if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
                     seen.add(held.name)
                     yield _Kept(held, place, block.name)
 
