@@ -62,7 +62,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate"."""
+    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate",
+    "check".
+    """
 
     rank: int
     kind: str

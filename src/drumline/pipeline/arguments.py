@@ -14,7 +14,7 @@ from drumline.core.errors import ModelError, UsageError
 from drumline.core.program import Program
 
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "merge_weight_gradients", "capture", "weigh")
+_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
 
 
 def check(given: Mapping[str, Any]) -> None:

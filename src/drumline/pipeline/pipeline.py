@@ -16,6 +16,7 @@ from drumline.core.program import Program
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
 from drumline.pipeline.guard import Guard
+from drumline.pipeline.model_check import Checked
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.setup import Options, set_up
@@ -64,6 +65,8 @@ class Pipeline:
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
     - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
     - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
+    - `check_model`: hold the first step against the model by itself, on one microbatch, and raise ModelError before an
+      optimizer steps if they differ; `pipe.checked` says what was compared and what it cost.
     - `check_finite`: raise NonFiniteError on all ranks before an optimizer steps on a NaN.
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
@@ -98,6 +101,7 @@ class Pipeline:
         precision: str = "fp32",
         master_weights: bool = False,
         check_finite: bool = True,
+        check_model: bool = True,
         merge_weight_gradients: bool = False,
         timeout: float = 300.0,
         ahead: int = 2,
@@ -116,7 +120,7 @@ class Pipeline:
         self.device, self.program, self.balance = parts.device, parts.program, parts.balance
         self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
         self._updates, self._recording = parts.updates, parts.recording
-        self._engine, self._holdings = parts.engine, parts.holdings
+        self._engine, self._holdings, self._check = parts.engine, parts.holdings, parts.check
         self._guard = self._guarded()
 
     @property
@@ -153,10 +157,13 @@ class Pipeline:
                     self.settle()
                     self.program = self._frozen.pruned(found)
                     self._engine.take_up(self.program)
-        drafts = self._recording.begin(self._number)
+        self._check.refuse()
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
+        if self._check.is_pending or self._number == 0:
+            self._check_first(batch, target, named)
+        drafts = self._recording.begin(self._number)
         step = Step(self._number)
         with self._crew.together("the start of a step"):
             self._frozen.check_still(self._engine.stages())
@@ -172,7 +179,34 @@ class Pipeline:
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
             tally = self._told(step, drafts)
+        if self._check.is_pending:
+            self._compare_first(step)
         return StepResult(step.number, lambda: tally.loss)
+
+    def _check_first(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> None:
+        """Run a microbatch through the model by itself, for the first step to be held against."""
+        with self._recording.during("check"), self._crew.together("the check of the model"):
+            self._check.agree_on_weights()
+            scale = 1.0 if self.scaler is None else self.scaler.scale
+            self._check.before(self._number, self._intake.called(batch, named), target, scale)
+
+    def _compare_first(self, step: Step) -> None:
+        try:
+            self._check.after(step)
+        finally:
+            if (found := self._check.checked) is not None:
+                self._recording.note(
+                    **{
+                        "check_metrics/seconds": found.seconds,
+                        "check_metrics/parameters": found.num_parameters,
+                        "check_metrics/wrong": len(found.wrong),
+                    }
+                )
+
+    @property
+    def checked(self) -> Checked | None:
+        """What the check of the first step compared, what it cost and what it left out; None before it."""
+        return self._check.checked
 
     def eval_step(self, *batch: Any, target: Any = None, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients; `result.output` is there with the last stage."""
@@ -257,6 +291,7 @@ class Pipeline:
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._updates.check(optimizer)
+        self._check.refuse()
         self.settle()
         self._recording.enter("update")
 
@@ -342,6 +377,7 @@ class Pipeline:
         Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
         """
         self._holdings.load_state_dict(mapping)
+        self._check.loaded(mapping)
 
     def close(self) -> None:
         """Take leave of the other ranks; nothing is left behind but a run that was recorded."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import arguments, assembly, transports
+from drumline.pipeline.agreement import agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import ChosenCut
 from drumline.pipeline.auto_schedule import AUTO, first_schedule
@@ -27,6 +28,7 @@ from drumline.pipeline.frozen import Frozen
 from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.model_check import ModelCheck
 from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
@@ -40,6 +42,10 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.tied import Ties
 from drumline.runtime.weights import Weights
+
+
+# Settings that all ranks must have alike, besides what they agree on anyway.
+_ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,7 @@ class Options:
     precision: str
     master_weights: bool
     check_finite: bool
+    check_model: bool
     merge_weight_gradients: bool
     timeout: float
     ahead: int
@@ -106,6 +113,7 @@ class Parts:
     recording: Recording
     engine: Engine
     holdings: Holdings
+    check: ModelCheck
 
 
 def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
@@ -147,6 +155,7 @@ class _SetUp:
         intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
         stages, balance = self._stages(intake, numbers)
+        check = self._check(stages, intake)
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
@@ -158,9 +167,23 @@ class _SetUp:
         frozen.forget_all_but(engine.assembly.cuts)
         updates.follow(engine.parameters())
         holdings.share()
+        check.attach(engine, holdings)
         return Parts(
-            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings
+            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings, check
         )  # fmt: skip
+
+    def _check(self, stages: Sequence[Sequence[Block]], intake: Intake) -> ModelCheck:
+        """Return the check of the first step, once all ranks agree on the model's code and graph."""
+        given, crew = self.options, self.crew
+        blocks = [block for stage in stages for block in stage]
+        different = None
+        if not crew.alone:
+            agree_on_lines(crew, "code", code_of(given.model, given.loss_fn, given.loss_weight))
+            plan = plan_of(blocks)
+            agree_on_lines(crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each])
+            weights = weights_of(given.model) if given.weights is None else {}
+            different = first_difference(crew.all_told("weights", [weights]))
+        return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return every stage's blocks, those of this process with their parameters."""
@@ -189,7 +212,7 @@ class _SetUp:
             numbers,
             compiler_for(given.compile, self.device),
         )
-        more = {name: getattr(given, name) for name in ("check_finite", "master_weights", "capture")}
+        more = {name: getattr(given, name) for name in _ALIKE}
         more["record"] = given.record if isinstance(given.record, bool) else str(given.record)
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)

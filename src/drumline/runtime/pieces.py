@@ -29,6 +29,7 @@ from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Skeleton
 from drumline.runtime.stand_ins import Known
 from drumline.runtime.tracing import Shapes, trace
+from drumline.runtime.value_names import Names, by_name, described, kind_text
 from drumline.runtime.values import pack
 
 
@@ -74,6 +75,11 @@ class Piece(nn.Module):
         self._callees: dict[str, nn.Module] = {}
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
+
+    @property
+    def plan(self) -> Plan:
+        """How the model was cut into pieces."""
+        return self._plan
 
     def forward(self, value: Any) -> Any:
         """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output."""
@@ -135,6 +141,7 @@ class Plan:
     _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    written: dict[str, list[str]] = field(default_factory=dict)  # by kind of input, what was written, as ranks compare it
 
     @property
     def num_pieces(self) -> int:
@@ -157,7 +164,7 @@ class Plan:
             raise
         if found is None:
             graph = self.graph(kind)
-            found = self._codes[kind] = self._written(graph, self._starts(graph))
+            found = self._codes[kind] = self._written(graph, self._starts(graph), kind_text(*kind))
         return found
 
     def _starts(self, graph: Graph) -> list[int]:
@@ -174,9 +181,12 @@ class Plan:
             )
         return [0, *order[1:]]
 
-    def _written(self, graph: Graph, starts: Sequence[int]) -> list[Code]:
+    def _written(self, graph: Graph, starts: Sequence[int], kind: str) -> list[Code]:
         bounds = [*starts, len(graph.calls)]
-        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossings(graph, starts[1:])]
+        names = Names(graph)
+        crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
+        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
+        self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
         for number, (start, end) in enumerate(pairwise(bounds)):
             for name in states_of(graph, range(start, end)) - self._states[number]:
                 raise ModelError(
