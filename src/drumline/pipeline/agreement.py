@@ -7,6 +7,7 @@ they told says in what.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
 from typing import Any
@@ -29,9 +30,24 @@ def plan_of(blocks: Iterable[Block]) -> Plan | None:
     return next((block.module.plan for block in blocks if isinstance(block.module, Piece)), None)
 
 
-def digests_of(plan: Plan | None) -> dict[str, str]:
-    """Return, by kind of input, a digest of what was written for it."""
-    return {} if plan is None else {kind: short("\n".join(lines)) for kind, lines in plan.written.items()}
+class Followed:
+    """The kinds of input that the blocks of this process were followed on, and which of them others have not heard of.
+
+    >>> Followed([]).fresh()
+    {}
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._plan = plan_of(blocks)
+        self._known = set() if self._plan is None else set(self._plan.written)
+
+    def fresh(self) -> dict[str, str]:
+        """Return a digest of what was written for each new kind of input."""
+        if self._plan is None or len(self._plan.written) == len(self._known):
+            return {}
+        new = {kind: short("\n".join(lines)) for kind, lines in self._plan.written.items() if kind not in self._known}
+        self._known.update(new)
+        return new
 
 
 _MENDS = {
@@ -64,7 +80,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
 
     >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 followed the model to another graph for a new ...
+    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 followed the model to another graph for new inputs...
     """
     known: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(told):
@@ -72,7 +88,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
             first, other = known.setdefault(kind, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"step {step}: ranks {first} and {rank} followed the model to another graph for a new kind of input",
+                    f"step {step}: ranks {first} and {rank} followed the model to another graph for new inputs",
                     expected="the same calls on every rank",
                     fix=_MENDS["graph"],
                 )
@@ -145,7 +161,7 @@ def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
     for name, one in picked.items():
         places.setdefault((one.device, one.dtype), []).append(name)
     found: dict[str, bytes] = {}
-    for (_, _), names in places.items():
+    for names in places.values():
         together = torch.cat([picked[name] for name in names]).cpu()
         for name, one in zip(names, together.split([picked[name].numel() for name in names]), strict=True):
             found[name] = one.contiguous().view(torch.uint8).numpy().tobytes()
@@ -172,22 +188,81 @@ def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str
     return None
 
 
-# ---- batches ---------------------------------------------------------------------------------------------------------
+# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def batch_print(value: Any) -> list[tuple[str, str]]:
-    """Return a batch's shapes and types, and some of its elements where they are on the host.
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a rank was called with: of every tensor its type and shape, and if it is on the host some elements.
 
-    >>> batch_print({"x": torch.zeros(4, 2)})
-    [('float32(4, 2)', '...')]
+    >>> Given.of(torch.zeros(4, 2), None).batch[0][0]
+    'float32(4, 2)'
     """
-    if value is None:
-        return []
-    return [(f"{one.dtype}{tuple(one.shape)}".removeprefix("torch."), _sample(one)) for one in pack(value)[0]]
+
+    batch: tuple[tuple[str, bytes], ...]
+    target: tuple[tuple[str, bytes], ...]
+
+    @staticmethod
+    def of(batch: Any, target: Any) -> Given:
+        """Return what tells this batch and target from others, without making the host wait for a device."""
+        return Given(_print(batch), _print(target))
 
 
-def _sample(tensor: Tensor) -> str:
+def _print(value: Any) -> tuple[tuple[str, bytes], ...]:
+    tensors = () if value is None else pack(value)[0]
+    return tuple((f"{one.dtype}{tuple(one.shape)}".removeprefix("torch."), _sample(one)) for one in tensors)
+
+
+def _sample(tensor: Tensor) -> bytes:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return ""  # asking a device would make the host wait
-    picked = _picked(tensor)
-    return picked.contiguous().view(torch.uint8).numpy().tobytes().hex()
+        return b""
+    return _picked(tensor).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
+    """Raise unless all ranks that were given a batch or a target were given the same one.
+
+    >>> agree_on_batch([Given.of(torch.zeros(4, 2), None), Given.of(torch.zeros(3, 2), None)], 5)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 5: ranks 0 and 1 got different batches: float32(4, 2) and float32(3, 2)...
+    """
+    for what in ("batch", "target"):
+        each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
+        each = [(rank, one) for rank, one in each if one]
+        for rank, one in each[1:]:
+            _agree_on_tensors(what, step, (each[0][0], rank), each[0][1], one)
+
+
+def _agree_on_tensors(
+    what: str,
+    step: int,
+    ranks: tuple[int, int],
+    first: Sequence[tuple[str, bytes]],
+    second: Sequence[tuple[str, bytes]],
+) -> None:
+    kinds, others = ([kind for kind, _ in one] for one in (first, second))
+    differs = kinds != others
+    if not differs and all(
+        one == other or not one or not other for (_, one), (_, other) in zip(first, second, strict=True)
+    ):
+        return
+    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "of the same shapes, with other numbers"
+    raise MismatchError(
+        f"step {step}: ranks {ranks[0]} and {ranks[1]} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
+        expected=f"the same {what} on every rank that gets one",
+        fix="seed and order the data alike on all ranks, or pass None to those without the first or the last stage",
+    )
+
+
+def agree_on_mode(trained: Sequence[bool], step: int) -> None:
+    """Raise unless all ranks called `step`, or all `eval_step`.
+
+    >>> agree_on_mode([True, False], 2)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: call 2: rank 0 called step and rank 1 eval_step; expected the same on all ranks
+    """
+    if len(set(trained)) > 1:
+        raise MismatchError(
+            f"call {step}: rank {trained.index(True)} called step and rank {trained.index(False)} eval_step",
+            expected="the same on all ranks",
+        )

@@ -1,4 +1,4 @@
-"""The check at the first step: do the pieces compute what the model computes by itself?
+"""The check at the first step: whether the pieces compute what the model computes by itself.
 
     before the step   every rank with the whole model in memory runs one microbatch through it, forward and backward
     in the step       a witness notes the same microbatch's gradients, output and loss where the stages are
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, MismatchError, ModelError
 from drumline.pipeline.agreement import first_difference, samples_of
+from drumline.pipeline.comparing import norm_of, off, outputs_off, sketch
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.holdings import Holdings
@@ -28,10 +29,9 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.models import is_chain
 from drumline.pipeline.plain import Plain
 from drumline.pipeline.plain_step import Slice, Wanted, plain_step
-from drumline.pipeline.sketch import sketch
 from drumline.runtime.cut import Block, Model
 from drumline.runtime.executor import Step
-from drumline.runtime.values import moved, pack
+from drumline.runtime.values import moved
 from drumline.runtime.witness import Witness
 
 _FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding
@@ -54,7 +54,7 @@ class _Outcome:
 
     differences: dict[str, float] = field(default_factory=dict)  # of gradients, those that are too large
     num_parameters: int = 0
-    others: dict[str, list[float]] = field(default_factory=dict)  # "loss", "output": their differences
+    others: dict[str, float] = field(default_factory=dict)  # "loss", "output": their differences
     shared: dict[str, list[float]] = field(default_factory=dict)  # sketches of what several ranks hold, as found here
     wanted: dict[str, list[float]] = field(default_factory=dict)  # and as the model by itself has it
     seconds: float = 0.0
@@ -245,16 +245,16 @@ class ModelCheck:
         whole = sum(float(one.double().norm()) ** 2 for one in wanted.values() if one is not None) ** 0.5
         for name, one in wanted.items():
             if name in shared:
-                outcome.wanted[name] = [*([0.0] * 4 if one is None else sketch(one)), _norm(one), whole]
+                outcome.wanted[name] = [*([0.0] * 4 if one is None else sketch(one)), norm_of(one), whole]
                 continue
             outcome.num_parameters += 1
-            off = _off(found.get(name), one, floor=_FLOOR * whole)
-            if off > self._allowed:
-                outcome.differences[name] = off
+            apart = off(found.get(name), one, floor=_FLOOR * whole)
+            if apart > self._allowed:
+                outcome.differences[name] = apart
         if self._given.microbatch in step.losses:
             loss = step.losses[self._given.microbatch].detach().cpu()
-            outcome.others["loss"] = _off(loss, self._wanted.loss)
-            outcome.others["output"] = _outputs_off(self._output(), self._wanted.output)
+            outcome.others["loss"] = off(loss, self._wanted.loss)
+            outcome.others["output"] = outputs_off(self._output(), self._wanted.output)
         return outcome
 
     def _found(self) -> dict[str, Tensor]:
@@ -286,15 +286,15 @@ class ModelCheck:
         assert self._given is not None
         assert self._wanted is not None
         again = self._run(self._given, step.number, step.scale)
-        return again is None or _outputs_off(again.output, self._wanted.output) > self._allowed
+        return again is None or outputs_off(again.output, self._wanted.output) > self._allowed
 
     def _judge(self, told: Sequence[_Outcome]) -> None:
         """Say what came of it, on all ranks alike."""
-        wrong = {name: off for one in told for name, off in one.differences.items()}
+        wrong = {name: apart for one in told for name, apart in one.differences.items()}
         wrong |= self._shared_wrong(told)
         order = {name: at for at, name in enumerate(self._engine.assembly.order)}
         names = sorted(wrong, key=lambda name: order.get(name, len(order)))
-        others = {what: off for one in told for what, off in one.others.items() if off > self._allowed}
+        others = {what: apart for one in told for what, apart in one.others.items() if apart > self._allowed}
         unchecked = {one.unchecked: rank for rank, one in reversed(list(enumerate(told))) if one.unchecked}
         self.checked = Checked(
             max(one.seconds for one in told),
@@ -319,21 +319,23 @@ class ModelCheck:
         for name, (*wanted, norm, whole) in {name: one for each in told for name, one in each.wanted.items()}.items():
             each = [one.shared[name] for one in told if name in one.shared]
             made = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
-            off = max(abs(one - other) for one, other in zip(made, wanted, strict=True))
-            if off > 4 * max(self._allowed * norm, _FLOOR * whole):
-                found[name] = off / norm if norm else off
+            apart = max(abs(one - other) for one, other in zip(made, wanted, strict=True))
+            if apart > 4 * max(self._allowed * norm, _FLOOR * whole):
+                found[name] = apart / norm if norm else apart
         return found
 
     def _wrong(self, names: Sequence[str], wrong: Mapping[str, float], others: Mapping[str, float]) -> ModelError:
-        what = [f"its {one} is {off:.2g} of its size off" for one, off in others.items()]
+        what = [f"its {one} is {apart:.2g} of its size off" for one, apart in others.items()]
         if names:
             home = self._homes.get(names[0], "")
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            what.append(f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off")
+            what.append(
+                f"the gradient of {names[0]}{more}, in block {home!r}, is {wrong[names[0]]:.2g} of its size off"
+            )
         return ModelError(
             "the model, followed block by block, returns something else than by itself: " + ", ".join(what),
             expected="the same numbers as model(...) and backward() give; no optimizer has stepped",
-            fix="move what the forward, its hooks or its modes do between blocks into a block, or pass a list of blocks",
+            fix="move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks",
         )
 
 
@@ -350,36 +352,3 @@ def _moody() -> ModelError:
         expected="a forward that does the same every time, for inputs of the same kind",
         fix="look for what it does once only, or only sometimes; check_model=False trains it unchecked",
     )
-
-
-def _norm(one: Tensor | None) -> float:
-    return 0.0 if one is None else float(one.double().norm())
-
-
-def _off(found: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> float:
-    """Return ||found - wanted|| as a part of ||wanted||; nothing counts as zeros, and what is below the floor as equal.
-
-    >>> _off(torch.tensor([1.1]), torch.tensor([1.0])), _off(None, torch.zeros(2)), _off(None, torch.ones(1))
-    (0.1000..., 0.0, 1.0)
-    """
-    if found is None and wanted is None:
-        return 0.0
-    if found is None or wanted is None:
-        off = size = _norm(found if wanted is None else wanted)
-    elif found.shape != wanted.shape:
-        return float("inf")
-    else:
-        if bool((found.isnan() == wanted.isnan()).all()) and not bool(wanted.isfinite().all()):
-            return 0.0  # what is not finite is looked for elsewhere
-        off, size = _norm(found.double() - wanted.double()), _norm(wanted)
-    if off <= floor:
-        return 0.0
-    return off / size if size else off
-
-
-def _outputs_off(found: Any, wanted: Any) -> float:
-    """Return the largest difference of two outputs' tensors; of dicts, what both have."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return max((_outputs_off(found[key], wanted[key]) for key in found if key in wanted), default=0.0)
-    pairs = zip(pack(found)[0], pack(wanted)[0], strict=False)
-    return max((_off(one, other) for one, other in pairs if one.is_floating_point()), default=0.0)

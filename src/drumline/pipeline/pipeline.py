@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, RunError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.pipeline.agreement import Followed, Given
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
 from drumline.pipeline.guard import Guard
@@ -121,6 +122,7 @@ class Pipeline:
         self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
         self._updates, self._recording = parts.updates, parts.recording
         self._engine, self._holdings, self._check = parts.engine, parts.holdings, parts.check
+        self._followed = Followed(block for stage in self._engine.stages() for block in stage.blocks)
         self._guard = self._guarded()
 
     @property
@@ -178,7 +180,7 @@ class Pipeline:
             self._recording.ran(drafts)
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
-            tally = self._told(step, drafts)
+            tally = self._told(step, drafts, self._given(batch, named, target))
         if self._check.is_pending:
             self._compare_first(step)
         return StepResult(step.number, lambda: tally.loss)
@@ -221,7 +223,7 @@ class Pipeline:
             self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             self._intake.cut(step)
             self._engine.run(step, [])
-            tally = self._told(step, [])
+            tally = self._told(step, [], self._given(batch, named, target))
         output = joined([step.outputs[one] for one in sorted(step.outputs)], step.shares) if step.outputs else None
         return StepResult(step.number, lambda: tally.loss, output)
 
@@ -239,7 +241,11 @@ class Pipeline:
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _told(self, step: Step, drafts: Sequence[Draft]) -> Tally:
+    def _given(self, batch: tuple[Any, ...], named: dict[str, Any], target: Any) -> Given | None:
+        """Return what the other ranks compare their batches with; ranks of one process have one."""
+        return None if self._crew.alone else Given.of((batch, named), target)
+
+    def _told(self, step: Step, drafts: Sequence[Draft], given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         alone = self._crew.alone
         told = Told(sorted(step.losses))
@@ -259,6 +265,9 @@ class Pipeline:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         told.num_rows, told.num_tokens = counted_in(step.batch)
+        told.train, told.given, told.followed = step.train, given, self._followed.fresh()
+        for one in each:
+            one.train = step.train
         topic = f"step/{step.number}"
         tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
         if alone and self._recording.is_on:

@@ -1,7 +1,7 @@
 """The model by itself, unsplit: its own forward with the user's hooks, modes and attributes, and none of our pieces.
 
-A pipeline seeds the random generators before each of its blocks. For the model by itself to draw the same numbers, hooks
-on those modules seed them when the forward comes by:
+A pipeline seeds the random generators before each of its blocks. For the model by itself to draw the same numbers,
+hooks on those modules seed them when the forward comes by:
 
     model(x) ──► [seed "embed"] embed ──► [seed "layers.0"] layers.0 ──► ...
 
@@ -92,11 +92,16 @@ class Plain:
         def leave(*_: Any) -> None:
             running.pop()
 
+        def run(value: Any) -> Any:
+            for each in calls.values():
+                each.clear()
+            return self._run(value, microbatch, randomness)
+
         with ExitStack() as stack:
             for module in self._starts:
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield lambda value: self._run(value, microbatch, randomness)
+            yield run
 
     def _run(self, value: Any, microbatch: int, randomness: Randomness) -> Any:
         if not self._starts:

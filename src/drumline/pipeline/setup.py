@@ -43,7 +43,6 @@ from drumline.runtime.randomness import Randomness
 from drumline.runtime.tied import Ties
 from drumline.runtime.weights import Weights
 
-
 # Settings that all ranks must have alike, besides what they agree on anyway.
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
@@ -180,7 +179,9 @@ class _SetUp:
         if not crew.alone:
             agree_on_lines(crew, "code", code_of(given.model, given.loss_fn, given.loss_weight))
             plan = plan_of(blocks)
-            agree_on_lines(crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each])
+            agree_on_lines(
+                crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
+            )
             weights = weights_of(given.model) if given.weights is None else {}
             different = first_difference(crew.all_told("weights", [weights]))
         return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)

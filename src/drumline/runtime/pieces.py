@@ -141,7 +141,9 @@ class Plan:
     _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
-    written: dict[str, list[str]] = field(default_factory=dict)  # by kind of input, what was written, as ranks compare it
+    written: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # by kind of input, what was written, as ranks compare it
 
     @property
     def num_pieces(self) -> int:

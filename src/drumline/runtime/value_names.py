@@ -1,9 +1,9 @@
 """Names for the values of a graph that are the same on every rank, in whatever order the model made them.
 
 A value is named by what it is made of: the function or block, and the names of what goes into it. So two ranks agree on
-what crosses a cut although a model's code went through a set of strings, whose order is another in every process. What
-a call changes in place has another name afterwards, and calls that draw random numbers are numbered, since their order
-does count.
+what crosses a cut although a model's code went through a set of strings, whose order is another in every process. Two
+values with one name are equal, so it does not matter which of them is which. What a call changes in place has another
+name afterwards; calls of blocks, and those that draw random numbers, are numbered, since their order does count.
 
     "cos of (input 1 ...)"  ──►  3f0c...      rank 0 made it as value 7, rank 1 as value 9
 """
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from drumline.runtime.graph import Call, Crossing, Graph, may_draw
-from drumline.runtime.values import pack
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_ELEMENTS = 4096  # of a constant are looked at
@@ -48,7 +47,7 @@ class Names:
             if value.state:
                 self.values[number] = f"state {value.state}"
             elif value.constant is not None:
-                self.values[number] = self._once(f"constant {_contents(value.constant)}")
+                self.values[number] = f"constant {_contents(value.constant)}"
         for at, number in enumerate(graph.inputs):
             self.values[number] = f"input {at}"
         for call in graph.calls:
@@ -66,23 +65,24 @@ class Names:
         name = short(text)
         self.calls.append(name)
         for path, number in call.makes:
-            self.values[number] = self._once(short(f"{name} {path!r}"))
+            self.values[number] = short(f"{name} {path!r}")
         for number in call.changes:
             self._versions[self.graph.values[number].storage] = name
 
     def _once(self, name: str) -> str:
-        """Return a name that no other value has: the second of the same kind is `name#2`."""
+        """Return a name that no other call has: the second of the same kind is `name#2`."""
         count = self._seen[name] = self._seen.get(name, 0) + 1
         return name if count == 1 else f"{name}#{count}"
 
-    def _now(self, number: int) -> str:
+    def now(self, number: int) -> str:
+        """Return a value's name, and what was done to it in place by now."""
         changed = self._versions.get(self.graph.values[number].storage, "")
         return f"{self.values[number]}!{changed}" if changed else self.values[number]
 
     def spelled(self, form: Any, takes: Sequence[int]) -> str:
         """Return a form with the names of its values, in which the order of a dict's keys does not count."""
         if form is None or isinstance(form, int):
-            return f"<{self._now(takes[form or 0])}>"
+            return f"<{self.now(takes[form or 0])}>"
         kind, *parts = form
         if kind == "plain":
             return _ADDRESS.sub("", repr(parts[0])) if not callable(parts[0]) else function_name(parts[0])
@@ -123,9 +123,7 @@ def _contents(tensor: Any) -> str:
 
 def by_name(crossing: Crossing, names: Names) -> Crossing:
     """Return a crossing whose values stand in the order of their names, which is the same on every rank."""
-    whole, sent = (
-        tuple(sorted(one, key=lambda value: names.values[value])) for one in (crossing.whole, crossing.sent)
-    )
+    whole, sent = (tuple(sorted(one, key=names.now)) for one in (crossing.whole, crossing.sent))
     return Crossing(whole, sent, crossing.again)
 
 
@@ -135,8 +133,7 @@ def described(
     """Return what was written, in lines that ranks compare: what each piece calls, and what crosses into it."""
     lines: list[str] = []
     for piece, inside, crossing in zip(pieces, calls, cuts, strict=True):
-        for value in crossing.sent:
-            lines.append(f"{piece} takes {graph.values[value].kind} {names.values[value]}")
+        lines += [f"{piece} takes {graph.values[value].kind} {names.values[value]}" for value in crossing.sent]
         made = [
             (names.calls[at], graph.calls[at].block or function_name(graph.calls[at].function))
             for at in inside
@@ -150,8 +147,7 @@ def described(
 def kind_text(form: Any, shapes: Any, train: bool) -> str:
     """Return a short name for a kind of input.
 
-    >>> _, form = pack((torch.ones(2), {"scale": 1.0}))
-    >>> kind_text(form, (), True) == kind_text(form, (), True), kind_text(form, (), True) == kind_text(form, (), False)
+    >>> kind_text(None, (), True) == kind_text(None, (), True), kind_text(None, (), True) == kind_text(None, (), False)
     (True, False)
     """
     return short(_ADDRESS.sub("", f"{form} {shapes} {train}"))
