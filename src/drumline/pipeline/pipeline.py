@@ -26,6 +26,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.planner import Planned
 from drumline.runtime import clip
 from drumline.runtime.batch import counted_in
+from drumline.runtime.channel import step_topic
 from drumline.runtime.compiled import Compile
 from drumline.runtime.cut import Model
 from drumline.runtime.draft import Draft
@@ -268,7 +269,7 @@ class Pipeline:
         told.train, told.given, told.followed = step.train, given, self._followed.fresh()
         for one in each:
             one.train = step.train
-        topic = f"step/{step.number}"
+        topic = step_topic(step.number)
         tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
         if alone and self._recording.is_on:
             tally.own = lambda: self._recording.settled(drafts)
@@ -349,8 +350,12 @@ class Pipeline:
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """Return a torch optimizer over this process's trainable parameters, or their float32 copies."""
-        return self._updates.optimizer(kind, [one for one in self.parameters() if one.requires_grad], settings)
+        """Return a torch optimizer over this process's trainable parameters, or their float32 copies.
+
+        Its `state_dict` goes by parameter name: the ranks' states together load into any schedule and cut.
+        """
+        trained = [one for one in self.parameters() if one.requires_grad]
+        return self._updates.optimizer(kind, trained, settings, self.named_master_weights)
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""

@@ -121,7 +121,7 @@ def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Part
     program, problem = attempt(
         program_for,
         first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
-        num_ranks=transports.num_ranks(options.transport, options.num_ranks),
+        num_ranks=transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout),
         num_microbatches=options.num_microbatches,
         stages_per_rank=options.stages_per_rank,
     )

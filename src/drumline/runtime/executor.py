@@ -174,7 +174,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
-        channel.begin(step.number)
+        channel.begin(step.number, train=step.train)
         clock.begin(draft)
         for stage in stages:
             stage.begin()
