@@ -120,7 +120,7 @@ class MeshChannel(Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {source} sent {key_text(key)}, which rank {self.rank} had no use for",
+                        f"rank {self.rank} never took up {key_text(key)} of rank {source}",
                         expected=_EXPECTED,
                     )
 
