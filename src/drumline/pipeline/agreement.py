@@ -163,7 +163,7 @@ def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for names in places.values():
         together = torch.cat([picked[name] for name in names]).cpu()
-        for name, one in zip(names, together.split([picked[name].numel() for name in names]), strict=True):
+        for name, one in zip(names, torch.split(together, [picked[name].numel() for name in names]), strict=True):
             found[name] = one.contiguous().view(torch.uint8).numpy().tobytes()
     return {name: found[name] for name in named}
 
