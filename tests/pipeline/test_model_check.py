@@ -99,6 +99,8 @@ def test_it_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == chance
     assert int(model.norm.num_batches_tracked or 0) == 4
+    assert pipe.checked is not None
+    assert pipe.checked.num_parameters == 9  # what such a hook does cannot be compared
     assert len(steps) == 4  # once for each microbatch of the step, and never in the check
     assert model.calls == 0
     reference = pipeline(check_model=False)
