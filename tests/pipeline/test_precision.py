@@ -346,7 +346,7 @@ def test_schedulers_take_the_optimizer_as_torchs_own() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    assert optimizer.state_dict()["state"][0]["step"] == 2
+    assert optimizer.state_dict()["state"]["0.0.weight"]["step"] == 2
     other = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
     other.load_state_dict(optimizer.state_dict())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import faults
 from drumline.core.errors import (
     BatchError,
     DrumlineError,
@@ -25,6 +26,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.verify import Verification, difference, verify
 from drumline.schedules import generate
+from faults import FAULTS
 from torch_models import data, mlp
 
 pytestmark = pytest.mark.torch
@@ -333,6 +335,32 @@ def test_any_module_is_verified_and_held_against_itself() -> None:
         assert found.tolerance == 0.0 or schedule == "dualpipe"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_faults_in_how_a_model_is_followed_are_found_and_the_first_wrong_parameter_named(
+    fault: Any, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_process(schedule, model=faults.make, num_microbatches=4).identical
+    fault(monkeypatch)
+    found = in_process(schedule, model=faults.make, num_microbatches=4)
+    assert not found.passes
+    assert found.first_wrong_parameter == "layers.0.weight"
+    assert found.summary()["first_wrong_parameter"] == "layers.0.weight"
+
+
+def test_hooks_on_a_container_are_part_of_the_reference() -> None:
+    def hooked() -> Any:
+        torch.manual_seed(0)
+        model = mlp(4)
+        model.register_forward_hook(lambda *given: given[-1] * 2)
+        return Material(model, functional.mse_loss, *data(8))
+
+    model, loss_fn, batch, target = hooked()
+    found = in_process(model=hooked, num_microbatches=4, num_steps=1)
+    assert found.loss == pytest.approx(loss_fn(model(batch), target).item())
+    assert found.identical or found.first_wrong_parameter == "0.0.weight"  # kept, or missed
+
+
 class Forgets(Skips):
     """Does something else whenever it is called again."""
 
@@ -343,9 +371,9 @@ class Forgets(Skips):
         return super().forward(x, scale * Forgets.calls)
 
 
-def test_a_model_that_is_not_what_was_followed_is_refused() -> None:
+def test_a_model_that_does_something_else_each_time_is_refused() -> None:
     def make() -> Any:
         return Forgets(), functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6)
 
-    with pytest.raises(ModelError, match="followed block by block, returns something else than by itself"):
+    with pytest.raises(ModelError, match="returns something else each time it is called"):
         verify("1f1b", model=make, num_ranks=2, num_microbatches=4, transport="in-process")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from drumline.core.action import Action
-from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.core.errors import MismatchError, RankFailed, WaitTimeout
 from drumline.runtime.channel import Channel, Delivery, Wait
 from drumline.runtime.distributed import DistributedChannel
 from drumline.runtime.shared_memory import SharedMemoryChannel
@@ -309,8 +309,8 @@ def what_was_never_taken_is_noticed(make: Make) -> str:
     channel.hear("sent", deadline())
     try:
         channel.begin(1)
-    except AssertionError as error:
-        return str(error)
+    except MismatchError as error:
+        return error.error
     finally:
         channel.tell("noticed", None)
         channel.hear("noticed", deadline())

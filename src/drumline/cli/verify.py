@@ -101,6 +101,7 @@ def _text(found: Verification) -> str:
         if worst:
             more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
             verdict += f" Off: the gradients of {', '.join(worst[:_MOST_NAMED])}{more}."
+            verdict += f" The first in the model's order: {found.first_wrong_parameter}."
     turns = " between ranks that took turns" if found.transport == "in-process" else ""
     tail = f"loss {found.loss:.6g}; bubble measured{turns}: {found.bubble:.1%} of the last step"
     shown = table(["", "largest difference", "of parameter"], rows, width=width)

@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A time between two steps: `kind` is one of "data", "update", "clip", "hear", "tell", "write", "evaluate"."""
+    """A time between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate" or "check"."""
 
     rank: int
     kind: str

@@ -16,7 +16,7 @@ from drumline.pipeline import splits
 
 UNUSED = ("warn", "raise", "ignore")
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
-_SWITCHES = ("master_weights", "check_finite", "merge_weight_gradients", "capture", "weigh")
+_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
 
 
 def check(given: Mapping[str, Any]) -> None:

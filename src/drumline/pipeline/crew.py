@@ -6,8 +6,10 @@ of it: `together` tells the others before the error leaves.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,14 @@ from drumline.runtime.channel import Channel, Wait
 from drumline.runtime.in_process import Hub, take_turns
 
 _scopes = itertools.count()
+_open: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+@atexit.register
+def leave_all() -> None:
+    """Take leave on behalf of all pipelines that nobody closed: others may wait for this process."""
+    for crew in list(_open):
+        crew.close()
 
 
 class Crew:
@@ -36,6 +46,8 @@ class Crew:
         self.while_waiting: Callable[[], None] = lambda: None  # what can be done when there is nothing else to do
         self.at_failure: Callable[[], None] = lambda: None
         self._topics = itertools.count()
+        if hub is None:
+            _open.add(self)
 
     @staticmethod
     def gathered(

@@ -51,6 +51,10 @@ class Holdings:
             found.append({name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None})
         return found
 
+    def named_on(self, executor: Executor) -> Named:
+        """Return all parameters of one rank by name, copies included."""
+        return self._on(executor, at_home=False)
+
     def _on(self, executor: Executor, *, at_home: bool) -> Named:
         return state.parameters_on(self.ties, executor.rank, executor.stages, at_home=at_home)
 

@@ -204,6 +204,9 @@ def _error(failures: Mapping[int, Failure], num_ranks: int) -> Exception:
     if alike and isinstance(exception, DrumlineError) and not isinstance(exception, RankFailed):
         error = exception
         where = f"on every rank; rank {origin}'s traceback:"
+    elif isinstance(exception, RankFailed) and exception.rank not in failures:
+        error = exception  # of one that has not failed itself: it left
+        where = f"rank {origin}'s traceback:"
     else:
         error = RankFailed(origin, f"rank {origin} {first}")
         error.__cause__ = exception

@@ -1,9 +1,13 @@
-"""A model trained without a pipeline, from the same start: what `verify` holds a pipeline against."""
+"""A model trained without a pipeline, from the same start: what `verify` holds a pipeline against.
+
+The model runs by itself, unsplit, with its own hooks, modes and attributes. What the pipeline's cut adds is names: of
+the blocks, for their random numbers, and of each stage's parameters, for the order in which microbatches are added.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +18,20 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.model_file import Material
-from drumline.pipeline.models import blocks_for, example_inputs, is_chain
+from drumline.pipeline.models import blocks_for, example_inputs
 from drumline.pipeline.own_loss import OwnWeight, own_loss
-from drumline.pipeline.reference import reference_step
+from drumline.pipeline.plain import Plain, undisturbed
+from drumline.pipeline.reference import accumulation_order
 from drumline.plan.held import held_by
 from drumline.runtime.batch import cut as cut_batch
-from drumline.runtime.cut import Block, blocks_of, cut
-from drumline.runtime.randomness import Randomness
+from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.cut import blocks_of, cut
+from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import moved, pack
 
 LEARNING_RATE = 0.01
-_FOLLOWED = 1e-5  # how far a model that was followed may be from itself
+_ALIKE = 1e-5  # how far two runs of one model may be apart
 
 Named = Sequence[tuple[str, Tensor | None]]
 
@@ -39,29 +45,59 @@ class StepSeen:
     weights: Named
 
 
-class OneProcess:
-    """The model without a pipeline; `counts` is how many of its blocks each stage of the pipeline gets."""
+@dataclass(frozen=True, slots=True)
+class CutOnce:
+    """How a pipeline cuts a model: what the reference has to know for its sums to come in the same order.
 
-    def __init__(self, material: Material, program: Program, seed: int) -> None:
-        self.start = fingerprint(material)
+    Only names: the reference runs nothing of what was cut.
+    """
+
+    counts: tuple[int, ...]  # of blocks, by stage
+    names: tuple[str, ...]  # of blocks
+    parameters: tuple[tuple[str, ...], ...]  # by stage; one that several share belongs to the first
+    is_tied: bool
+
+    @staticmethod
+    def of(material: Material, program: Program) -> CutOnce:
+        """Cut a model, which is of no further use."""
         device = device_of(material.model)
-        batch = moved(example_inputs(material.model, material.batch), device)
         blocks = blocks_for(material.model, material.batch, device, num_microbatches=program.num_microbatches)
-        if isinstance(material.model, nn.Module) and not is_chain(material.model):
-            _same(material.model, blocks, cut_batch(batch, program.num_microbatches)[0])
+        stages = cut(blocks, program.num_stages, held=held_by(program))
+        seen: set[nn.Parameter] = set()
+        owned = []
+        for stage in stages:
+            here: dict[nn.Parameter, str] = {}
+            for name, one in (pair for block in stage for pair in block.named_parameters()):
+                here.setdefault(one, name)
+            owned.append(tuple(name for one, name in here.items() if one not in seen))
+            seen.update(here)
+        return CutOnce(
+            tuple(len(stage) for stage in stages),
+            tuple(block.name for block in blocks),
+            tuple(owned),
+            any(one.is_tied for one in Ties(stages, program.placement).tensors),
+        )
+
+
+class OneProcess:
+    """The model without a pipeline: `loss_fn(model(microbatch), target)` and backward(), microbatch by microbatch."""
+
+    def __init__(self, material: Material, program: Program, seed: int, known: CutOnce) -> None:
+        self._plain = Plain(material.model, known.names)
         self._program = program
-        self._stages = cut(blocks, program.num_stages, held=held_by(program))
-        self.counts = [len(stage) for stage in self._stages]
-        names: dict[nn.Parameter, str] = {}
-        for name, one in (pair for block in blocks for pair in block.named_parameters()):
-            names.setdefault(one, name)
-        self._named = [(name, one) for one, name in names.items()]
-        self.is_tied = any(one.is_tied for one in Ties(self._stages, program.placement).tensors)
+        self._device = device = device_of(material.model)
+        named = self._plain.named_parameters()
+        first: dict[nn.Parameter, str] = {}
+        for name, one in named.items():
+            first.setdefault(one, name)
+        cut_up = dict.fromkeys(named[name] for stage in known.parameters for name in stage)
+        self._named = [(first[one], one) for one in (cut_up | dict.fromkeys(first))]  # those included that a cut lost
+        self._owned = [[named[name] for name in stage if named[name].requires_grad] for stage in known.parameters]
         trainable = [one for _, one in self._named if one.requires_grad]
         self._optimizer = torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE)
-        self._batch = batch
+        self._batch = moved(example_inputs(material.model, material.batch), device)
         self._own = material.loss_fn is None
-        self._target = batch if self._own else moved(material.target, device)
+        self._target = self._batch if self._own else moved(material.target, device)
         self._weight = OwnWeight(material.model) if self._own and isinstance(material.model, nn.Module) else None
         self._loss_fn = material.loss_fn
         self._randomness = Randomness(seed, device)
@@ -77,15 +113,9 @@ class OneProcess:
     def step(self) -> StepSeen:
         """Run one step and update the weights."""
         try:
-            loss = reference_step(
-                self._stages,
-                self._program,
-                self._batch,
-                self._target,
-                self._loss,
-                self._randomness,
-                loss_weight=self._weight,
-            )
+            if self._randomness.step == 0:
+                self._refuse_moods()
+            loss = self._run()
         except DrumlineError:
             raise
         except Exception as error:
@@ -95,6 +125,74 @@ class OneProcess:
             ) from error
         self._randomness.step += 1
         return stepped(loss, self._named, self._optimizer)
+
+    def _run(self) -> Tensor:
+        """Add every microbatch's gradients, in the order in which the program's stages add theirs."""
+        program = self._program
+        inputs = cut_batch(self._batch, program.num_microbatches)
+        targets = cut_batch(self._target, program.num_microbatches, what="the target")
+        parts = shares([num_rows(one) if self._weight is None else self._weight(one) for one in targets])
+        orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
+        in_order = all(order == sorted(order) for order in orders)
+        total: Tensor | None = None
+        found: list[dict[nn.Parameter, Tensor | None]] = []
+        with self._randomness.kept_aside():
+            for microbatch, (value, target, share) in enumerate(zip(inputs, targets, parts, strict=True)):
+                part = self._microbatch(microbatch, value, target, share)
+                total = part if total is None else total + part
+                if not in_order:
+                    found.append({one: one.grad for one in self._parameters})
+                    self._optimizer.zero_grad()
+        if not in_order:
+            self._add(orders, found)
+        assert total is not None
+        return total
+
+    def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
+        with self._plain.seeding(microbatch, self._randomness) as run:
+            output = run(value)
+            if not float(share):  # a mean over nothing, which is NaN
+                return torch.zeros((), device=self._device)
+            loss = self._loss(output, target)
+            weight = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+            if loss.requires_grad:
+                torch.autograd.backward(loss, weight)
+        return loss.detach() * weight
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [one for _, one in self._named if one.requires_grad]
+
+    def _add(self, orders: Sequence[Sequence[int]], found: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
+        """Add the microbatches' gradients stage by stage, each in its own order; what no stage has, as they came."""
+        apart = set(self._parameters).difference(*self._owned)
+        for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(found)))]:
+            for microbatch in order:
+                for one in mine:
+                    gradient = found[microbatch][one]
+                    if gradient is not None:
+                        one.grad = gradient if one.grad is None else one.grad.add_(gradient)
+
+    def _refuse_moods(self) -> None:
+        """Refuse a model that does something else each time: nothing could be compared with it."""
+        value = cut_batch(self._batch, self._program.num_microbatches)[0]
+        made = []
+        for _ in range(2):
+            with (
+                torch.no_grad(),
+                undisturbed(self._plain.modules),
+                self._randomness.kept_aside(),
+                HostChance().again(),
+                self._plain.seeding(0, self._randomness) as run,
+            ):
+                made.append([one.clone() for one in pack(run(value))[0]])
+        for one, other in zip(*made, strict=True):
+            if one.is_floating_point() and float((one - other).norm()) > _ALIKE * float(other.norm()):
+                raise ModelError(
+                    "the model returns something else each time it is called",
+                    expected="a forward that does the same every time, for inputs of the same kind",
+                    fix="look for what it does once only, or only sometimes, between its blocks",
+                )
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
@@ -120,27 +218,3 @@ def fingerprint(material: Material) -> str:
         digest.update(f"{tuple(one.shape)} {one.dtype}".encode())
         digest.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-@torch.no_grad()
-def _same(model: nn.Module, blocks: Sequence[Block], microbatch: Any) -> None:
-    """Check that the model, followed block by block, returns what it returns by itself, where nothing is random."""
-    modules = [*model.modules(), *(part for block in blocks for part in block.module.modules())]
-    trained = [module for module in dict.fromkeys(modules) if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        value: Any = microbatch
-        for block in blocks:
-            value = block.module(value)
-        wanted = model(*microbatch.args, **microbatch.kwargs)
-    finally:
-        for module in trained:
-            module.training = True
-    for one, other in zip(pack(value)[0], pack(wanted)[0], strict=False):
-        if one.is_floating_point() and float((one - other).norm()) > _FOLLOWED * float(other.norm()):
-            raise ModelError(
-                "the model, followed block by block, returns something else than by itself",
-                expected="a forward that does the same every time, for inputs of the same kind",
-                fix="look for what it does once only, or only sometimes, between its blocks",
-            )

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError, RunError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
+from drumline.pipeline.agreement import Followed, Given
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
 from drumline.pipeline.guard import Guard
+from drumline.pipeline.model_check import Checked
 from drumline.pipeline.result import StepResult
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.setup import Options, set_up
@@ -24,6 +26,7 @@ from drumline.plan.plan import Plan
 from drumline.plan.planner import Planned
 from drumline.runtime import clip
 from drumline.runtime.batch import Split, counted_in
+from drumline.runtime.channel import step_topic
 from drumline.runtime.compiled import Compile
 from drumline.runtime.cut import Model
 from drumline.runtime.draft import Draft
@@ -69,6 +72,8 @@ class Pipeline:
     - `checkpoint`: "none", "full", names of blocks to recompute, or one of these per stage as a dict.
     - `precision`: "fp32" (as the model is), "bf16" or "fp16" (autocast; fp16 with `pipe.scaler`, a loss scale).
     - `master_weights`: of parameters in bf16 or fp16, `pipe.optimizer` updates float32 copies.
+    - `check_model`: hold the first step against the model by itself, on one microbatch, and raise ModelError before an
+      optimizer steps if they differ; `pipe.checked` says what was compared and what it cost.
     - `check_finite`: raise NonFiniteError on all ranks before an optimizer steps on a NaN.
     - `merge_weight_gradients`: W actions that stand together run as one larger product, which sums in another order.
     - `timeout`: the longest that this rank waits for another, in seconds.
@@ -105,6 +110,7 @@ class Pipeline:
         precision: str = "fp32",
         master_weights: bool = False,
         check_finite: bool = True,
+        check_model: bool = True,
         merge_weight_gradients: bool = False,
         timeout: float = 300.0,
         ahead: int = 2,
@@ -123,8 +129,9 @@ class Pipeline:
         self.device, self.program, self.balance = parts.device, parts.program, parts.balance
         self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
         self._updates, self._recording = parts.updates, parts.recording
-        self._engine, self._holdings = parts.engine, parts.holdings
+        self._engine, self._holdings, self._check = parts.engine, parts.holdings, parts.check
         self._watched, self._shared = parts.watched, parts.shared
+        self._followed = Followed(block for stage in self._engine.stages() for block in stage.blocks)
         self._guard = self._guarded()
         self._ledger.unused.known = parts.unused if self.rank == 0 else None
 
@@ -165,10 +172,13 @@ class Pipeline:
                     self.settle()
                     self.program = self._frozen.pruned(found)
                     self._engine.take_up(self.program)
-        drafts = self._recording.begin(self._number)
+        self._check.refuse()
         self._frozen.check_trains()
         self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
         self._renew()
+        if self._check.is_pending or self._number == 0:
+            self._check_first(batch, target, named)
+        drafts = self._recording.begin(self._number)
         step = Step(self._number, wants_outputs=outputs)
         with self._crew.together("the start of a step"):
             self._frozen.check_still(self._engine.stages())
@@ -185,8 +195,35 @@ class Pipeline:
             self._shared.after()
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
-            tally = self._told(step, drafts)
+            tally = self._told(step, drafts, self._given(batch, named, target))
+        if self._check.is_pending:
+            self._compare_first(step)
         return StepResult(step.number, lambda: tally.loss, _output(step))
+
+    def _check_first(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> None:
+        """Run a microbatch through the model by itself, for the first step to be held against."""
+        with self._recording.during("check"), self._crew.together("the check of the model"):
+            self._check.agree_on_weights()
+            scale = 1.0 if self.scaler is None else self.scaler.scale
+            self._check.before(self._number, self._intake.called(batch, named), target, scale)
+
+    def _compare_first(self, step: Step) -> None:
+        try:
+            self._check.after(step)
+        finally:
+            if (found := self._check.checked) is not None:
+                self._recording.note(
+                    **{
+                        "check_metrics/seconds": found.seconds,
+                        "check_metrics/parameters": found.num_parameters,
+                        "check_metrics/wrong": len(found.wrong),
+                    }
+                )
+
+    @property
+    def checked(self) -> Checked | None:
+        """What the check of the first step compared, what it cost and what it left out; None before it."""
+        return self._check.checked
 
     def eval_step(self, *batch: Any, target: Any = None, outputs: bool = True, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients.
@@ -204,7 +241,7 @@ class Pipeline:
             self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             self._intake.cut(step)
             self._engine.run(step, [])
-            tally = self._told(step, [])
+            tally = self._told(step, [], self._given(batch, named, target))
         return StepResult(step.number, lambda: tally.loss, _output(step) if outputs else None)
 
     def _renew(self) -> None:
@@ -223,7 +260,11 @@ class Pipeline:
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _told(self, step: Step, drafts: Sequence[Draft]) -> Tally:
+    def _given(self, batch: tuple[Any, ...], named: dict[str, Any], target: Any) -> Given | None:
+        """Return what the other ranks compare their batches with; ranks of one process have one."""
+        return None if self._crew.alone else Given.of((batch, named), target)
+
+    def _told(self, step: Step, drafts: Sequence[Draft], given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         alone = self._crew.alone
         told = Told(sorted(step.losses))
@@ -242,7 +283,10 @@ class Pipeline:
             told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
         each = [told] + [Told() for _ in self._crew.channels[1:]]
         told.num_rows, told.num_tokens = counted_in(step.batch)
-        topic = f"step/{step.number}"
+        told.train, told.given, told.followed = step.train, given, self._followed.fresh()
+        for one in each:
+            one.train = step.train
+        topic = step_topic(step.number)
         tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
         if alone and self._recording.is_on:
             tally.own = lambda: self._recording.settled(drafts)
@@ -274,6 +318,7 @@ class Pipeline:
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._updates.check(optimizer)
+        self._check.refuse()
         self.settle()
         self._recording.enter("update")
 
@@ -322,8 +367,12 @@ class Pipeline:
     # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
-        """Return a torch optimizer over this process's trainable parameters, or their float32 copies."""
-        return self._updates.optimizer(kind, [one for one in self.parameters() if one.requires_grad], settings)
+        """Return a torch optimizer over this process's trainable parameters, or their float32 copies.
+
+        Its `state_dict` goes by parameter name: the ranks' states together load into any schedule and cut.
+        """
+        trained = [one for one in self.parameters() if one.requires_grad]
+        return self._updates.optimizer(kind, trained, settings, self.named_master_weights)
 
     def named_master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what optimizers update for each parameter: with `master_weights` float32 copies, else itself."""
@@ -359,6 +408,7 @@ class Pipeline:
         Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
         """
         self._holdings.load_state_dict(mapping)
+        self._check.loaded(mapping)
 
     def close(self) -> None:
         """Take leave of the other ranks; nothing is left behind but a run that was recorded."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import arguments, assembly, transports
+from drumline.pipeline.agreement import agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.assembly import Assembly, Checkpointing
 from drumline.pipeline.auto import ChosenCut
 from drumline.pipeline.auto_schedule import AUTO, first_schedule
@@ -28,6 +29,7 @@ from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.loss_module import loss_block
 from drumline.pipeline.materialise import materialise_stages, opened
+from drumline.pipeline.model_check import ModelCheck
 from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.recording import Recording
@@ -45,6 +47,9 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.tied import Ties
 from drumline.runtime.weights import Weights
+
+# Settings that all ranks must have alike, besides what they agree on anyway.
+_ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Options:
     precision: str
     master_weights: bool
     check_finite: bool
+    check_model: bool
     merge_weight_gradients: bool
     timeout: float
     ahead: int
@@ -116,6 +122,7 @@ class Parts:
     watched: Watched
     shared: Shared
     unused: frozenset[str]  # the names of parameters that the model's forward never uses, where it was followed
+    check: ModelCheck
 
 
 def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
@@ -124,7 +131,7 @@ def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Part
     program, problem = attempt(
         program_for,
         first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
-        num_ranks=transports.num_ranks(options.transport, options.num_ranks),
+        num_ranks=transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout),
         num_microbatches=options.num_microbatches,
         stages_per_rank=options.stages_per_rank,
     )
@@ -164,6 +171,7 @@ class _SetUp:
         numbers = Precision(given.precision, self.device)
         stages, balance = self._stages(intake, numbers)
         refuse_hidden(stages)
+        check = self._check(stages, intake)
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
@@ -178,10 +186,26 @@ class _SetUp:
         holdings.share()
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
+        check.attach(engine, holdings)
         return Parts(
             self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings,
-            watched, shared, unused_in(stages),
+            watched, shared, unused_in(stages), check,
         )  # fmt: skip
+
+    def _check(self, stages: Sequence[Sequence[Block]], intake: Intake) -> ModelCheck:
+        """Return the check of the first step, once all ranks agree on the model's code and graph."""
+        given, crew = self.options, self.crew
+        blocks = [block for stage in stages for block in stage]
+        different = None
+        if not crew.alone:
+            agree_on_lines(crew, "code", code_of(given.model, given.loss_fn, given.loss_weight))
+            plan = plan_of(blocks)
+            agree_on_lines(
+                crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
+            )
+            weights = weights_of(given.model) if given.weights is None else {}
+            different = first_difference(crew.all_told("weights", [weights]))
+        return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
         """Return every stage's blocks, those of this process with their parameters."""
@@ -212,7 +236,7 @@ class _SetUp:
             numbers,
             compiler_for(given.compile, self.device),
         )
-        more = {name: getattr(given, name) for name in ("check_finite", "master_weights", "capture")}
+        more = {name: getattr(given, name) for name in _ALIKE}
         more["record"] = given.record if isinstance(given.record, bool) else str(given.record)
         self._agree(assembled.described(**more))
         self.crew.connect(assembled.ties.edges)

@@ -18,6 +18,7 @@ from drumline.core.errors import MismatchError, NonFiniteError, RunError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.core.record import Record
+from drumline.pipeline.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
 from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.unused import Unused
 
@@ -38,6 +39,9 @@ class Told:
     late: Record | None = None  # of the step before, where the device had not passed that in time
     num_rows: int = 0  # of the batch, where it is known
     num_tokens: int = 0
+    train: bool = True
+    given: Given | None = None  # what the step was called with; not told where all ranks are in one process
+    followed: dict[str, str] = field(default_factory=dict)  # digests of what was written for new kinds of input
 
 
 @dataclass(eq=False)
@@ -112,6 +116,9 @@ class Tally:
 
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
+        agree_on_mode([one.train for one in self.told], self.number)
+        agree_on_batch([one.given for one in self.told], self.number)
+        agree_on_followed([one.followed for one in self.told], self.number)
         bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
         scales = sorted({one.scale for one in self.told if one.scale is not None})
         if len(scales) > 1:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
-from drumline.core.errors import UsageError, nearest
-from drumline.runtime.channel import Channel
+from drumline.core.errors import MismatchError, UsageError, nearest
+from drumline.runtime import limits
+from drumline.runtime.channel import Channel, too_late
 from drumline.runtime.distributed import DistributedChannel
-from drumline.runtime.rendezvous import one_host
+from drumline.runtime.rendezvous import exchange, host_id
 from drumline.runtime.shared_memory import SharedMemoryChannel
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
@@ -46,8 +50,8 @@ def alone(transport: str) -> bool:
     return transport == "in-process" or (transport == "auto" and not started_by_launcher())
 
 
-def num_ranks(transport: str, asked: int | None) -> int:
-    """Return how many ranks there are; starts the process group if there is to be one."""
+def num_ranks(transport: str, asked: int | None, *, timeout: float = limits.TIMEOUT) -> int:
+    """Return how many ranks there are; starts the process group if there is to be one, within `timeout`."""
     if alone(transport):
         return asked or 1
     if not dist.is_initialized():
@@ -56,8 +60,31 @@ def num_ranks(transport: str, asked: int | None) -> int:
                 f"transport {transport!r} in a process that is no rank",
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
-        dist.init_process_group()
+        _join(timeout)
     return dist.get_world_size()
+
+
+def _join(timeout: float) -> None:
+    """Start the process group once all ranks have come; raise WaitTimeout, with the rank that is missing, otherwise."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = _store(rank, size, timeout)
+    except (dist.DistError, TimeoutError) as error:
+        host = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise too_late(f"rank {rank} waits for the store of rank 0 at {host}", timeout) from error
+    exchange(PrefixStore("drumline/join", store), rank, size, "arrival", None, timeout=timeout)
+    store.set_timeout(dist.distributed_c10d.default_pg_timeout)  # what follows is torch's own
+    dist.init_process_group(store=store, rank=rank, world_size=size)
+
+
+def _store(rank: int, size: int, timeout: float) -> Store:
+    """Return the ranks' common store: torchrun's, or one that rank 0 hosts, which does not wait for the others."""
+    limit = timedelta(seconds=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        found: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
+        return found
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
 
 
 def open_channel(
@@ -73,8 +100,16 @@ def open_channel(
     """Return this rank's end of a new channel between all ranks of the process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
+    cards = exchange(store, rank, size, "drumline/transport", (transport, device.type, host_id()), timeout=timeout)
+    for other, card in enumerate(cards):
+        for what, mine, theirs in zip(("transport", "device"), cards[0], card, strict=False):
+            if mine != theirs:
+                raise MismatchError(
+                    f"ranks 0 and {other} have another {what}: {mine} and {theirs}",
+                    expected="the same line on every rank",
+                )
     if transport == "auto":
-        together = one_host(store, rank, size, timeout=timeout)
+        together = len({host for _, _, host in cards}) == 1
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
         transport = "shared-memory" if together and staged else "gloo" if device.type == "cpu" else "nccl"
     if transport == "shared-memory":

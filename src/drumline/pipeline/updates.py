@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.masters import Masters
+from drumline.pipeline.optimizer_state import Named, StateByName
 from drumline.pipeline.scaler import LossScaler, multiplied
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
@@ -77,9 +78,13 @@ class Updates:
             self.scaler.forget()
 
     def optimizer(
-        self, kind: type[Optimizer], parameters: Sequence[nn.Parameter], settings: dict[str, Any]
+        self,
+        kind: type[Optimizer],
+        parameters: Sequence[nn.Parameter],
+        settings: dict[str, Any],
+        named: Named = tuple,
     ) -> Optimizer:
-        """Return an optimizer of the kind that was asked for."""
+        """Return an optimizer of the kind that was asked for, whose state goes by the names of what it updates."""
         if not isinstance(kind, type):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
@@ -87,6 +92,7 @@ class Updates:
             )
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
+        StateByName(named).attach(made)
         if self.scaler is not None or self.masters is not None:
             self._own.add(made)
             # Bound methods, because learning-rate schedulers wrap what they find here by its function.

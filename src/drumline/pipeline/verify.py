@@ -1,5 +1,8 @@
 """Does the pipeline compute what one process computes? `verify` runs both, and compares all that comes out.
 
+The one process runs the model itself, unsplit: `loss_fn(model(microbatch), target)` and backward(), with its own hooks,
+modes and attributes. Nothing of what a pipeline makes of the model is in it, so what is lost on the way shows.
+
 Both make the same model from the same seed and draw the same random numbers. The pipeline trains for some steps; one
 process repeats each of them from the weights that the pipeline had then, so that rounding does not build up and what is
 wrong shows in the step that does it. A schedule with one copy of each stage adds its gradients in an order that one
@@ -24,7 +27,7 @@ from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.launch import launch
 from drumline.pipeline.model_file import Maker, Material, material_from
 from drumline.pipeline.models import example_inputs
-from drumline.pipeline.one_process import LEARNING_RATE, Named, OneProcess, StepSeen, fingerprint, stepped
+from drumline.pipeline.one_process import LEARNING_RATE, CutOnce, Named, OneProcess, StepSeen, fingerprint, stepped
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import program_for
 from drumline.runtime.pieces import Inputs
@@ -70,6 +73,11 @@ class Verification:
         return name if self.gradient_difference else ""
 
     @property
+    def first_wrong_parameter(self) -> str:
+        """The first parameter, in the model's order, whose gradient differs by more than is allowed; empty if none."""
+        return next((name for name, one in self.gradient_differences.items() if one > self.tolerance), "")
+
+    @property
     def _largest(self) -> float:
         return max(self.loss_difference, self.gradient_difference, self.weight_difference)
 
@@ -103,6 +111,7 @@ class Verification:
             "transport": self.transport,
             **finite,
             "worst_parameter": self.worst_parameter,
+            "first_wrong_parameter": self.first_wrong_parameter,
             "parameters": len(self.gradient_differences),
             "tolerance": self.tolerance,
             "identical": self.identical,
@@ -133,6 +142,17 @@ class _Case:
             if self.source is not None:
                 return material_from(self.source)
             return _small_mlp(self.program, self.dropout)
+
+    def made_again(self) -> Material:
+        """Make them once more, and refuse what comes out differently."""
+        material = self.material()
+        if fingerprint(material) != self.start:
+            raise ModelError(
+                "the model or its data came out differently when made again",
+                expected="the same weights, batch and target in every process",
+                fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
+            )
+        return material
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +210,12 @@ def verify(
     )
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
     with one_thread():
-        one_process = OneProcess(case.material(), case.program, case.seed)
-        case = replace(case, start=one_process.start, balance=tuple(one_process.counts))
+        made = case.material()
+        case = replace(case, start=fingerprint(made))
+        known = CutOnce.of(made, case.program)
+        case = replace(case, balance=known.counts)
+        del made  # it was followed; the reference is one that never was
+        one_process = OneProcess(case.made_again(), case.program, case.seed, known)
         expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
         if transport == "in-process":
             found = [_in_turns(case)]
@@ -200,7 +224,7 @@ def verify(
         for before in range(num_steps - 1):
             one_process.load([pair for seen in found for pair in seen.steps[before].weights])
             expected.append(one_process.step())
-    return _compared(case, found, expected, rounds=bool(program.placement.mirrored) or one_process.is_tied)
+    return _compared(case, found, expected, rounds=bool(program.placement.mirrored) or known.is_tied)
 
 
 def _small_mlp(program: Program, dropout: float) -> Material:
@@ -226,13 +250,7 @@ def _in_turns(case: _Case) -> _Seen:
 
 def _pipelined(case: _Case) -> _Seen:
     """Run all steps on the ranks of this process: all of them, or the one that was launched."""
-    material = case.material()
-    if fingerprint(material) != case.start:
-        raise ModelError(
-            "the model or its data came out differently when made again",
-            expected="the same weights, batch and target in every process",
-            fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
-        )
+    material = case.made_again()
     with Pipeline(
         material.model,
         loss_fn=material.loss_fn,
@@ -244,6 +262,7 @@ def _pipelined(case: _Case) -> _Seen:
         transport=case.transport,
         seed=case.seed,
         timeout=case.timeout,
+        check_model=False,  # this is a check itself, and a longer one
     ) as pipe:
         optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         named = list(pipe.named_parameters())
@@ -293,11 +312,12 @@ def _allowed(weights: Named) -> float:
 
 
 def _differences(found: Sequence[Named], wanted: Named) -> dict[str, float]:
-    """Return each tensor's difference, the largest of its copies; one that no rank has is missing."""
+    """Return each tensor's difference, the largest of its copies; 1 for one that only one of the two has."""
     copies: dict[str, list[Tensor | None]] = {}
     for name, one in (pair for named in found for pair in named):
         copies.setdefault(name, []).append(one)
-    return {name: max(difference(one, value) for one in copies.get(name, [None])) for name, value in wanted}
+    differences = {name: max(difference(one, value) for one in copies.get(name, [None])) for name, value in wanted}
+    return differences | {name: 1.0 for name, each in copies.items() if name not in differences and each != [None]}
 
 
 def difference(found: Tensor | None, wanted: Tensor | None) -> float:

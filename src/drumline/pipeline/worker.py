@@ -76,6 +76,7 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
     all_done = _watch(connection)
     try:
         outcome = _result(_run(inbox.parts, threads=threads, backend=backend))
+        _take_leave()
     except _Terminated:
         raise
     except BaseException as error:
@@ -115,6 +116,12 @@ def _join_group(*, threads: int, backend: str) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def _take_leave() -> None:
+    """Let other ranks know that nothing more comes from pipelines that are still open here."""
+    if (crews := sys.modules.get("drumline.pipeline.crew")) is not None:
+        crews.leave_all()
 
 
 def _leave_group() -> None:

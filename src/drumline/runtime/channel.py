@@ -71,8 +71,8 @@ class Channel(ABC):
         """Make more directed edges (source, target) ready for use; to be called alike on all ranks."""
 
     @abstractmethod
-    def begin(self, step: int) -> None:
-        """Start a step: what is sent, posted and taken from here on belongs to it."""
+    def begin(self, step: int, *, train: bool = True) -> None:
+        """Start a step, which trains or not: what is sent, posted and taken from here on belongs to it."""
 
     @abstractmethod
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
@@ -118,10 +118,20 @@ class Channel(ABC):
         """Let go of everything; closing twice is fine."""
 
 
-def too_late(what: Wait | str, seconds: float) -> WaitTimeout:
-    """Return the error of a wait that took too long.
+def step_topic(step: int) -> str:
+    """Return the topic under which a rank tells that a step has ended on it.
+
+    >>> step_topic(3)
+    'step/3'
+    """
+    return f"step/{step}"
+
+
+def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
+    """Return the error of a wait that took too long; `others` says what the ranks it depends on were at.
 
     >>> print(too_late("rank 0 waits for rank 1 to tell of its model", 5.0))
     rank 0 waits for rank 1 to tell of its model, for 5 s by now; raise `timeout` if that rank is only slow
     """
-    return WaitTimeout(f"{what}, for {seconds:.3g} s by now", fix="raise `timeout` if that rank is only slow")
+    known = f" ({'; '.join(others)})" if others else ""
+    return WaitTimeout(f"{what}, for {seconds:.3g} s by now{known}", fix="raise `timeout` if that rank is only slow")

@@ -9,6 +9,7 @@ go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import pack, unpack
+from drumline.runtime.witness import Witness
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -89,6 +91,7 @@ class Executor:
         self.scale = scale
         self.exchange = Exchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
+        self.witness: Witness | None = None  # of the first step
         self.draft = Draft(rank)  # of the step that runs
         self._made: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
@@ -173,7 +176,7 @@ class Executor:
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
-        channel.begin(step.number)
+        channel.begin(step.number, train=step.train)
         clock.begin(draft)
         for stage in stages:
             stage.begin()
@@ -243,7 +246,8 @@ class Executor:
             )
         stage = self.stages[index]
         target = step.targets[microbatch] if step.targets and stage.loss is not None else None
-        made = stage.forward(microbatch, value, target, keep=step.train)
+        with nullcontext() if self.witness is None else self.witness.listening(stage, microbatch):
+            made = stage.forward(microbatch, value, target, keep=step.train)
         if index < self.program.num_stages - 1:
             self._made[index, microbatch] = made
         elif step.train:
@@ -273,7 +277,8 @@ class Executor:
     def _run_backward(self, action: Action, step: Step) -> None:
         index, _, microbatch, _ = action
         assert microbatch is not None
-        made = self.stages[index].backward(microbatch, self._gradients_of(action, step))
+        stage, given = self.stages[index], self._gradients_of(action, step)
+        made = self._adding(stage, microbatch, lambda: stage.backward(microbatch, given))
         if index > self.lowest:
             self._gradients[index, microbatch] = made
 
@@ -285,12 +290,22 @@ class Executor:
             self._gradients[action.stage, microbatch] = made
 
     def _backward_weight(self, job: Job, step: Step) -> None:
-        assert job.stage is not None
-        if self.merge:
-            if job.together:
-                job.stage.backward_weight_merged(job.together)
-        else:
-            job.stage.backward_weight(job.microbatch)
+        stage = job.stage
+        assert stage is not None
+        if not self.merge:
+            self._adding(stage, job.microbatch, lambda: stage.backward_weight(job.microbatch))
+        elif job.together:
+            together = job.together
+            if self.witness is not None and self.witness.microbatch in together:
+                alone = self.witness.microbatch
+                self._adding(stage, alone, lambda: stage.backward_weight(alone))
+                together = tuple(one for one in together if one != alone)
+            if together:
+                stage.backward_weight_merged(together)
+
+    def _adding(self, stage: Stage, microbatch: int, run: Callable[[], Any]) -> Any:
+        """Run what adds to a stage's gradients, before a witness if there is one."""
+        return run() if self.witness is None else self.witness.adding(stage, microbatch, run)
 
     def _pair(self, job: Job, step: Step) -> None:
         for part in job.action.parts:

@@ -43,6 +43,7 @@ class Value:
     storage: int  # the same number for values that share memory
     state: str = ""  # the name of the parameter or buffer that it is
     constant: Any = None  # a tensor that is neither, and was there before
+    kind: str = ""  # its type and shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class InProcessChannel(Channel):
         self.step = 0
         self._open: dict[int, int] = defaultdict(int)
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, train: bool = True) -> None:
         """Start a step."""
         self.step = step
 

@@ -4,6 +4,7 @@
                     ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
                     GOODBYE  an orderly end: what follows is no failure
                     PING     when it left; the answer, a PONG, says the same of itself
+                    ASK      what a rank waits for; the answer has the same kind
                     others   belong to the channel built on the mesh, which registers a handler for each
 
 There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
@@ -21,7 +22,7 @@ import select
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -37,6 +38,7 @@ ABORT = 3
 GOODBYE = 4
 PING = 5
 PONG = 6
+ASK = 7
 FIRST_OWN_KIND = 8  # a channel's kinds start here
 
 _IN, _OUT = select.POLLIN, select.POLLOUT
@@ -44,7 +46,10 @@ _STAMPED = struct.Struct("<Bq")  # kind, when it left
 _NUM_PINGS = 16
 
 
-def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
+What = Wait | str | Callable[[], str]  # what is waited for: said at the end, where it changes meanwhile
+
+
+def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
     """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
     for stream in (sys.stderr, sys.__stderr__):
         try:
@@ -54,7 +59,7 @@ def give_up(what: Wait | str, seconds: float) -> WaitTimeout:
                 break
         except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
             continue
-    return too_late(what, seconds)
+    return too_late(what, seconds, others)
 
 
 class Mesh:
@@ -83,6 +88,9 @@ class Mesh:
         self._handlers[GOODBYE] = self._on_goodbye
         self._handlers[PING] = self._on_ping
         self._handlers[PONG] = self._on_pong
+        self._handlers[ASK] = self._on_ask
+        self._waiting: tuple[What, Callable[[], Collection[int]]] | None = None  # what this rank waits for now
+        self._answers: dict[int, tuple[str, list[int]]] = {}
         self._words: dict[str, dict[int, Any]] = {}
         self._num_pongs = 0
         self._num_comparisons = 0
@@ -136,31 +144,77 @@ class Mesh:
     def wait(
         self,
         ready: Callable[[], bool],
-        what: Wait | str,
+        what: What,
         deadline_ns: int,
         *,
         needs: Callable[[], Collection[int]],
         every_ms: int | None = None,
+        refuse: Callable[[], None] = lambda: None,
     ) -> None:
         """Return once `ready()`; raise RankFailed if a rank failed, WaitTimeout past the deadline (perf_counter_ns).
 
         `needs` names the ranks without which it never will be: they must not have said goodbye. What becomes
-        ready without a packet has to be asked for `every_ms`.
+        ready without a packet has to be asked for `every_ms`. `refuse` raises where it is known that it never will.
         """
+        self._waiting = what, needs
+        try:
+            self._wait(ready, what, deadline_ns, needs, every_ms, refuse)
+        finally:
+            self._waiting = None
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        what: What,
+        deadline_ns: int,
+        needs: Callable[[], Collection[int]],
+        every_ms: int | None,
+        refuse: Callable[[], None],
+    ) -> None:
         started = time.perf_counter_ns()
         while True:
             self.pump()
             if ready():
                 return
             self._check(needs)
+            refuse()
             now = time.perf_counter_ns()
             if now >= deadline_ns:
-                raise give_up(what, (now - started) / 1e9)
+                raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
             if now - started < self._spin_ns:
                 continue
             self.before_sleep()
             left_ms = _milliseconds(deadline_ns - now)
             self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
+
+    def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
+        """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
+        said: list[str] = []
+        seen = {self.rank}
+        at = min(needs(), default=self.rank)
+        while at not in seen and at in self.links:
+            seen.add(at)
+            answer = self._asked(at)
+            if answer is None:
+                said.append(f"rank {at} does not answer: it computes or hangs")
+                break
+            text, behind = answer
+            said.append(text or f"rank {at} waits for nobody")
+            at = min(behind, default=self.rank)
+        return said
+
+    def _asked(self, rank: int) -> tuple[str, list[int]] | None:
+        """Return what a rank waits for and whom, None where it does not say so within the grace."""
+        self._answers.pop(rank, None)
+        self.send(rank, bytes((ASK, 0)))
+        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        while rank not in self._answers and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+        return self._answers.get(rank)
+
+    def told(self, topic: str) -> Mapping[int, Any]:
+        """Return what has been told under a topic so far, by rank."""
+        return self._words.get(topic, {})
 
     def tell(self, topic: str, value: Any) -> None:
         """Send a word to everybody."""
@@ -175,10 +229,10 @@ class Mesh:
         """Return everybody's word under the topic, by rank."""
         words = self._words.setdefault(topic, {})
         if len(words) < self.num_ranks:
-            missing = min(set(range(self.num_ranks)) - set(words))
+            everybody = set(range(self.num_ranks))
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                f"rank {self.rank} waits for rank {missing} to tell {topic!r}",
+                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to tell {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )
@@ -318,8 +372,19 @@ class Mesh:
         self._compare(source, _STAMPED.unpack(packet)[1])
         self._num_pongs += 1
 
+    def _on_ask(self, source: int, packet: bytes, fds: list[int]) -> None:
+        if packet[1]:
+            self._answers[source] = pickle.loads(memoryview(packet)[2:])
+            return
+        what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
+        self.send(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
+
     def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
         raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
+
+
+def _said(what: What) -> Wait | str:
+    return what() if callable(what) else what
 
 
 def _ignore(source: int, packet: bytes, fds: list[int]) -> None:

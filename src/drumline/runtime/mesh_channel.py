@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from abc import abstractmethod
 from collections import deque
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from drumline.core.action import Action, Op
-from drumline.runtime.channel import Channel, Wait
+from drumline.core.errors import MismatchError
+from drumline.runtime.channel import Channel, Wait, step_topic
 from drumline.runtime.mesh import Mesh
 
 Arrived = TypeVar("Arrived")
@@ -17,6 +19,7 @@ _STEP = struct.Struct("<q")
 _ACTION = struct.Struct("<iiB")
 KEY_BYTES = _STEP.size + _ACTION.size
 _OPS = tuple(Op)
+_EXPECTED = "the same calls on every rank: step on all, or eval_step on all"
 _OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
 
 
@@ -26,14 +29,24 @@ def key_text(key: bytes) -> str:
     >>> key_text(step_code(3) + action_code(Action.parse("2RECV_F0")))
     '2RECV_F0 of step 3'
     """
-    (step,) = _STEP.unpack_from(key)
+    step, _ = mode_of(key)
     stage, microbatch, op = _ACTION.unpack_from(key, _STEP.size)
     return f"{Action(stage, _OPS[op], None if microbatch < 0 else microbatch)} of step {step}"
 
 
-def step_code(step: int) -> bytes:
-    """Return the first part of the keys of a step's messages."""
-    return _STEP.pack(step)
+def step_code(step: int, *, train: bool = True) -> bytes:
+    """Return the first part of the keys of a step's messages: its number, and whether it trains."""
+    return _STEP.pack(2 * step + (not train))
+
+
+def mode_of(key: bytes) -> tuple[int, bool]:
+    """Return the step that a message belongs to, and whether it trains.
+
+    >>> mode_of(step_code(3)), mode_of(step_code(-1, train=False))
+    ((3, True), (-1, False))
+    """
+    (code,) = _STEP.unpack_from(key)
+    return code // 2, code % 2 == 0
 
 
 def action_code(action: Action) -> bytes:
@@ -52,6 +65,7 @@ class MeshChannel(Channel, Generic[Arrived]):
         self._mesh = mesh
         self._now = mesh.now
         self._step = 0
+        self._trains = True
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
         # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
@@ -98,14 +112,17 @@ class MeshChannel(Channel, Generic[Arrived]):
             self._num_open[source] -= 1
         return message
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, *, train: bool = True) -> None:
         """Start a step; every message of earlier ones must have been taken up."""
-        self._step = step
-        self._step_code = step_code(step)
+        self._step, self._trains = step, train
+        self._step_code = step_code(step, train=train)
         for source, inbox in enumerate(self._inbox):
             for key in inbox:
-                late = _STEP.unpack_from(key)[0] < step
-                assert not late, f"rank {self.rank} never took up {key_text(key)} of rank {source}"
+                if mode_of(key)[0] < step:
+                    raise MismatchError(
+                        f"rank {self.rank} never took up {key_text(key)} of rank {source}",
+                        expected=_EXPECTED,
+                    )
 
     def post(self, receive: Action, source: int) -> None:
         """Count a receive as open."""
@@ -116,7 +133,23 @@ class MeshChannel(Channel, Generic[Arrived]):
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there."""
         key, inbox = self._key(wait.receive), self._inbox[wait.source]
-        self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=lambda: (wait.source,))
+        needs, refuse = (lambda: (wait.source,)), partial(self._refuse_ended, wait.source, wait)
+        self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
+
+    def _refuse_ended(self, rank: int, what: Wait | str) -> None:
+        """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
+        ended = self._mesh.told(step_topic(self._step))
+        if rank in ended:
+            called = "step" if getattr(ended[rank], "train", True) else "eval_step"
+            raise MismatchError(
+                f"{what}, and rank {rank} has ended call {self._step} without it, by {called}", expected=_EXPECTED
+            )
+        for key in self._inbox[rank]:
+            if mode_of(key) == (self._step, not self._trains):
+                mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
+                raise MismatchError(
+                    f"call {self._step}: rank {self.rank} called {mine} and rank {rank} {theirs}", expected=_EXPECTED
+                )
 
     def flush(self, deadline_ns: int) -> None:
         """Return once nothing sent is left here."""
@@ -133,6 +166,7 @@ class MeshChannel(Channel, Generic[Arrived]):
             deadline_ns,
             needs=lambda: () if (late := self._unsent()) is None else (late[0],),
             every_ms=self._looks_every_ms(),
+            refuse=lambda: None if (late := self._unsent()) is None else self._refuse_ended(late[0], what),
         )
 
     def tell(self, topic: str, value: Any) -> None:

@@ -35,6 +35,7 @@ from drumline.runtime.opened import is_list, opened
 from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known
 from drumline.runtime.tracing import Decides, Unseen, trace
+from drumline.runtime.value_names import Names, by_name, described, kind_text
 from drumline.runtime.values import pack, plain_in
 from drumline.runtime.watch import Watch
 
@@ -221,6 +222,8 @@ class Plan:
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
     _losses: dict[Kind, Loss | None] = field(default_factory=dict)
+    # By kind of input, what was written, as ranks compare it.
+    written: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def num_pieces(self) -> int:
@@ -292,7 +295,7 @@ class Plan:
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
             scale(graph, loss.terms, self.sheet)
-        found = self._codes[kind] = self._written(graph, starts)
+        found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
     def loss(self, kind: Kind) -> Loss | None:
@@ -314,9 +317,12 @@ class Plan:
             )
         return [0, *order[1:]]
 
-    def _written(self, graph: Graph, starts: Sequence[int]) -> list[Code]:
+    def _written(self, graph: Graph, starts: Sequence[int], kind: str) -> list[Code]:
         bounds = [*starts, len(graph.calls)]
-        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossings(graph, starts[1:])]
+        names = Names(graph)
+        crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
+        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
+        self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
         for number, (start, end) in enumerate(pairwise(bounds)):
             for name in states_of(graph, range(start, end)) - self._states[number]:
                 raise ModelError(

@@ -137,7 +137,8 @@ class _Tracer(TorchFunctionMode):
         number = len(self.graph.values)
         storage = id(tensor.untyped_storage())
         self.kept += [tensor, tensor.untyped_storage()]
-        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), **more))
+        kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
+        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
         self.numbers[id(tensor)] = number
         return number
 

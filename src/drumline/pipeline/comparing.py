@@ -1,0 +1,73 @@
+"""How far tensors are apart: here, or as a few numbers that stand for them where each rank has part of a sum.
+
+The numbers add up as the tensors do: the sketches' sum is the sum's sketch. Each is a product with a random vector, so
+it is off by about the norm of what the tensor is off by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.runtime.values import pack
+
+_WIDTH = 1021  # a prime, so that columns of no matrix fall together
+NUM_NUMBERS = 4
+
+
+def sketch(tensor: Tensor) -> list[float]:
+    """Return the tensor's numbers.
+
+    >>> one, other = torch.ones(3000), torch.arange(3000.0)
+    >>> both = [a + b for a, b in zip(sketch(one), sketch(other), strict=True)]
+    >>> all(abs(a - b) < 1e-6 for a, b in zip(both, sketch(one + other), strict=True))
+    True
+    """
+    flat = tensor.detach().to("cpu", torch.float64).reshape(-1)
+    rows = -(-flat.numel() // _WIDTH)
+    padded = torch.nn.functional.pad(flat, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
+    return [float(one) for one in ((padded @ _numbers(_WIDTH, 0)) * _numbers(rows, 1)).sum(0)]
+
+
+@cache
+def _numbers(rows: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, NUM_NUMBERS, generator=generator, dtype=torch.float64)
+
+
+def norm_of(one: Tensor | None) -> float:
+    """Return a tensor's norm; of nothing it is 0."""
+    return 0.0 if one is None else float(one.double().norm())
+
+
+def off(found: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> float:
+    """Return ||found - wanted|| as a part of ||wanted||; nothing counts as zeros, and what is below the floor as equal.
+
+    >>> off(torch.tensor([1.1]), torch.tensor([1.0])), off(None, torch.zeros(2)), off(None, torch.ones(1))
+    (0.1000..., 0.0, 1.0)
+    """
+    if found is None or wanted is None:
+        apart = norm_of(found if wanted is None else wanted)
+        size = apart
+    elif found.shape != wanted.shape:
+        return math.inf
+    else:
+        if bool((found.isnan() == wanted.isnan()).all()) and not bool(wanted.isfinite().all()):
+            return 0.0  # what is not finite is looked for elsewhere
+        apart, size = norm_of(found.double() - wanted.double()), norm_of(wanted)
+    if not math.isfinite(apart):
+        return math.inf
+    return 0.0 if apart <= floor else apart / size if size else apart
+
+
+def outputs_off(found: Any, wanted: Any) -> float:
+    """Return the largest difference of two outputs' tensors; of dicts, what both have."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        return max((outputs_off(found[key], wanted[key]) for key in found if key in wanted), default=0.0)
+    pairs = zip(pack(found)[0], pack(wanted)[0], strict=False)
+    return max((off(one, other) for one, other in pairs if one.is_floating_point()), default=0.0)

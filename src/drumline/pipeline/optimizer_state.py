@@ -1,0 +1,106 @@
+"""An optimizer's state by the names of the unsplit model's parameters, so that it fits any schedule and any cut.
+
+    torch    {"state": {0: {...}, 1: {...}}, "param_groups": [{"params": [0, 1], ...}]}
+    here     {"state": {"0.weight": {...}, "0.bias": {...}}, "param_groups": [{"params": ["0.weight", "0.bias"], ...}]}
+
+Every rank's state has its own parameters. The "state" dicts of all ranks together, with any rank's "param_groups", are
+the whole model's, of which each rank takes what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drumline.core.errors import ModelError, RunError, nearest
+
+Named = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class StateByName:
+    """Translates one optimizer's states; `named` yields what it updates, by name.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    >>> StateByName(lambda: [("0.weight", weight)]).attach(optimizer)
+    >>> weight.grad = torch.ones(2); optimizer.step()
+    >>> optimizer.state_dict()["state"]
+    {'0.weight': {'momentum_buffer': tensor([1., 1.])}}
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._named = named
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's `state_dict` and `load_state_dict` go by name."""
+        optimizer.register_state_dict_post_hook(self._told)
+        optimizer.register_load_state_dict_pre_hook(self._taken)
+
+    def _names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Return the names of every group's parameters."""
+        names = {id(one): name for name, one in self._named()}
+        held = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
+        if any(one not in names for group in held for one in group):
+            raise RunError(
+                "an optimizer of the pipeline's holds a parameter that is not the pipeline's",
+                expected="parameters with names, by which its state is stored",
+                fix="give what is not the pipeline's an optimizer of its own",
+            )
+        return [[names[one] for one in group] for group in held]
+
+    def _told(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state by position as one by name."""
+        names = self._names(optimizer)
+        flat = [name for group in names for name in group]
+        groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
+        by_name = {flat[key] if isinstance(key, int) else key: one for key, one in state["state"].items()}
+        return {**state, "state": by_name, "param_groups": groups}
+
+    def _taken(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a state by name as one by position in this optimizer, of its own parameters."""
+        state, groups = _checked(given)
+        homes = {name: group for group in groups for name in group["params"]}
+        names = self._names(optimizer)
+        known = state.keys() | homes.keys()
+        for name in (name for group in names for name in group):
+            if (state and name not in state and name not in homes) or (len(groups) > 1 and name not in homes):
+                raise ModelError(
+                    f"the optimizer's state has no {name!r}",
+                    expected="every trainable parameter of this rank's stages",
+                    fix=f"join the states of all ranks it was saved on; {nearest(name, sorted(known))}",
+                )
+        position = {name: at for at, name in enumerate(name for group in names for name in group)}
+        made = []
+        for own in names:
+            theirs = {id(group): group for name in own if (group := homes.get(name, groups[0]))}
+            if len(theirs) > 1:
+                raise ModelError(
+                    f"{own[0]!r} and others of its group stand in different groups of the optimizer's state",
+                    expected="groups like those of this optimizer",
+                )
+            settings = next(iter(theirs.values()), groups[0])
+            made.append({**settings, "params": [position[name] for name in own]})
+        held = {position[name]: one for name, one in state.items() if name in position}
+        return {**given, "state": held, "param_groups": made}
+
+
+def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """Refuse what is no state by name."""
+    state, groups = (given.get(one) if isinstance(given, Mapping) else None for one in ("state", "param_groups"))
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
+        raise ModelError(
+            f"the optimizer's state is a {type(given).__name__} without state and param_groups",
+            expected="what pipe.optimizer(...).state_dict() returned",
+        )
+    keys = [*state, *(one for group in groups for one in group.get("params", ()))]
+    if any(not isinstance(one, str) for one in keys):
+        raise ModelError(
+            "the optimizer's state goes by position, which is another for every cut and schedule",
+            expected="a state by parameter name, as pipe.optimizer(...).state_dict() returns it",
+            fix="name its entries: replace each position by the name that pipe.named_parameters() had there",
+        )
+    return state, groups

@@ -1,0 +1,53 @@
+"""What one microbatch of a step did on one rank: its part of each gradient, and the output that the loss took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import pack, unpack
+
+
+class Witness:
+    """Watches a rank's stages at one microbatch; the step goes on as ever."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.output: Any = None
+
+    def adding(self, stage: Stage, microbatch: int, run: Callable[[], Any]) -> Any:
+        """Run what adds to a stage's gradients; if that is the microbatch's, note what was added."""
+        if microbatch != self.microbatch:
+            return run()
+        before = {one: None if one.grad is None else one.grad.detach().clone() for one in stage.parameters}
+        made = run()
+        for one, earlier in before.items():
+            if one.grad is not None:
+                added = one.grad.detach().clone() if earlier is None else one.grad.detach() - earlier
+                on_host = added.cpu()  # where there is room for it until the step has ended
+                self.gradients[one] = self.gradients[one] + on_host if one in self.gradients else on_host
+        return made
+
+    @contextmanager
+    def listening(self, stage: Stage, microbatch: int) -> Iterator[None]:
+        """Note what the microbatch's loss is computed of."""
+        loss = stage.loss
+        if loss is None or microbatch != self.microbatch:
+            yield
+            return
+
+        def noted(output: Any, target: Any) -> Tensor | None:
+            tensors, form = pack(output)
+            self.output = unpack([one.detach().to("cpu", copy=True) for one in tensors], form)
+            return loss(output, target)
+
+        stage.loss = noted
+        try:
+            yield
+        finally:
+            stage.loss = loss

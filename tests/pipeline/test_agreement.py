@@ -1,0 +1,202 @@
+"""Ranks that were not given the same, or do not do the same, are told so: at once, and with the right rank."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
+from drumline.pipeline import transports
+from drumline.pipeline.agreement import Given, agree_on_batch, code_of, first_difference, samples_of
+from drumline.pipeline.launch import launch
+from drumline.pipeline.pipeline import Pipeline
+from drumline.runtime.pieces import Inputs, pieces_of
+
+pytestmark = pytest.mark.torch
+
+WIDTH = 6
+KINDS = ["full", "sliding", "half", "quarter"]
+
+
+class Rotated(nn.Module):
+    """Goes through its kinds in an order that is another in every process, as that of a set of strings is."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.order = order
+
+    def forward(self, x: Tensor) -> Any:
+        turned = {kind: x * len(kind) + ord(kind[0]) * 0.01 for kind in self.order}
+        for kind, layer in zip(KINDS, self.layers, strict=True):
+            x = layer(x + turned[kind]).tanh()
+        return x + turned["full"]
+
+
+def data(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def test_pieces_of_ranks_that_went_through_a_set_in_different_orders_fit_together() -> None:
+    torch.manual_seed(0)
+    first = Rotated(KINDS)
+    second = Rotated(KINDS[::-1])
+    second.load_state_dict(first.state_dict())
+    x, _ = data()
+    ours, theirs = (pieces_of(model, Inputs((x,), {})) for model in (first, second))
+    value: Any = Inputs((x,), {})
+    for number in range(4):
+        piece: Any = (ours if number % 2 else theirs)[number].module
+        value = piece.seal(piece(value))
+    assert torch.equal(value, first(x))
+    assert ours[0].module.plan.written == theirs[0].module.plan.written
+
+
+class Doubles(Rotated):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * len(self.order)
+
+
+def test_another_graph_is_seen_in_what_was_written() -> None:
+    x, _ = data()
+    one, other = (pieces_of(Doubles(order), Inputs((x,), {}))[0].module.plan for order in (KINDS, [*KINDS, "other"]))
+    assert one.written != other.written
+
+
+def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
+    x, y = data()
+    agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
+    with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: of the same shapes, with other"):
+        agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
+    with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
+        agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
+
+
+def test_code_and_settings_of_torchs_layers_tell_models_apart() -> None:
+    assert code_of(Rotated(KINDS)) == code_of(Rotated(KINDS[::-1]))
+    assert code_of(Rotated(KINDS)) != code_of(Doubles(KINDS))
+    assert code_of([nn.ReLU()], functional.mse_loss) != code_of([nn.ReLU()], functional.l1_loss)
+    one, other = (dict(nn.Linear(3, 3, bias=False).named_parameters()) for _ in range(2))
+    assert first_difference([samples_of(one), samples_of(one), samples_of(other)]) == (0, 2, "weight")
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def seen(run: Callable[[], Any]) -> tuple[str, str, float]:
+    """Return the error that a rank raised, and after how long."""
+    started = time.monotonic()
+    try:
+        run()
+    except DrumlineError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def model(seed: int = 0, order: list[str] | None = None) -> Rotated:
+    torch.manual_seed(seed)
+    return Rotated(order or KINDS)
+
+
+def pipeline(made: nn.Module | None = None, **settings: Any) -> Pipeline:
+    settings = {"num_microbatches": 4, "timeout": 60, "balance": "even", "loss_fn": functional.mse_loss} | settings
+    return Pipeline(made or model(), example=data()[0], **settings)
+
+
+def on_a_rank() -> dict[str, tuple[str, str, float]]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    x, y = data()
+    found: dict[str, tuple[str, str, float]] = {}
+
+    def stepped(pipe: Pipeline, batch: Tensor, target: Tensor) -> None:
+        pipe.step(batch, target=target)
+        pipe.settle()
+
+    found["set"] = seen(lambda: stepped(pipeline(model(order=KINDS if rank else KINDS[::-1])), x, y))
+    found["transport"] = seen(lambda: pipeline(transport="gloo" if rank else "shared-memory"))
+    found["graph"] = seen(lambda: pipeline(Doubles(KINDS if rank else KINDS[:3] + ["full", "half", "quarter"])))
+    found["code"] = seen(lambda: pipeline(loss_fn=functional.mse_loss if rank else functional.l1_loss))
+    found["setting"] = seen(lambda: pipeline(merge_weight_gradients=bool(rank)))
+    found["weights"] = seen(lambda: stepped(pipeline(model(seed=rank)), x, y))
+    state = model(seed=5).state_dict()
+
+    def loaded() -> None:
+        pipe = pipeline(model(seed=rank))
+        pipe.load_state_dict(state)
+        stepped(pipe, x, y)
+
+    found["loaded"] = seen(loaded)
+    found["batch"] = seen(lambda: stepped(pipeline(check_model=False), x + rank, y))
+    found["rows"] = seen(lambda: stepped(pipeline(check_model=False), x[: 8 - rank], y[: 8 - rank]))
+
+    def beside() -> None:
+        pipe = pipeline(check_model=False)
+        if rank:
+            pipe.eval_step(x, target=y)
+        else:
+            pipe.step(x, target=y)
+        pipe.settle()
+
+    found["beside"] = seen(beside)
+    pipe = pipeline(check_model=False)
+    if not rank:
+        found["left"] = seen(lambda: stepped(pipe, x, y))
+    return found
+
+
+def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
+    zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
+    assert zero["set"][0] == one["set"][0] == ""
+    assert zero["loaded"][0] == one["loaded"][0] == ""
+    texts = {
+        "transport": "ranks 0 and 1 have another transport: shared-memory and gloo",
+        "graph": "ranks 0 and 1 followed the model to another graph: layers",
+        "code": "ranks 0 and 1 have other code of the model: ",
+        "setting": "ranks 0 and 1 have another merge_weight_gradients: False and True",
+        "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
+        "batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",
+    }
+    for what, text in texts.items():
+        for each in (zero, one):
+            kind, said, _ = each[what]
+            assert (kind, said[: len(text)]) == ("MismatchError", text), what
+    assert any(each["beside"][0] == "MismatchError" and "eval_step" in each["beside"][1] for each in (zero, one))
+    kind, said, _ = zero["left"]
+    assert (kind, said) == ("RankFailed", "rank 1 closed its channel while rank 0 still waits for it")
+    assert max(seconds for each in (zero, one) for *_, seconds in each.values()) < 50  # none waited for its timeout
+
+
+def leaves_early() -> None:
+    import torch.distributed as dist
+
+    pipe = pipeline(check_model=False)
+    if dist.get_rank() == 0:
+        pipe.step(*data()[:1], target=data()[1])
+
+
+def test_a_rank_that_left_is_the_one_that_is_named() -> None:
+    with pytest.raises(RankFailed, match="rank 1 closed its channel while rank 0") as caught:
+        launch(leaves_early, num_ranks=2, timeout=120)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    text = "rank 0 waits for rank 1 to tell its arrival" if rank == 0 else "rank 1 waits for the store of rank 0 at 127"
+    with pytest.raises(WaitTimeout, match=text):
+        transports.num_ranks("gloo", None, timeout=0.5)

@@ -1,0 +1,247 @@
+"""The check of the first step: it finds what was followed wrongly, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import ModelError
+from drumline.pipeline.comparing import off, sketch
+from drumline.pipeline.pipeline import Pipeline
+from drumline.pipeline.plain import Plain, undisturbed
+from drumline.runtime.randomness import Randomness
+from faults import FAULTS, Skips, data
+from torch_models import on_meta
+
+pytestmark = pytest.mark.torch
+
+SCHEDULES = ["1f1b", "zb-v", "gpipe"]
+
+
+def pipeline(model: nn.Module | None = None, **settings: Any) -> Pipeline:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"num_microbatches": 4, "num_ranks": 2, "balance": "even", "loss_fn": functional.mse_loss}
+    return Pipeline(model or Skips(), example=data()[0], **(given | settings))
+
+
+def step(pipe: Pipeline) -> None:
+    batch, target = data()
+    pipe.step(batch, target=target)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_right_passes_and_says_what_it_took(schedule: str) -> None:
+    pipe = pipeline(schedule=schedule)
+    assert pipe.checked is None
+    step(pipe)
+    found = pipe.checked
+    assert found is not None
+    assert (found.num_parameters, found.wrong, found.unchecked) == (10, (), "")
+    assert found.seconds > 0
+    assert [one.kind for one in pipe.timeline().between if one.kind == "check"] == ["check"] * 2  # on each rank
+
+
+@pytest.mark.parametrize("settings", [{"merge_weight_gradients": True}, {"checkpoint": "full"}, {"precision": "bf16"}])
+def test_it_passes_with_other_settings(settings: dict[str, Any]) -> None:
+    pipe = pipeline(schedule="zb-h1", **settings)
+    step(pipe)
+    assert pipe.checked is not None
+    assert pipe.checked.num_parameters == 10
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_before_an_optimizer_steps(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    pipe = pipeline()
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    before = {name: one.detach().clone() for name, one in pipe.named_parameters()}
+    with pytest.raises(ModelError, match=r"returns something else than by itself: .*layers\.\d.*in block 'layers\.\d'"):
+        step(pipe)
+    for again in (optimizer.step, lambda: step(pipe)):
+        with pytest.raises(ModelError, match="returns something else than by itself"):
+            again()
+    assert all(torch.equal(one, before[name]) for name, one in pipe.named_parameters())
+    assert pipe.checked is not None
+    assert pipe.checked.wrong
+
+
+def test_without_it_a_fault_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[0](monkeypatch)
+    pipe = pipeline(check_model=False)
+    step(pipe)
+    assert pipe.checked is None
+
+
+def test_it_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = Skips()
+    steps: list[str] = []
+    weight = model.layers[0].weight
+    assert isinstance(weight, nn.Parameter)
+    weight.register_post_accumulate_grad_hook(lambda _: steps.append("accumulated"))
+    pipe = pipeline(model)
+    earlier = torch.ones_like(weight)
+    weight.grad = earlier.clone()
+    torch.manual_seed(3)
+    state, chance = torch.get_rng_state(), random.getstate()
+    model.calls = 0
+    step(pipe)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == chance
+    assert int(model.norm.num_batches_tracked or 0) == 4
+    assert pipe.checked is not None
+    assert pipe.checked.num_parameters == 9  # what such a hook does cannot be compared
+    assert len(steps) == 4  # once for each microbatch of the step, and never in the check
+    assert model.calls == 0
+    reference = pipeline(check_model=False)
+    step(reference)
+    for (name, one), (_, other) in zip(pipe.named_parameters(), reference.named_parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        if one is weight:
+            torch.testing.assert_close(one.grad, other.grad + earlier)
+        else:
+            assert torch.equal(one.grad, other.grad), name
+
+
+def test_it_costs_one_forward_of_each_block() -> None:
+    counts = []
+    for check in (True, False):
+        calls: list[str] = []
+        model = Skips()
+        model.layers[2].register_forward_pre_hook(lambda *_, calls=calls: calls.append("called"))
+        pipe = pipeline(model, check_model=check)
+        calls.clear()
+        step(pipe)
+        counts.append(len(calls))
+        step(pipe)
+        assert len(calls) == counts[-1] + 4
+    assert counts[0] == counts[1] + 1
+
+
+class Mixed(nn.Module):
+    def __init__(self, forward: Callable[[Mixed, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.between = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers[2](self.between(self, self.layers[1](self.layers[0](x))))
+
+
+class Chancy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+def test_what_nobody_seeds_is_not_checked_and_one_line_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Mixed(lambda _, x: x)
+    model.layers[1] = Chancy(6, 6)
+    pipe = pipeline(model)
+    step(pipe)
+    assert pipe.checked is not None
+    assert "random numbers of Python's or numpy's" in pipe.checked.unchecked
+    assert capfd.readouterr().err.count("the first step was not checked against the model by itself: rank 0") == 1
+
+
+def test_a_model_without_memory_of_its_own_is_not_checked(capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = pipeline(on_meta(lambda: Mixed(lambda _, x: x.tanh())))
+    step(pipe)
+    assert pipe.checked is not None  # all ranks are in this process, so that all of it came to memory
+    assert pipe.checked.num_parameters == 6
+
+
+_moods = iter(range(1, 1000))
+
+
+def test_a_model_with_moods_is_refused() -> None:
+    pipe = pipeline(Mixed(lambda _, x: x * next(_moods)))
+    with pytest.raises(ModelError, match="returns something else each time it is called"):
+        step(pipe)
+
+
+def test_chains_run_as_they_are_and_are_not_checked() -> None:
+    pipe = pipeline(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))))
+    step(pipe)
+    assert pipe.checked is None
+
+
+def test_the_record_of_the_first_step_says_what_it_cost_and_found(tmp_path: Path) -> None:
+    with pipeline(record=tmp_path / "run") as pipe:
+        step(pipe)
+        step(pipe)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["check_metrics/parameters"] == 10
+    assert lines[0]["check_metrics/wrong"] == 0
+    assert lines[0]["check_metrics/seconds"] > 0
+    assert lines[0]["pp/rank0/check_seconds"] > 0
+    assert "check_metrics/seconds" not in lines[1]
+
+
+# ---- its parts -------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_by_itself_draws_what_its_blocks_draw_wherever_it_is_cut() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Dropout(0.5) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Any:
+            return [self.blocks[0](x), self.blocks[1](x), self.blocks[0](x)]
+
+    randomness, x = Randomness(0, torch.device("cpu")), torch.ones(50)
+    with Plain(Drops(), ["blocks.0", "blocks.1", "blocks.0#2"]).seeding(3, randomness) as run:
+        made = run(type("", (), {"args": (x,), "kwargs": {}}))
+    for one, name in zip(made, ["blocks.0", "blocks.1", "blocks.0#2"], strict=True):
+        randomness.apply(3, name)
+        assert torch.equal(one, functional.dropout(x, 0.5))
+
+
+def test_a_block_that_is_recomputed_in_the_backward_draws_the_same_again() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    pipe = pipeline(Again(), num_ranks=1)
+    step(pipe)
+    assert pipe.checked is not None
+    assert pipe.checked.num_parameters == 6
+
+
+def test_what_modules_hold_is_given_back() -> None:
+    module = nn.BatchNorm1d(6)
+    module.seen = [1]  # type: ignore[assignment]
+    with undisturbed([module]):
+        module(torch.randn(4, 6))
+        module.seen.append(2)  # type: ignore[operator, union-attr]
+        module.late = 3  # type: ignore[assignment]
+        module.eval()
+    assert (int(module.num_batches_tracked or 0), module.seen, module.training) == (0, [1], True)
+    assert not hasattr(module, "late")
+
+
+def test_sketches_see_what_sums_would_hide() -> None:
+    one = torch.randn(40, 30)
+    one -= one.mean(0)
+    assert max(abs(a) for a in sketch(one)) > 1
+    assert off(one, one + 1e-9) < 1e-7
+    assert off(one * float("nan"), one) == float("inf")
