@@ -18,9 +18,9 @@ from drumline.runtime.clock import Clock
 MICROSECOND = 1000
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
 
     def __torch_dispatch__(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from programs import build
 
 COSTS = Costs(forward=2, backward_input=3, backward_weight=1.5, comm=0.25)
 MILLI = 1e-3
+Marks = Mapping[str, tuple[float, float]]
 
 
 def steps_of(ranks: int, counts: Sequence[int]) -> list[Simulation]:
@@ -32,7 +32,7 @@ def begins_of(steps: Sequence[Simulation]) -> list[float]:
     return begins
 
 
-def write(folder: Path, steps: Sequence[Simulation], *, until: float | None = None, **marks: Any) -> Path:
+def write(folder: Path, steps: Sequence[Simulation], *, until: float | None = None, marks: Marks | None = None) -> Path:
     """Write a trace per rank of all steps, unmarked and unlabelled; an optimizer runs behind each of them."""
     for rank in range(steps[0].num_ranks):
         events: list[Event] = []
@@ -44,8 +44,7 @@ def write(folder: Path, steps: Sequence[Simulation], *, until: float | None = No
             events += here
             at = begin + one.makespan * UNIT
             events.append(mark("Optimizer.step#SGD.step", at + 0.5 * UNIT, at + 2 * UNIT))
-        for name, (start, end) in marks.items():
-            events.append(mark(name.replace("_", "#"), start, end))
+        events += [mark(name, *stretch) for name, stretch in (marks or {}).items()]
         kept = [one for one in events if until is None or one["ts"] + one.get("dur", 0) <= until]
         save(folder / f"rank{rank}.json", kept, distributedInfo=info(rank, steps[0].num_ranks), host_name="one")
     return folder
@@ -100,8 +99,8 @@ def test_steps_under_one_mark_of_the_profiler_are_said_to_be_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = steps_of(2, (8, 8, 8))
-    whole = {"ProfilerStep_7": (BEGIN - 2 * UNIT, begins_of(steps)[-1])}
-    folder = write(tmp_path, steps, **whole)
+    whole = {"ProfilerStep#7": (BEGIN - 2 * UNIT, begins_of(steps)[-1])}
+    folder = write(tmp_path, steps, marks=whole)
     traces = load([folder])
     assert list(traces.steps) == [7]
     assert not traces.by_flushes
@@ -125,8 +124,8 @@ def test_the_report_says_how_steps_were_told_apart(tmp_path: Path, capsys: pytes
 def test_marked_steps_of_different_lengths_are_all_complete(tmp_path: Path) -> None:
     steps = steps_of(3, (4, 8))
     begins = begins_of(steps)
-    marks = {f"ProfilerStep_{at}": (begins[at] - UNIT, begins[at + 1] - UNIT) for at in range(2)}
-    traces = load([write(tmp_path, steps, **marks)])
+    marks = {f"ProfilerStep#{at}": (begins[at] - UNIT, begins[at + 1] - UNIT) for at in range(2)}
+    traces = load([write(tmp_path, steps, marks=marks)])
     assert [one.program.num_microbatches for one in traces.steps.values()] == [4, 8]
     assert traces.incomplete == ()
 

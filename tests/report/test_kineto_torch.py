@@ -170,6 +170,24 @@ def test_1f1b_is_read_without_any_label(name: str, folder: Path) -> None:
         assert all(some(any(low - ROUNDING <= one["start"] <= high for low, high in found) for one in steps))
 
 
+@pytest.mark.parametrize("name", ["1F1B", "1F1B-stack", "1F1B-slow1"])
+def test_steps_of_1f1b_are_found_without_the_profilers_marks(name: str, folder: Path, tmp_path: Path) -> None:
+    for path in (folder / name).glob("*.json.gz"):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        kept = [one for one in trace["traceEvents"] if not str(one.get("name", "")).startswith("ProfilerStep")]
+        assert len(kept) < len(trace["traceEvents"])
+        (tmp_path / path.name).write_bytes(gzip.compress(json.dumps({**trace, "traceEvents": kept}).encode()))
+    marked, found = load([folder / name]), load([tmp_path])
+    assert (marked.by_flushes, found.by_flushes) == (False, True)
+    assert len(marked.steps) > 1
+    assert [one.program for one in found.steps.values()] == [one.program for one in marked.steps.values()]
+    assert [times(one) for one in found.steps.values()] == [times(one) for one in marked.steps.values()]
+
+
+def times(timeline: Traced) -> list[tuple[list[float], list[float]]]:
+    return [(list(track.starts), list(track.ends)) for track in timeline.tracks]
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_every_message_has_two_ends_and_its_bytes(name: str, folder: Path) -> None:
     timeline = load([folder / name]).step()
