@@ -168,7 +168,7 @@ class Costs:
             table["edges"] = _edges_from_json(table["edges"])
         for name, value in table.items():
             if isinstance(value, list) and None in value:
-                raise CostsError(f"{name} holds null", expected="one number for each, or null alone")
+                raise CostsError(f"{name} is None for one of them", expected="a number for each, or null alone")
         for name in ("comm", "bytes_per_second"):
             if isinstance(table.get(name), list):
                 raise CostsError(f"{name} is {shown(table[name])}", expected="one number; `edges` has those of links")
