@@ -101,7 +101,7 @@ class Overheads:
         """
         table.only(one.name for one in fields(Overheads))
         # What is left over of a step, shared among its actions, may come out below 0.
-        least = {"action": -LARGEST, "flight": -LARGEST, "begin": 0.0}
+        least = {"action": -LARGEST, "flight": 0.0, "begin": 0.0}
         seconds = {name: table[name].number(low) for name, low in least.items()}
         return Overheads(*(_line_from(table[name]) for name in _LINES), **seconds)
 
