@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.examples import guesses
 from drumline.pipeline.splits import found_split
 from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
@@ -87,20 +88,35 @@ def blocks_for(
     if is_chain(model):
         return blocks_of(model)
     assert isinstance(model, nn.Module)
+    named = [cuts] if isinstance(cuts, str) else list(cuts or ())
     inputs = example_inputs(model, example)
     if inputs is None:
-        known = getattr(model, "dummy_inputs", None)  # Hugging Face's own example
-        if not isinstance(known, Mapping):
-            if isinstance(model, nn.Sequential) and has_hooks(model):
-                refuse_hooks(model)
-            raise ModelError(
-                f"the model is a {type(model).__name__}, and there is no example of its inputs",
-                expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",
-                fix="pass example=, a batch as step will get it: a dict by name, a tuple in order, or one tensor",
-            )
-        microbatch = Inputs((), dict(known))
-    else:
-        how = found_split(model, split)(inputs)
-        microbatch = cut_batch(inputs, num_microbatches, what="the example", split=how)[0]
-    named = [cuts] if isinstance(cuts, str) else list(cuts or ())
+        return _guessed(model, device, named)
+    how = found_split(model, split)(inputs)
+    microbatch = cut_batch(inputs, num_microbatches, what="the example", split=how)[0]
     return pieces_of(model, moved(microbatch, device), device=device, cuts=named)
+
+
+def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> list[Block]:
+    """Follow a model of which there is no example on the first guess that its forward takes."""
+    fix = "pass example=, a batch as step will get it: a dict by name, a tuple in order, or one tensor"
+    first: ModelError | None = None
+    for guess in guesses(model):
+        try:
+            return pieces_of(model, moved(Inputs((), guess), device), device=device, cuts=cuts)
+        except ModelError as error:
+            first = first or error
+    kind = type(model).__name__
+    if first is None:
+        if isinstance(model, nn.Sequential) and has_hooks(model):
+            refuse_hooks(model)
+        raise ModelError(
+            f"the model is a {kind}, and there is no example of its inputs",
+            expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",
+            fix=fix,
+        )
+    raise ModelError(
+        f"there is no example of the inputs of {kind}, and its forward takes none that could be guessed: {first.error}",
+        expected=first.expected,
+        fix=fix,
+    ) from first

@@ -314,6 +314,7 @@ class Plan:
                 if missing
                 else "for this input the model calls its blocks in another order",
                 expected=f"the blocks that it was cut at: {', '.join(self.names)}",
+                fix="pass example=, a batch as step will get it",
             )
         return [0, *order[1:]]
 
@@ -328,6 +329,7 @@ class Plan:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
                     expected="the parameters that it uses for the inputs that it was cut with",
+                    fix="pass example=, a batch as step will get it",
                 )
         return [
             self._code(graph, cut, range(start, end), after)
