@@ -74,8 +74,9 @@ class Shared:
 
     def _refuse(self, one: _Kept) -> None:
         stages = one.held.stages
+        among = ", ".join(map(str, stages))
         raise ModelError(
-            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {', '.join(map(str, stages))} hold",
+            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {among} hold",
             expected="buffers that change to belong to one stage, which sees all microbatches in order",
             fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
         )
