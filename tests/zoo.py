@@ -6,6 +6,7 @@ the words of the refusal. Everything else must end with the plain model's loss a
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1260,3 +1261,106 @@ class Wants(Stack):
         y = x.detach().clone()
         y.requires_grad_(True)
         return super().forward(y * 2 if y.requires_grad else y)
+
+
+class CallsItself(nn.Module):
+    """Does something around its own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def __call__(self, x: Tensor) -> Any:
+        return 1.5 * super().__call__(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+ZOO["blocks whose call does more"] = Entry(lambda: Stack(CallsItself))
+
+
+@right("a block's forward called by itself")
+class Bypasses(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for at, block in enumerate(self.blocks):
+            x = block.forward(x) if at == 2 else block(x)
+        return x
+
+
+@refused(
+    "a mark on a tensor for the next block", "gives 'blocks.1' a tensor with the attribute 'scale'.*pass it beside"
+)
+class Marks(Stack):
+    def __init__(self) -> None:
+        super().__init__(ReadsMark)
+
+    def between(self, x: Tensor, at: int) -> Any:
+        x.scale = 2.0  # type: ignore[attr-defined]
+        return x
+
+
+class ReadsMark(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * getattr(x, "scale", 1.0)
+
+
+SEEN: list[Tensor] = []
+
+
+@refused("hooks collect features in a global list", "changes SEEN.*variable of the forward's own")
+class GlobalFeatures(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, given, made: SEEN.append(made))
+
+    def forward(self, x: Tensor) -> Any:
+        SEEN.clear()
+        made = super().forward(x)
+        return made + torch.stack(SEEN).sum(0)
+
+
+@functools.lru_cache
+def _table(width: int) -> Tensor:
+    return torch.arange(width) / width
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class LooksUp(nn.Module):
+    """Uses tables that are made once, for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        if WIDTH not in TABLES:
+            TABLES[WIDTH] = torch.ones(WIDTH)
+        return self.layer(x) + _table(WIDTH) * TABLES[WIDTH]
+
+
+ZOO["tables that are made once for all blocks"] = Entry(lambda: Stack(LooksUp))
+
+
+@refused("a hook that the forward puts on a block for a while", "puts a hook on 'blocks.2'.*outside of the forward")
+class HooksForAWhile(Stack):
+    def forward(self, x: Tensor) -> Any:
+        handle = self.blocks[2].register_forward_hook(lambda module, given, made: 2 * made)
+        made = super().forward(x)
+        handle.remove()
+        return made
+
+
+@refused("an attribute of a tensor set by hand", "sets `.data`.*move it into a block")
+class SetsData(Stack):
+    def between(self, x: Tensor, at: int) -> Any:
+        y = x * 1
+        y.data = 2 * y.data
+        return y

@@ -113,7 +113,7 @@ class Piece(nn.Module):
         super().__init__()
         self.plan = plan
         self._number = number
-        self._callees: dict[str, nn.Module] = {}
+        self._callees: dict[str, Callable[..., Any]] = {}
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
 
@@ -156,7 +156,10 @@ class Piece(nn.Module):
         """Take a module in under its own name."""
         *path, last = name.split(".")
         self._shell(path)._modules.setdefault(last, module)
-        self._callees[name] = module
+        # What a class of the user's does around the call of a module was followed like all else between blocks.
+        kind = type(module)
+        own = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
+        self._callees[name] = partial(nn.Module.__call__, module) if own else module
 
     def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
         """Take in a parameter or buffer that is used outside of its module; `stored`, one that states contain."""

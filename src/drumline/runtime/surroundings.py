@@ -9,7 +9,9 @@ Which they are is read off the functions' code, without running it. Those of lib
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,6 +41,7 @@ class Surroundings:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._readers: dict[tuple[int, str], Reader] = {}
         self._seen: set[int] = set()
+        self._caches: dict[int, Any] = {}  # functions with a memory (functools.cache)
         for module in modules:
             for function in _functions_of(module):
                 self._follow(function)
@@ -47,7 +50,30 @@ class Surroundings:
         """Return what all of them are."""
         return [fingerprint(read()) for read in self._readers.values()]
 
+    def changed(self, before: Sequence[Any]) -> str:
+        """Return the name of a variable that is another one than it was, if there is any."""
+        pairs = zip(self._readers, before, self.now(), strict=True)
+        return next((name or "a variable of a closure" for (_, name), one, now in pairs if one != now), "")
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give lists, dicts and sets their content back afterwards, and forget what functions remembered meanwhile."""
+        values = [read() for read in self._readers.values()]
+        copies = [(one, copy(one)) for one in values if isinstance(one, list | dict | set)]
+        sizes = [one.cache_info().currsize for one in self._caches.values()]
+        try:
+            yield
+        finally:
+            for one, content in copies:
+                one.clear()
+                one.extend(content) if isinstance(one, list) else one.update(content)
+            for cached, size in zip(self._caches.values(), sizes, strict=True):
+                if cached.cache_info().currsize != size:
+                    cached.cache_clear()
+
     def _follow(self, function: Any) -> None:
+        if hasattr(function, "cache_info") and hasattr(function, "cache_clear"):
+            self._caches[id(function)] = function
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or id(function.__code__) in self._seen or _is_known(function):
             return
@@ -61,13 +87,13 @@ class Surroundings:
 
     def _look(self, read: Reader, key: tuple[int, str], names: set[str]) -> None:
         value = read()
-        if isinstance(value, FunctionType | MethodType):
+        if isinstance(value, FunctionType | MethodType) or hasattr(value, "cache_info"):
             self._follow(getattr(value, "__func__", value))
         elif isinstance(value, ModuleType | type):
             if not _is_known(value):
                 space = vars(value)
                 for name in names & space.keys():
-                    if isinstance(space[name], FunctionType):
+                    if isinstance(space[name], FunctionType) or hasattr(space[name], "cache_info"):
                         self._follow(space[name])
                     elif _is_watched(space[name]):
                         self._readers[id(value), name] = _of_object(value, name)

@@ -36,6 +36,7 @@ from drumline.runtime.own_line import line_here, line_of
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known, StandIns
+from drumline.runtime.surroundings import Surroundings
 from drumline.runtime.values import pack, unpack
 
 
@@ -67,7 +68,8 @@ def trace(
         inputs = skeleton.fakes(metas)
         args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
         tracer = _Tracer(skeleton, inside, inputs, known)
-        with chance.kept(), unchecked(), tracer.watching(train=train):
+        everywhere = Surroundings(skeleton.model.modules())
+        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
             try:
                 made = skeleton.model(*args, **kwargs)
             except ModelError:
@@ -119,7 +121,10 @@ class _Tracer(TorchFunctionMode):
         self.function = ""  # the autograd function that runs now, between blocks
         self.is_aside = False  # whether what runs now is the watcher's own
         self.nodes = Nodes()
+        self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
+        self.variables = self.surroundings.now()
         self.chance = HostChance()  # where Python's random numbers stood when the last block ended
+        self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
             self.graph.inputs.append(self._new(tensor))
 
@@ -330,6 +335,7 @@ class _Tracer(TorchFunctionMode):
         self._begin(module, name)
         before = pack((args, kwargs))
         given = tensors_in((args, kwargs))
+        self._refuse_marked(given, f"the model's forward gives {name!r}")
         with torch._C.DisableTorchFunction():
             versions = [version_of(one) for one in given]
         self.taken = {id(one) for one in given}
@@ -346,6 +352,7 @@ class _Tracer(TorchFunctionMode):
             self.within.pop()
         self.chance = HostChance()
         refuse_changed(name, before, pack((args, kwargs)))
+        self._refuse_marked(tensors_in(made), f"{name!r} returns")
         with torch._C.DisableTorchFunction():
             changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
             self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
@@ -354,6 +361,7 @@ class _Tracer(TorchFunctionMode):
     def _begin(self, module: nn.Module, name: str) -> None:
         """Refuse to run a block in other surroundings than its own."""
         self._refuse_chance()
+        self._refuse_variables()
         self.attributes.look()
         self.ambient.refuse_more(f"{name!r}")
         self.hooks.look_after(module, name)
@@ -372,6 +380,26 @@ class _Tracer(TorchFunctionMode):
                 expected="a forward that does the same in every step, between blocks",
                 fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
             )
+
+    def _refuse_variables(self) -> None:
+        """Refuse a forward whose variables outside of the model change while it runs."""
+        if name := self.surroundings.changed(self.variables):
+            raise ModelError(
+                f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
+                expected="variables outside of the model that stay as they are while the forward runs",
+                fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
+            )
+
+    def _refuse_marked(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Refuse attributes that were put on tensors: they do not travel, and no piece puts them there."""
+        for one in tensors:
+            marks = [key for key in vars(one) if key not in self.marks and not key.startswith("__")]
+            if marks and id(one) not in self.skeleton.states and isinstance(one, FakeTensor):
+                raise ModelError(
+                    f"{what} a tensor with the attribute {marks[0]!r} on it",
+                    expected="tensors without attributes of their own",
+                    fix="pass it beside the tensor",
+                )
 
     def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a custom autograd function and note it as one call."""
@@ -432,6 +460,7 @@ class _Tracer(TorchFunctionMode):
     def finish(self, made: Any) -> None:
         """Note what the model returned, and refuse what could not be repeated."""
         self._refuse_chance()
+        self._refuse_variables()
         self.attributes.look()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self._bar_between)
         tensors, self.graph.output_form = pack(made)
