@@ -273,6 +273,38 @@ def test_merged_weight_gradients_are_captured() -> None:
     assert pair.counts() == (0, 2 * replays)
 
 
+def test_another_program_is_captured_anew() -> None:
+    pair = Pair(mlp(), schedule="1f1b", num_microbatches=4, num_ranks=2)
+    pair.step(data(8), data(8, seed=1))
+    assert pair.counts()[0] > 0
+    (other,) = programs("zb-h1", 2, (4,))
+    with mock.patch("drumline.pipeline.engine.recorder_for", return_value=pair.recorder):
+        for pipe in (pair.captured, pair.plain):
+            pipe._engine.take_up(other)
+    pair.step(data(8, seed=2), data(8, seed=3), data(8, seed=4))
+    captures, replays = pair.counts()
+    assert replays == 2 * captures > 0
+
+
+def test_what_a_captured_step_sends_is_a_copy() -> None:
+    pair = Pair(mlp(), schedule="1f1b", num_microbatches=4, num_ranks=2)
+    pair.step(data(8), data(8, seed=1))
+    assert pair.captured._engine.captured is not None
+    places, sent = set[int](), list[int]()
+    for row in pair.captured._engine.captured.rows:
+        places |= {one.data_ptr() for _, tensors, _ in row._sent.values() for one in tensors}
+        send = row.executor.channel.send
+
+        def spied(receive: Any, target: int, tensors: Any, form: Any, send: Any = send) -> None:
+            sent.extend(one.data_ptr() for one in tensors)
+            send(receive, target, tensors, form)
+
+        setattr(row.executor.channel, "send", spied)  # noqa: B010 - a method of this one instance
+    pair.step(data(8, seed=2))
+    assert len(sent) == 8
+    assert not places & set(sent), "the next stretch may write where a message still is"
+
+
 def test_a_message_of_another_shape_than_the_captured_one_is_refused() -> None:
     with recording():
         model = mlp(4)
