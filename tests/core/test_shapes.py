@@ -93,7 +93,7 @@ def test_only_what_has_another_default_may_be_none(name: str) -> None:
 @pytest.mark.parametrize("name", SINGLE)
 def test_what_is_not_per_stage_takes_no_list(name: str) -> None:
     with pytest.raises(CostsError, match=f"^{name} is a list"):
-        Costs(**{name: [True] * 3 if name == "overlap" else [0, 0, 0.5]})
+        Costs(**given(name, [True] * 3 if name == "overlap" else [0, 0, 0.5]))
 
 
 @pytest.mark.parametrize("name", LISTS)
