@@ -49,7 +49,7 @@ LIMIT = 240  # seconds that all of them may take; a hang never ends
 def gradients(model: nn.Module, batch: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Return the whole model's gradients in one process, the mean over the microbatches."""
     for x, y in zip(batch.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True):
-        (functional.mse_loss(model(x), y) / NUM_MICROBATCHES).backward()
+        (functional.mse_loss(model(x), y) / NUM_MICROBATCHES).backward()  # type: ignore[no-untyped-call]
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
