@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Bounded and repeatable: what fails in CI fails everywhere.
@@ -9,3 +10,9 @@ settings.register_profile("drumline", deadline=None, max_examples=100, derandomi
 settings.load_profile("drumline")
 os.environ.setdefault("COLUMNS", "100")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share the cores
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `launch` wait until every rank has told of its own error, however long that takes on a busy machine."""
+    monkeypatch.setattr("drumline.pipeline.launch._SECONDS_OF_GRACE", 200.0)
