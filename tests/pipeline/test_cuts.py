@@ -152,6 +152,7 @@ def test_all_ranks_use_rank_0s_figures() -> None:
     assert mine[1] == theirs[0] == 0, "a rank keeps the blocks of its own stages only"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_cannot_measure_fails_all() -> None:
     def decide() -> None:
         import torch.distributed as dist

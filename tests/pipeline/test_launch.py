@@ -158,6 +158,7 @@ def test_an_unguarded_script_runs_once_and_its_functions_and_classes_travel(sour
     assert done.stderr == ""
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_failing_rank_is_named_with_its_error_and_the_others_end(tmp_path: Path) -> None:
     class MyError(Exception):
         pass
@@ -208,6 +209,7 @@ def test_a_killed_rank_is_named_and_a_rank_that_hangs_is_ended_cleanly(tmp_path:
     assert threading.active_count() == children
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_error_that_every_rank_raises_is_raised_itself() -> None:
     def fn() -> None:
         raise BatchError("a batch of 5", expected="a multiple of 2")

@@ -262,6 +262,7 @@ def test_a_rank_that_waits_too_long_says_for_what(capfd: pytest.CaptureFixture[s
     assert "File " in capfd.readouterr().err, "the stacks are printed"
 
 
+@pytest.mark.usefixtures("patient")
 def test_mismatch_is_caught_by_its_own_type() -> None:
     def different() -> None:
         Pipeline(mlp(), loss_fn=functional.mse_loss, num_microbatches=2 + int(os.environ["RANK"]))
