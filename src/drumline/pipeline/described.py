@@ -27,11 +27,11 @@ _LEFT_OUT = frozenset({"self", "model", "example", "example_target", "record"})
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as JSON has it; of paths only the last part, of functions and objects their name.
+    r"""Return a setting as JSON has it; of paths only the last part, of functions and objects their name.
 
     >>> plain({"balance": (2, 2), "loss_fn": plain, "weights": Path("/some/where/weights")})
     {'balance': [2, 2], 'loss_fn': 'plain', 'weights': 'weights'}
-    >>> plain([float("inf"), 2**70, "\\udcff"])  # what JSON's readers refuse is text
+    >>> plain([float("inf"), 2**70, "\udcff"])  # what JSON's readers refuse is text
     ['inf', '1180591620717411303424', '?']
     """
     if isinstance(value, float) and not math.isfinite(value):
