@@ -76,6 +76,8 @@ def fuzz(target: Target, num_cases: int, *, seed: int = 0, first: int = 0, say: 
                     if say and places[fault[0]] == 1 and seen < _SHOWN:
                         seen += 1
                         print(f"--- {target.name}, case {number}\n{fault[1]}", file=sys.stderr, flush=True)
+                if say and outcome.cases % 1000 == 0:
+                    print(f"{target.name}: {outcome.cases} cases", file=sys.stderr, flush=True)
                 if outcome.cases % 50 == 0:
                     outcome.peak_mib = max(outcome.peak_mib, (_resident() - base) / _MIB)
                 if outcome.cases == max(num_cases // 10, 1):

@@ -88,7 +88,7 @@ def _cut(where: Any, key: Any, chance: random.Random) -> None:
 def _tweak(where: Any, key: Any, chance: random.Random) -> None:
     """Change a number a little, or its kind alone."""
     inside = where[key]
-    if isinstance(inside, bool) or not isinstance(inside, int | float):
+    if isinstance(inside, bool) or not isinstance(inside, int | float) or abs(inside) > 1e300:
         where[key] = [inside] if chance.random() < 0.5 else str(inside)
         return
     tweaks: list[Callable[[Any], Any]] = [

@@ -34,6 +34,7 @@ from drumline.plan.launch.launch import read_train_config, train_config
 from drumline.plan.model_profile import ModelProfile
 from drumline.plan.plan import Plan
 from drumline.plan.planner import plan
+from drumline.report.analysis import analyze
 from drumline.report.explore import EXPORTS, Settings, answer, explain, export
 from drumline.report.profiles import profile_page, profile_svg, profile_text
 from drumline.schedules import generate
@@ -281,7 +282,13 @@ def _trace(folder: Path) -> Case:
             text = json.dumps(table)
         data = damaged(text.encode(errors="surrogatepass"), chance)
         chosen.write_bytes(damaged(gzip.compress(data, 1), chance))
-        command(*chance.choice(verbs).format(path).split())
+        if chance.random() < 0.15:
+            command(*chance.choice(verbs).format(path).split())
+            return
+        found = analyze([path])
+        assert json.dumps(found.summary(), allow_nan=False)
+        assert repr(found.timeline)
+        assert Program.parse(found.timeline.ran.format()) == found.timeline.ran
 
     return case
 

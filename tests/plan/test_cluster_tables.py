@@ -67,6 +67,8 @@ def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
         ({"memory_bytes": float("nan")}, "memory_bytes of mine is nan"),
         ({"reach": {"product": 1.5}}, "the reach of product is 1.5; expected above 0 and up to 1"),
         ({"reach": {"prodcut": 0.5}}, r"unknown key 'prodcut' of a machine's reach; did you mean product\?"),
+        ({"memory_bytes": 1e-320}, "memory_bytes of the machine is 9.99989e-321; expected a number from 1 to 1e.30"),
+        ({"node_reach": 1e-300}, "node_reach of the machine is 1e-300; expected a number from 1e-06 to 1"),
         ({"devices_per_node": 0}, "devices_per_node is 0; expected 1 or more"),
         ({"network_bytes_per_second": 0}, "a link carries 0.0 bytes per second; expected more than 0"),
     ],
@@ -89,7 +91,7 @@ def test_a_file_that_is_no_machine_is_refused_by_its_name(tmp_path: Path) -> Non
         with pytest.raises(PlanError, match=rf"{place.name}.*a JSON file that describes a machine"):
             load(place)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(PlanError, match="the machine is a list"):
+    with pytest.raises(PlanError, match="JSON of a list, no object"):
         load(path)
 
 

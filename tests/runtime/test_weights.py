@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -209,3 +210,38 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None
 def test_patterns_are_a_list() -> None:
     with pytest.raises(ModelError, match=r"ignore is 'head.*'; expected a list"):
         Weights("anywhere", ignore="head.*")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
+def test_a_pipe_among_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="not a regular file but a pipe"):
+        Weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ('{"a": ' + "[" * 50_000, "nested deeper than 100 levels"),
+        ('{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', "does not fit into the file"),
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', "does not fit into the file"),
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [1e999, 4]}}', "data_offsets is inf"),
+        ('{"a": 1, "a": 2}', "'a' stands there twice"),
+        ("[]", "JSON of a list"),
+    ],
+)
+def test_headers_that_would_fail_later_are_refused(tmp_path: Path, header: str, words: str) -> None:
+    data = struct.pack("<Q", len(header)) + header.encode() + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=words):
+        Weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "[" * 50_000, '{"weight_map": NaN}']
+)
+def test_indices_that_would_fail_later_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match="is not an index of weights: "):
+        Weights(tmp_path)

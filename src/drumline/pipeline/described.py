@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -26,19 +27,27 @@ _LEFT_OUT = frozenset({"self", "model", "example", "example_target", "record"})
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as JSON has it; of paths only the last part, of functions and objects their name.
+    r"""Return a setting as JSON has it; of paths only the last part, of functions and objects their name.
 
     >>> plain({"balance": (2, 2), "loss_fn": plain, "weights": Path("/some/where/weights")})
     {'balance': [2, 2], 'loss_fn': 'plain', 'weights': 'weights'}
+    >>> plain([float("inf"), 2**70, "\udcff"])  # what JSON's readers refuse is text
+    ['inf', '1180591620717411303424', '?']
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
+    if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(one) for one in value]
     if isinstance(value, Path | Program):
-        return value.name
+        return plain(value.name)
     if isinstance(value, torch.device):
         return str(value)
     return getattr(value, "__name__", type(value).__name__)

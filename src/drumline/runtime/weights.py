@@ -226,8 +226,12 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
         if length > min(size - _SIZE.size, _MAX_HEADER_BYTES):
             raise ModelError(f"{file} is not a safetensors file, or not a whole one", fix="copy it anew")
         header = source.read(length)
+    not_this = f"the header of {file} is not that of a safetensors file"
     try:
         entries = parse_object(header, _WEIGHTS)
+    except ModelError as error:
+        raise ModelError(f"{not_this}: {error.error}", fix="copy it anew") from None
+    try:
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             begin, end = (_SIZE.size + length + int(at) for at in entry["data_offsets"])
@@ -239,10 +243,10 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
             if not fits or end - begin != math.prod(shape) * one.dtype.itemsize:
                 raise ModelError(f"{one} does not fit into the file", expected="a whole file", fix="copy it anew")
             yield one
-    except ModelError as error:
-        raise ModelError(error.error, expected=error.expected, fix=error.fix or "copy it anew") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"the header of {file} is not that of a safetensors file", fix="copy it anew") from error
+    except ModelError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ModelError(not_this, fix="copy it anew") from error
 
 
 def _in_torch(file: Path) -> Iterator[Stored]:

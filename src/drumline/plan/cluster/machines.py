@@ -102,7 +102,12 @@ def machine(table: Any) -> Machine:
     needed = ("name", "flops_per_second", "memory_bytes", "memory_bytes_per_second", *list(_LINKS)[:2])
     required(values, {name: (_DEVICE | _LINKS)[name] for name in needed}, "machine")
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
-    return Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
+    found = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
+    for key, value in [*values.items(), *reach.items()]:
+        least, most = _BOUNDS.get(key, (1.0, 1e30))
+        if key != "name" and value > 0 and not least <= value <= most:
+            raise PlanError(f"{key} of the machine is {value:g}", expected=f"a number from {least:g} to {most:g}")
+    return found
 
 
 def machine_table(of: Machine) -> dict[str, Any]:
@@ -115,6 +120,15 @@ def machine_table(of: Machine) -> dict[str, Any]:
     return {**table.pop("device"), **table}
 
 
+_SHARE = (1e-6, 1.0)
+# Of numbers that are neither bytes nor operations; what lies outside makes times that are no numbers.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("product", "memory", "attention", "node_reach", "network_reach"), _SHARE),
+    "depth": (0.0, 1e9),
+    "launch_seconds": (0.0, 1.0),
+    "num_processors": (1, 1e9),
+    "devices_per_node": (1, 1e6),
+}
 _DEVICE: dict[str, type] = {
     "name": str,
     "flops_per_second": float,
