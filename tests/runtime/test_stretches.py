@@ -93,7 +93,7 @@ def test_nothing_is_lost_and_only_posts_move_and_only_behind_computations_that_w
                     behind = [job for job in row if id(job) in passed]
                     assert not any(job.needs or not job.timed for job in behind)
                     moved += len(behind)
-    assert moved > 0 or name == "naive"
+    assert moved > 0 or name in ("naive", "gpipe")
 
 
 def test_a_receive_is_posted_before_its_message_is_needed() -> None:

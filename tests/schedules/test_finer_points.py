@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from drumline.core.action import Action, Op
+from drumline.core.costs import Costs
 from drumline.core.errors import ScheduleError
 from drumline.core.simulate import simulate
 from drumline.core.validate import validate
@@ -77,3 +78,17 @@ def test_a_recipe_that_yields_empty_rows_for_ever_is_stopped() -> None:
             generate("endless", num_ranks=1, num_microbatches=1)
     finally:
         unregister("endless")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (4, 4), (4, 8), (4, 12), (6, 12)])
+def test_chimeras_units_follow_each_other_without_a_gap(num_ranks: int, num_microbatches: int) -> None:
+    timeline = simulate(build("chimera", num_ranks, num_microbatches), Costs(backward=1))
+    assert timeline.makespan == 2 * num_microbatches + num_ranks - 2
+    assert max(timeline.peak_activations) == num_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (2, 8), (3, 6), (3, 9), (4, 8), (4, 12)])
+def test_hanayos_waves_leave_half_of_1f1bs_bubble(num_ranks: int, num_microbatches: int) -> None:
+    # Of a model cut into twice as many stages 1F1B is idle for 6(P-1).
+    timeline = simulate(build("hanayo", num_ranks, num_microbatches))
+    assert timeline.makespan == 6 * num_microbatches + 3 * (num_ranks - 1)
