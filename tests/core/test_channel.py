@@ -12,6 +12,7 @@ from channel_model import CHANNELS, hangs, ways
 from drumline.core.action import RECV_OPS, SEND_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
+from drumline.core.frozen import prune
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.torch_text import for_torch
@@ -105,6 +106,15 @@ def test_two_copies_of_a_stage_are_lowered_for_the_strictest_channel() -> None:
         lowered = lower(program, channel="rank")
         assert lowered.compute_only() == program
         assert validate(lowered, channel="rank") == []
+        assert not hangs(lowered.format(), "rank")
+
+
+def test_frozen_stages_are_lowered_for_the_strictest_channel() -> None:
+    for trainable in ([False, True, False, True], [False, False, True, True]):
+        program = prune(build("1f1b", 4, 5), trainable)
+        lowered = lower(program, channel="rank")
+        assert lowered.compute_only() == program
+        assert not hangs(lowered.format(), "rank")
 
 
 def test_what_hangs_is_neither_lowered_nor_exported() -> None:
