@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.fingerprint import PLAIN, can_change, fingerprint
+from drumline.runtime.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
 MISSING: Any = object()
@@ -93,6 +93,8 @@ class Attributes:
             now = fingerprint(value)
             if now != before:
                 self._looked[one] = (value, now, places)
+                if only_named(before, now):
+                    continue
                 for place in places:
                     self._is_set(place, who, value)
 

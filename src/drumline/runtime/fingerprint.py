@@ -67,6 +67,25 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     return _Same(value)
 
 
+def only_named(before: Any, now: Any) -> bool:
+    """Whether an object only got words where it had nothing, as a config whose kind of problem is found out once.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(kind=None)
+    >>> before = fingerprint(config)
+    >>> config.kind = "words"
+    >>> only_named(before, fingerprint(config))
+    True
+    """
+    if not all(isinstance(one, tuple) and isinstance(one[0], _Same) for one in (before, now)) or before[0] != now[0]:
+        return False
+    fields = dict(before[1])
+    nothing = (type(None), None)
+    differ = [(fields.get(key, nothing), one) for key, one in now[1] if fields.get(key) != one]
+    words = all(old == nothing and isinstance(new, tuple) and new[0] is str for old, new in differ)
+    return words and len(now[1]) >= len(fields)
+
+
 def can_change(value: Any) -> bool:
     """Whether a value may become another one without being exchanged.
 
