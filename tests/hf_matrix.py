@@ -39,8 +39,9 @@ Outcome = dict[str, str]  # by "family own schedule": right, refused: why, or wr
 
 def numbers_in(output: Any) -> Tensor:
     """Return what a loss_fn takes of a model's output: what it says of pictures, or the first numbers with rows."""
-    if getattr(output, "image_embeds", None) is not None:
-        return output.image_embeds
+    pictures: Tensor | None = getattr(output, "image_embeds", None)
+    if pictures is not None:
+        return pictures
     found = [one for one in output.values() if isinstance(one, Tensor)]
     return next(one for one in found if one.is_floating_point() and one.dim() > 1)
 
@@ -49,7 +50,7 @@ def squared(output: Any, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(numbers_in(output), target)
 
 
-def plain_loss(model: nn.Module, batch: Batch, target: Tensor | None) -> Tensor:
+def plain_loss(model: Any, batch: Batch, target: Tensor | None) -> Tensor:
     """Return the plain model's loss on the whole batch; what experts add for balance is of each microbatch."""
     output = model(**batch)
     if target is not None:
@@ -69,7 +70,7 @@ def plain_loss(model: nn.Module, batch: Batch, target: Tensor | None) -> Tensor:
 def plain(model: nn.Module, batch: Batch, target: Tensor | None) -> tuple[float, Gradients]:
     """Return loss and gradients of the model itself."""
     loss = plain_loss(model, batch, target)
-    loss.backward()
+    torch.autograd.backward(loss)
     return float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
 
 

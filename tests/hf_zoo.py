@@ -254,7 +254,14 @@ _TEXT = {
     "layer_types": None,
     "projection_dim": 8,
 }
-_STAGES = {"embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 2, "patch_size": 4, "image_size": 32}
+_STAGES: dict[str, Any] = {
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [1, 2],
+    "window_size": 2,
+    "patch_size": 4,
+    "image_size": 32,
+}
 _VISION = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 16, "projection_dim": 16,

@@ -53,5 +53,5 @@ def _pictures(config: Any) -> Tensor:
 
 
 def _spectrogram(config: Any) -> Tensor:
-    bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+    bins: int = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None) or 80
     return torch.zeros(2, bins, 2 * getattr(config, "max_source_positions", 50))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, RunError
+from drumline.core.errors import ModelError, RunError, UsageError
 from drumline.core.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.agreement import Followed, Given
@@ -152,13 +152,14 @@ class Pipeline:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self, *batch: Any, target: Any = None, outputs: bool = False, **named: Any) -> StepResult:
+    def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
         The batch is what the model is called with: the first block's input, or a model's arguments in order and by
         name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
         `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
         """
+        _check_switch(outputs)
         if outputs and self._engine.captured is not None:
             raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
         if not self._intake.has_loss:
@@ -225,11 +226,12 @@ class Pipeline:
         """What the check of the first step compared, what it cost and what it left out; None before it."""
         return self._check.checked
 
-    def eval_step(self, *batch: Any, target: Any = None, outputs: bool = True, **named: Any) -> StepResult:
+    def eval_step(self, *batch: Any, target: Any = None, outputs: Any = True, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients.
 
         `result.output` is there with the last stage, unless `outputs` is off.
         """
+        _check_switch(outputs)
         with self._recording.during("evaluate"):
             return self._evaluated(batch, target, named, outputs)
 
@@ -420,6 +422,12 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_switch(outputs: Any) -> None:
+    # Not declared as a bool, so that type checkers take step(**batch) with a dict of tensors.
+    if not isinstance(outputs, bool):
+        raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return what is made")
 
 
 def _output(step: Step) -> Any:

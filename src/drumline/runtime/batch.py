@@ -145,7 +145,7 @@ def _parts(
     for count in rows_of_each(rows, num_parts):
         ends.append(ends[-1] + count)
     sizes = [sum(each[start:end]) for start, end in pairwise(ends)]
-    return tensor.split([int(one) for one in sizes])
+    return torch.split(tensor, [int(one) for one in sizes])
 
 
 def counted_in(batch: Any) -> tuple[int, int]:

@@ -46,7 +46,7 @@ class Scaled:
         self.sheet = sheet
         self.__name__ = getattr(function, "__name__", "loss")
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the call; where the part counts nothing, a mean over nothing is NaN, and zero stands for it."""
         factor = self.sheet.factor(self.part)

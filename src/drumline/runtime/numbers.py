@@ -73,7 +73,7 @@ def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Take conditions on the numbers in stand-ins for granted: they only guard against wrong inputs."""
-    check_all = torch._check_tensor_all_with
+    check_all: Any = torch._check_tensor_all_with
 
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
         if not isinstance(cond, FakeTensor):
