@@ -131,7 +131,7 @@ def ForCausalLMLoss(logits: Tensor, labels: Tensor) -> Tensor:
 class NextToken(nn.Module):
     """Computes its loss itself, against the token that comes next."""
 
-    loss_function = staticmethod(ForCausalLMLoss)
+    loss_function: Any = staticmethod(ForCausalLMLoss)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         made = nn.functional.one_hot(input_ids, 9).float()
