@@ -242,8 +242,10 @@ def main() -> int:
     args = parser.parse_args()
     bugs = chosen(args.only)
 
+    given: list[str] = args.tests
+
     def tests_of(bug: Bug) -> Sequence[str]:
-        return args.tests or bug.tests()
+        return given or bug.tests()
 
     if not bugs:
         parser.error(f"no bug matches {', '.join(args.only)}")

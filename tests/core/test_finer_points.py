@@ -179,3 +179,11 @@ def test_waiting_for_data_is_that_of_the_rank_that_waited_longest(rank: int) -> 
         begin = records[at].begin_ns
         records[at] = replace(records[at], since_ns=begin - 400, between=[5, begin - 400, begin - 400 + waited])
     assert step_metrics(PROGRAM, records)["time_metrics/data_loading(s)"] == pytest.approx(300e-9)
+
+
+@pytest.mark.parametrize("pair", ["(0F1;1B0)OVERLAP_F_B", "(1B0;0F1)OVERLAP_F_B"])
+def test_a_fused_pair_of_two_stages_costs_what_the_forwards_says(pair: str) -> None:
+    program = Program.parse(f"0F0,1F0,{pair},0B0,1F1,1B1,0B1")
+    assert simulate(program, Costs(overlapped=[5, 50])).makespan == 1 + 1 + 5 + 2 + 1 + 2 + 2
+    factors = Costs(overlapped=[5, 50], microbatch_factor=[1, 3])
+    assert simulate(program, factors).makespan == 1 + 1 + 5 * 2 + 2 + 3 + 6 + 6

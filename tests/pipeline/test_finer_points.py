@@ -112,7 +112,7 @@ def test_an_optimizer_that_stepped_before_there_was_a_pipeline_is_stopped() -> N
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch, target = data(8)
-    functional.mse_loss(model(batch), target).backward()
+    torch.autograd.backward(functional.mse_loss(model(batch), target))
     optimizer.step()
     optimizer.zero_grad()
     pipe = pipeline(model)
@@ -131,7 +131,7 @@ def ForCausalLMLoss(logits: Tensor, labels: Tensor) -> Tensor:
 class NextToken(nn.Module):
     """Computes its loss itself, against the token that comes next."""
 
-    loss_function = staticmethod(ForCausalLMLoss)
+    loss_function: Any = staticmethod(ForCausalLMLoss)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
         made = nn.functional.one_hot(input_ids, 9).float()

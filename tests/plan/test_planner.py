@@ -43,8 +43,9 @@ def stages_for(
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
 def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int, speeds: tuple[float, float]) -> None:
     handled = replace(SOME, send=Line(1e-5, 1e-3), take=Line(2e-5, 2e-3))
-    sizes, outputs = {"held": 1000, "weights": 300}, [400, 70, 900, 30, 550]
-    profile = model_profile([1, 4, 4, 4, 6], overheads=handled, output=outputs, frozen=frozen, tape=0.2, **sizes)
+    outputs = [400, 70, 900, 30, 550]
+    sizes: dict[str, Any] = {"held": 1000, "weights": 300, "output": outputs}
+    profile = model_profile([1, 4, 4, 4, 6], overheads=handled, frozen=frozen, tape=0.2, **sizes)
     stages = stages_for(profile, name, 4, 2, rank_speeds=speeds)
     stages = replace(stages, recompute=tuple(stage % 2 == 0 for stage in range(stages.program.num_stages)))
     found = stages.cuts(every_cut(5, stages.program.num_stages))
