@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from drumline.cli.main import main
-from drumline.core import files
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, TraceError
 from drumline.core.files import MAX_DEPTH, Kind, opened, parse_json, read_object, read_text
@@ -146,7 +145,7 @@ def test_json_at_its_bounds_is_read() -> None:
 def test_a_file_that_grows_while_it_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.json").write_bytes(b" " * 100)
     small = Kind("thing", DrumlineError, "a JSON file", 10)
-    monkeypatch.setattr(files.os, "fstat", lambda number: os.stat_result((0o100644, *[0] * 9)))
+    monkeypatch.setattr(os, "fstat", lambda number: os.stat_result((0o100644, *[0] * 9)))
     with pytest.raises(DrumlineError, match="larger than 0 MiB"):
         read_text(tmp_path / "one.json", small)
 

@@ -206,8 +206,8 @@ def _tied_from(row: Parsed) -> tuple[str, int, int]:
 def _times_from(table: Parsed, least: float = 0.0) -> Times:
     table.only(_TIMES)
     taped = table.get("taped")
-    seconds = (table[name].number(least) for name in _TIMES if name != "taped")
-    return Times(*seconds, None if taped is None or taped.value is None else taped.number(least))
+    seconds = {name: table[name].number(least) for name in _TIMES if name != "taped"}
+    return Times(**seconds, taped=None if taped is None or taped.value is None else taped.number(least))
 
 
 def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:

@@ -100,10 +100,10 @@ class Overheads:
         True
         """
         table.only(one.name for one in fields(Overheads))
+        send, take, end = (_line_from(table[name]) for name in _LINES)
         # What is left over of a step, shared among its actions, may come out below 0.
-        least = {"action": -LARGEST, "flight": 0.0, "begin": 0.0}
-        seconds = {name: table[name].number(low) for name, low in least.items()}
-        return Overheads(*(_line_from(table[name]) for name in _LINES), **seconds)
+        action = table["action"].number(-LARGEST)
+        return Overheads(send, take, end, table["flight"].number(), action, table["begin"].number())
 
 
 def _line_from(pair: Parsed) -> Line:
