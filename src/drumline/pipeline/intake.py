@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from drumline.pipeline.weighing import Weighing
 from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
 from drumline.runtime.cut import Block, Model
 from drumline.runtime.executor import Step
+from drumline.runtime.loss_sheet import Factors, Multiplying
 from drumline.runtime.pieces import Piece
 from drumline.runtime.values import moved, pack
 
@@ -152,14 +154,17 @@ class Intake:
             return self._fn(targets, self._rows)
         return Weighing(shares([float(one) for one in self._rows]))
 
-    def share_of(self, microbatch: int) -> float:
-        """Return what part of the loss a microbatch of the step under way is, as far as that is known."""
-        return 1.0 if self._step is None else float(self._step.shares[microbatch])
+    def factors_of(self, microbatch: int) -> Factors:
+        """Return what parts of the model's own loss are multiplied by in a microbatch; nothing if one share is right."""
+        return () if self._own_shares is None else self._own_shares.plan.sheet.factors.get(microbatch, ())
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether parts of the model's own loss are multiplied by factors in the step under way."""
-        return self._own_shares is not None and bool(self._own_shares.plan.sheet.factors)
+    def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:
+        """Multiply the parts of the model's own loss where it computes that by itself."""
+        if self._own_shares is None or not factors:
+            return nullcontext()
+        plan = self._own_shares.plan
+        loss = plan.loss(plan.kind(inputs, train=True)[0])
+        return nullcontext() if loss is None else Multiplying(loss.walk.graph, loss.terms, factors)
 
     def _take_shares(self, step: Step, found: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""

@@ -156,7 +156,7 @@ class ModelCheck:
         self._intake.take(step, called, target, {"first", "last"}, self._crew.rank)
         self._intake.cut(step)
         at = next((at for at, one in enumerate(step.shares) if float(one)), 0)
-        return Slice(at, step.inputs[at], step.targets[at], float(step.shares[at]))
+        return Slice(at, step.inputs[at], step.targets[at], float(step.shares[at]), self._intake.factors_of(at))
 
     def _passed_on(self, number: int, called: Any, target: Any) -> Slice:
         """Return a microbatch of which ranks have only parts: the last stage's rank chooses it, the first's has it."""
@@ -167,14 +167,14 @@ class ModelCheck:
         chosen = None
         if "last" in ends:
             at = next((at for at, one in enumerate(step.shares) if float(one)), 0)
-            chosen = at, moved(step.targets[at], _HOST), float(step.shares[at])
+            chosen = at, moved(step.targets[at], _HOST), float(step.shares[at]), self._intake.factors_of(at)
         number_of = len(self._crew.channels)
-        microbatch, wanted, share = next(
+        microbatch, wanted, share, factors = next(
             one for one in self._crew.all_told("check target", [chosen] * number_of) if one is not None
         )
         first = moved(step.inputs[microbatch], _HOST) if "first" in ends else None
         inputs = next(one for one in self._crew.all_told("check input", [first] * number_of) if one is not None)
-        return Slice(microbatch, inputs, wanted, share)
+        return Slice(microbatch, inputs, wanted, share, factors)
 
     def _stale(self, told: Sequence[Mapping[str, bytes]]) -> str:
         """Return why the model here is not what the ranks have between them, if it is not."""
@@ -201,6 +201,7 @@ class ModelCheck:
                 randomness=assembly.randomness,
                 precision=assembly.precision,
                 scale=scale,
+                multiplying=self._intake.multiplying(given.inputs, given.factors),
             )
         except torch.OutOfMemoryError:
             self._reason = "there is no memory for the whole model"
@@ -222,6 +223,7 @@ class ModelCheck:
             return
         started = time.perf_counter()
         self.is_pending = False
+        self._rescale(step)
         outcome = self._outcome(step)
         if (outcome.differences or any(one > self._allowed for one in outcome.others.values())) and self._wanted:
             outcome.has_moods = self._has_moods(step)
@@ -231,6 +233,16 @@ class ModelCheck:
         for executor in self._engine.executors:
             executor.witness = None
         self._judge(told)
+
+    def _rescale(self, step: Step) -> None:
+        """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
+        assert self._given is not None
+        own = float(step.shares[self._given.microbatch]) if self._given.microbatch in step.losses else None
+        told = self._crew.all_told("check share", [own] * len(self._crew.channels))
+        share = next(one for one in told if one is not None)
+        if self._wanted is not None and share != self._given.share:
+            for one in self._wanted.gradients.values():
+                one.mul_(share / self._given.share)
 
     def _outcome(self, step: Step) -> _Outcome:
         outcome = _Outcome(unchecked=self._reason)

@@ -8,7 +8,7 @@ parameter's gradient has been added do not, since an optimizer may be in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.pipeline.plain import Plain, undisturbed
+from drumline.runtime.loss_sheet import Factors
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.values import moved, pack, unpack
@@ -24,12 +25,16 @@ from drumline.runtime.values import moved, pack, unpack
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is."""
+    """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is.
+
+    `factors` are what the parts of a model's own loss are multiplied by.
+    """
 
     microbatch: int
     inputs: Any
     target: Any
     share: float
+    factors: Factors = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ def plain_step(
     randomness: Randomness,
     precision: Precision,
     scale: float = 1.0,
+    multiplying: AbstractContextManager[object] | None = None,
 ) -> Wanted:
     """Run the microbatch, and return the gradients of the parameters that are `wanted`, with the loss times its share.
 
@@ -79,7 +85,8 @@ def plain_step(
         stack.enter_context(chance.again())
         run = stack.enter_context(plain.seeding(given.microbatch, randomness))
         with randomness.listening() as drawing, precision.autocast:
-            output = run(inputs)
+            with multiplying or nullcontext():
+                output = run(inputs)
             loss = loss_fn(output, target)
             assert loss is not None, "a step that trains has a loss"
             loss = precision.full(loss)

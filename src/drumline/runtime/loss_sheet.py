@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from drumline.runtime.graph import Graph
 from drumline.runtime.loss_terms import Terms
@@ -48,13 +49,45 @@ class Scaled:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the call; where the part counts nothing, a mean over nothing is NaN, and zero stands for it."""
-        factor = self.sheet.factor(self.part)
-        if isinstance(factor, float) and factor == 0.0:
-            given = [one for one in pack((args, kwargs))[0] if one.requires_grad]
-            return sum(((one.float() * 0.0).nan_to_num().sum() for one in given), torch.zeros(()))
-        made = self.function(*args, **kwargs)
-        return made if factor is None else made * factor
+        """Make the call, and multiply what it makes."""
+        return _multiplied(self.function, args, kwargs, self.sheet.factor(self.part))
+
+
+def _multiplied(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], factor: float | Tensor | None
+) -> Any:
+    """Make a call and multiply its value; where the part counts nothing, zero stands for a mean over nothing, NaN."""
+    if isinstance(factor, float) and factor == 0.0:
+        given = [one for one in pack((args, dict(kwargs)))[0] if one.requires_grad]
+        return sum(((one.float() * 0.0).nan_to_num().sum() for one in given), torch.zeros(()))
+    made = function(*args, **kwargs)
+    return made if factor is None else made * factor
+
+
+class Multiplying(TorchFunctionMode):
+    """Multiplies the parts of a loss where a model computes it by itself, in one microbatch.
+
+    A part is told by its function, and by how many calls of that function come before it in the graph.
+    """
+
+    def __init__(self, graph: Graph, terms: Terms, factors: Factors) -> None:
+        super().__init__()
+        self._calls: dict[Any, int] = {}
+        self._parts: dict[tuple[Any, int], float | Tensor] = {}
+        by_call = dict(zip((term.call for term in terms.known), factors, strict=True))
+        before: dict[Any, int] = {}
+        for at, call in enumerate(graph.calls):
+            function = call.function.function if isinstance(call.function, Scaled) else call.function
+            number = before[function] = before.get(function, -1) + 1
+            if at in by_call and function is not None:
+                self._parts[function, number] = by_call[at]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count the call, and multiply what it makes if it is a part."""
+        number = self._calls[func] = self._calls.get(func, -1) + 1
+        return _multiplied(func, args, kwargs or {}, self._parts.get((func, number)))
 
 
 def scale(graph: Graph, terms: Terms, sheet: Sheet) -> None:
