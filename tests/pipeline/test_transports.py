@@ -215,7 +215,8 @@ def test_every_rank_learns_of_every_trouble(transport: str) -> None:
             assert any(failed in text for _, text in found), found
 
 
-def dies(at: int) -> None:
+def dies(at: int, folder: Path) -> None:
+    (folder / f"{os.getpid()}").touch()
     batch, target = data(8)
     model = with_one(-at, Explodes("die"))
     pipe = Pipeline(model, loss_fn=functional.mse_loss, num_microbatches=4, transport="shared-memory")
@@ -223,12 +224,16 @@ def dies(at: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind(rank: int) -> None:
+def test_a_killed_rank_ends_the_others_and_leaves_nothing_behind(rank: int, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
     with pytest.raises(RankFailed, match=f"rank {rank} "):
-        launch(dies, rank, num_ranks=2)
-    if Path("/dev/shm").exists():
-        assert set(os.listdir("/dev/shm")) <= before
+        launch(dies, rank, tmp_path, num_ranks=2)
+    ranks = sorted(one.name for one in tmp_path.iterdir())
+    assert len(ranks) == 2
+    assert not any(Path("/proc", pid).exists() for pid in ranks)
+    # Other programs come and go there; what is ours has our name, or that of a rank's process.
+    added = set(os.listdir("/dev/shm")) - before if Path("/dev/shm").exists() else set()
+    assert [name for name in added if "drumline" in name or any(pid in name for pid in ranks)] == []
 
 
 def waits() -> list[tuple[str, str]]:
