@@ -3,7 +3,7 @@
     PYTHONPATH=tests python benchmarks/fuzz.py --cases 10000 --json out/fuzz.json
 
 Cases come from valid files, changed at random places (see `fuzz_mutations`), and are used as a user would (see
-`fuzz_targets`). A case hangs where it takes ten seconds of processor time. Memory is what the process holds beyond what
+`fuzz_case`). A case hangs where it takes ten seconds of processor time. Memory is what the process holds beyond what
 it held after the first tenth of the cases, and at its peak.
 """
 
@@ -24,7 +24,8 @@ from pathlib import Path
 from types import FrameType
 
 from drumline.core.errors import DrumlineError
-from fuzz_targets import Case, Target, named
+from fuzz_case import Case, Target
+from fuzz_targets import named
 from measure import machine
 
 SECONDS = 10.0

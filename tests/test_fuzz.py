@@ -10,8 +10,9 @@ import random
 import pytest
 
 from fuzz import Outcome, fuzz, table
+from fuzz_case import Target
 from fuzz_mutations import RAW, json_text, rows_text
-from fuzz_targets import TARGETS, Target
+from fuzz_targets import TARGETS
 
 CASES = {"action text": 300, "run folder": 40, "trace": 15, "explore page": 30}
 

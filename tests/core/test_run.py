@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,3 +126,76 @@ def test_an_object_that_cannot_be_read_is_named(folder: Path, name: str) -> None
     (folder / name).write_text("{")
     with pytest.raises(RecordError, match=f"{name}: not JSON"):
         read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"starts": [10]}, "starts has 1 number; expected one for each of 2 timed actions"),
+        ({"ends": []}, "ends has 0 numbers"),
+        ({"ends": [5, 450]}, "action 0 ends 5 ns before it starts"),
+        ({"starts": [10, 2.5]}, "starts is .*; expected whole numbers of 64 bits"),
+        ({"starts": [10, 2**63]}, "starts is .*; expected whole numbers of 64 bits"),
+        ({"held": "x"}, "held is 'x'"),
+        ({"waits": [0, 1]}, "waits is .*3 in a row"),
+        ({"waits": [7, 1, 2]}, "message of waits is 7; expected a whole number from 0 to 0"),
+        ({"sends": [1, 0, 0, 9, 1, 2, 3]}, "target of sends is 9; expected a whole number from 0 to 1"),
+        ({"sends": [1, 0, 5, 1, 1, 2, 3]}, "sends has 1RECV_F5, which the program does not send"),
+        ({"sends": [0, 0, 0, 1, 1, 2, 3]}, "sends has 0RECV_F0, which the program does not send"),
+        ({"overheads": [9, 1, 2]}, "kind of overheads is 9"),
+        ({"overheads": [0, 2**62, 2]}, "from of overheads is 4611686018427387904"),
+        ({"begin_ns": None}, "begin_ns is None; expected a whole number"),
+        ({"end_ns": -1}, "end_ns is -1"),
+        ({"rank": 1}, "rank is 1; expected 0"),
+        ({"on_device": 2}, "on_device is 2; expected 0 or 1"),
+        ({"peak_stash": -3}, "peak_stash is -3"),
+    ],
+)
+def test_a_record_that_points_nowhere_is_refused_by_its_column(folder: Path, change: dict[str, Any], says: str) -> None:
+    first, second = two_ranks(3, 9000)
+    table = json.loads(line(first)) | change
+    add(folder, "rank0.jsonl", json.dumps(table, separators=(",", ":")) + "\n")
+    add(folder, "rank1.jsonl", line(second))
+    with pytest.raises(
+        RecordError, match=f"the line of step 3 in .*rank0.jsonl is no record: a damaged record: .*{says}"
+    ):
+        read_run(folder).timeline(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"blocks": [["0"]]}, "blocks is .*expected the blocks of 2 stages"),
+        ({"blocks": [["0"], [1]]}, r"blocks\[1\]\[0\] is 1; expected text"),
+        ({"schedule": None}, "schedule is None; expected text"),
+        ({"guessed_costs": [1, "x"]}, r"guessed_costs\[1\] is 'x'"),
+        ({"predicted": {"blocks": [{"forward": 1}]}}, r"'predicted.blocks\[0\].backward' is missing"),
+        ({"predicted": 5}, "predicted is 5; expected an object"),
+    ],
+)
+def test_a_plan_that_reports_cannot_use_is_refused(folder: Path, change: dict[str, Any], says: str) -> None:
+    (folder / "plan.json").write_text(json.dumps({"run": "abc", "schedule": "1f1b", **change}))
+    with pytest.raises(RecordError, match=f"plan.json: a damaged run: .*{says}"):
+        read_run(folder)
+
+
+def test_metrics_that_are_no_numbers_are_refused_and_endless_ones_left_out(folder: Path) -> None:
+    add(folder, "metrics.jsonl", '{"run":"abc","step":3,"pp/bubble":1e300,"grad_norm":null}\n')
+    assert read_run(folder).metrics()[-1] == {"run": "abc", "step": 3, "pp/bubble": None, "grad_norm": None}
+    add(folder, "metrics.jsonl", '{"run":"abc","step":4,"pp/bubble":"half"}\n')
+    with pytest.raises(RecordError, match=r"step 4 in .*metrics.jsonl has 'half' as 'pp/bubble'"):
+        read_run(folder).metrics()
+
+
+def test_a_program_that_cannot_have_run_is_refused(folder: Path) -> None:
+    (folder / "program.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    with pytest.raises(RecordError, match=r"program.csv cannot have run: rank 1, position 0: 1B0 runs before 1F0"):
+        read_run(folder)
+
+
+def test_a_step_that_took_no_time_is_refused(folder: Path) -> None:
+    for rank, record in enumerate(two_ranks(3, 9000)):
+        still = {"begin_ns": 9000, "starts": [0, 0], "ends": [0, 0]}
+        add(folder, f"rank{rank}.jsonl", json.dumps(json.loads(line(record)) | still, separators=(",", ":")) + "\n")
+    with pytest.raises(RecordError, match=r"step 3 in .* took no time"):
+        read_run(folder).timeline(3)

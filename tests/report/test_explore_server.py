@@ -150,3 +150,9 @@ def test_whoever_hangs_up_leaves_no_trace(server: ExploreServer, faults: list[ob
         connection.sendall(b"POST /answer HTTP/1.1\r\nHost: ")
     assert asked(server, request(server, "GET /answer?ranks=2", "Content-Length: 0"))[0] == 200
     assert not faults
+
+
+def test_a_program_that_no_page_can_show_is_refused(server: ExploreServer) -> None:
+    many = "".join(f"{rank}F0,{rank}B0\n" for rank in range(1025)).encode()
+    _, found = asked(server, request(server, "POST /answer", f"Content-Length: {len(many)}", body=many))
+    assert "1025 ranks and 2050 actions" in json.loads(found)["error"]["error"]

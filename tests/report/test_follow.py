@@ -195,3 +195,12 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch.setattr(writers, "import_module", refuse)
     with pytest.raises(UsageError, match=rf"the package {extra} is not installed; pip install 'drumline\[{extra}\]'"):
         make()
+
+
+def test_what_is_there_by_now_is_handed_over_without_sleeping(tmp_path: Path) -> None:
+    run = read_run(write_simulated_run(tmp_path / "run", PROGRAM, per_stage(1.0, 2.0)))
+
+    def never(seconds: float) -> None:
+        raise AssertionError(f"it slept for {seconds} s")
+
+    assert [line["step"] for line in lines(run, quiet=0.0, sleep=never) if line is not None] == [0, 1, 2]

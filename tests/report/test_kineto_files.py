@@ -197,3 +197,31 @@ def test_times_are_those_of_the_clock_that_the_header_names(tmp_path: Path) -> N
     recording = read(path)
     assert recording.actions[0].start == BASE + int(BEGIN) * 1000
     assert recording.actions[0].end - recording.actions[0].start == 1500
+
+
+@pytest.mark.parametrize("label", ["PP:999999999F0", "PP:0F999999999", "Forward 999999999"])
+def test_labels_with_numbers_that_no_run_has_are_refused(tmp_path: Path, label: str) -> None:
+    also = "Backward 0" if label.startswith("Forward") else "PP:0B0"
+    save(tmp_path / "rank0.json", [mark(label, 0, 1), mark(also, 1, 2)])
+    with pytest.raises(TraceError, match=r"a label says \d+F\d+, in traces of 2 actions"):
+        load([tmp_path / "rank0.json"])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300, 10**30, True, "1", None, [1]])
+@pytest.mark.parametrize("field", ["ts", "dur"])
+def test_events_without_a_time_are_passed_over(tmp_path: Path, field: str, number: object) -> None:
+    odd = {**mark("PP:0F1", 3, 4), field: number}
+    save(tmp_path / "rank0.json", [mark("PP:0F0", 0, 1), odd, mark("PP:0B0", 1, 2)])
+    assert [one.name for one in read(tmp_path / "rank0.json").actions] == ["PP:0F0", "PP:0B0"]
+
+
+def test_odd_arguments_of_events_are_passed_over(tmp_path: Path) -> None:
+    kernel = event("kernel", "gemm", 0, 1)
+    odd: list[object] = [10**30, 2.5, "x", None, [1]]
+    events = [{**kernel, "args": {"correlation": one}} for one in odd] + [{**kernel, "args": [1]}]
+    sent = event("cpu_op", "c10d::send", 0, 1)
+    events += [{**sent, "args": one} for one in ([], "x", {"Input Dims": [3], "Input type": ["float"]})]
+    events += [{**sent, "args": {"Input Dims": [[10**30]], "Input type": ["float"]}}]
+    save(tmp_path / "rank0.json", events, baseTimeNanoseconds=10**40)
+    found = read(tmp_path / "rank0.json")
+    assert (len(found.kernels.launch), [one.num_bytes for one in found.calls]) == (0, [None] * 4)
