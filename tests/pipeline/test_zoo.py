@@ -52,7 +52,7 @@ def plain(entry: Entry, settings: dict[str, Any]) -> list[tuple[Tensor, dict[str
     """Return loss and gradients of every step, microbatch by microbatch through the model itself."""
     model, found = made(entry), []
     low = settings.get("precision") == "bf16"
-    for step in range(STEPS):
+    for step in range(STEPS if entry.change is not None else 1):
         if entry.change is not None:
             entry.change(model, step)
         model.zero_grad()
@@ -82,7 +82,7 @@ def piped(
         model, loss_fn=loss_of, schedule=schedule, num_microbatches=4, num_ranks=num_ranks, example=example,
         balance="even", **given,
     )  # fmt: skip
-    for step in range(STEPS):
+    for step in range(STEPS if entry.change is not None else 1):
         if entry.change is not None:
             entry.change(model, step)
         pipe.zero_grad()
