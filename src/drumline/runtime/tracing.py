@@ -196,20 +196,15 @@ class _Tracer(TorchFunctionMode):
     def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
         """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
         asked = _property(func)
-        if asked not in ("grad_fn", "is_leaf") and not (_name(func) in ("is_contiguous", "stride") and given):
+        if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
             return
-        one, at = given[0], len(self.graph.calls)
         with torch._C.DisableTorchFunction():
-            differs = one.grad_fn is not None if asked else not one.is_contiguous()
-        number = self.numbers.get(id(one))
-        if differs and id(one) in self.taken and number is not None:
-            first = next(
-                (made for made, call in enumerate(self.graph.calls) if number in (v for _, v in call.makes)), 0
-            )
-            reason = (
-                f"{self.within[-1]!r} asks for {asked or _name(func)} of what it is given, which a cut would change"
-            )
-            self.graph.barriers.append(Barrier(first, at, reason))
+            has_past = given[0].grad_fn is not None
+        number = self.numbers.get(id(given[0]))
+        if has_past and number is not None:
+            made = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
+            reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
+            self.graph.barriers.append(Barrier(made.get(number, 0), len(self.graph.calls), reason))
 
     def _look(self, one: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
