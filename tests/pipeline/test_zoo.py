@@ -74,8 +74,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def piped(
     entry: Entry, schedule: str, settings: dict[str, Any], num_ranks: int | None = 2
-) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    model, found = made(entry), []
+) -> list[tuple[Any, dict[str, Tensor]]]:
+    model, found = made(entry), list[tuple[Any, dict[str, Tensor]]]()
     given = {name: one for name, one in settings.items() if name != "tolerance"}
     example = data(0)[0] if entry.example else None
     pipe = Pipeline(
