@@ -215,6 +215,21 @@ def test_dropout_does_not_depend_on_the_cut_or_the_schedule() -> None:
     assert first == losses("1f1b", 4) == losses("zb-v", 2) == losses("zb-h1", 3, "full")
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "ViTForImageClassification"])
+def test_hidden_states_that_hooks_collect_are_the_models_own(name: str) -> None:
+    model, batch = tiny(name).eval(), {**batch_for(name, 4), "output_hidden_states": True}
+    found = []
+    for blocks in (None, pieces_of(model, Inputs((), batch))):
+        value: Any = model(**batch) if blocks is None else Inputs((), batch)
+        for block in blocks or ():
+            value = block.module(value)
+        model.zero_grad()
+        torch.autograd.backward(sum(one.square().mean() for one in value.hidden_states))
+        found.append({key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
 def test_a_loss_of_ones_own_takes_the_models_output() -> None:
     def loss_fn(output: Any, target: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())

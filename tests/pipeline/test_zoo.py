@@ -52,7 +52,7 @@ def plain(entry: Entry, settings: dict[str, Any]) -> list[tuple[Tensor, dict[str
     """Return loss and gradients of every step, microbatch by microbatch through the model itself."""
     model, found = made(entry), []
     low = settings.get("precision") == "bf16"
-    for step in range(STEPS):
+    for step in range(STEPS if entry.change is not None else 1):
         if entry.change is not None:
             entry.change(model, step)
         model.zero_grad()
@@ -74,15 +74,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def piped(
     entry: Entry, schedule: str, settings: dict[str, Any], num_ranks: int | None = 2
-) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    model, found = made(entry), []
+) -> list[tuple[Any, dict[str, Tensor]]]:
+    model, found = made(entry), list[tuple[Any, dict[str, Tensor]]]()
     given = {name: one for name, one in settings.items() if name != "tolerance"}
     example = data(0)[0] if entry.example else None
     pipe = Pipeline(
         model, loss_fn=loss_of, schedule=schedule, num_microbatches=4, num_ranks=num_ranks, example=example,
         balance="even", **given,
     )  # fmt: skip
-    for step in range(STEPS):
+    for step in range(STEPS if entry.change is not None else 1):
         if entry.change is not None:
             entry.change(model, step)
         pipe.zero_grad()

@@ -47,7 +47,7 @@ class SharesMean(ReadsMean):
         self.register_buffer("mean", other.mean)
 
 
-def _shares_buffer(kind: Any) -> nn.Module:
+def _shares_buffer(kind: Any) -> Any:
     model = Stack(count=8)
     averages = Averages()
     model.blocks[0], model.blocks[7] = averages, kind(averages)
@@ -60,11 +60,11 @@ ZOO["a buffer read as an attribute in another stage"] = Entry(
     lambda: _shares_buffer(ReadsMean), "has the buffer 'blocks.0.mean' of another stage.*register"
 )
 ZOO["a buffer of a Sequential read as an attribute in another stage"] = Entry(
-    lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),  # type: ignore[arg-type]
+    lambda: nn.Sequential(*_shares_buffer(ReadsMean).blocks),
     "'7' has the buffer '0.mean' of another stage as its attribute 'mean'.*register",
 )
 ZOO["a buffer of a Sequential changed in one stage and read in another"] = Entry(
-    lambda: nn.Sequential(*_shares_buffer(SharesMean).blocks),  # type: ignore[arg-type]
+    lambda: nn.Sequential(*_shares_buffer(SharesMean).blocks),
     BUFFER,
 )
 

@@ -56,7 +56,7 @@ class Stack(nn.Module):
 
     def __init__(self, make: Callable[[], nn.Module] = linear, count: int = 6) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([make() for _ in range(count)])
+        self.blocks: Any = nn.ModuleList([make() for _ in range(count)])
 
     def between(self, x: Tensor, at: int) -> Any:
         return x

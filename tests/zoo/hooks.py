@@ -23,7 +23,7 @@ def hooked(
     return make
 
 
-DOUBLES = {
+DOUBLES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "forward": ("register_forward_hook", lambda module, given, made: 2 * made, {}),
     "forward pre": ("register_forward_pre_hook", lambda module, given: (2 * given[0],), {}),
     "forward with kwargs": (

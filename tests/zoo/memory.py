@@ -149,7 +149,7 @@ ZOO["an exchanged module inside of a block"] = Entry(
 ZOO["an exchanged block of a Sequential"] = Entry(
     lambda: nn.Sequential(*[Scaled() for _ in range(6)]),
     "'2.layer'.*make a new pipeline",
-    change=lambda model, step: step == 1 and setattr(model[2], "layer", linear()),
+    change=lambda model, step: setattr(model[2], "layer", linear() if step == 1 else model[2].layer),
 )
 ZOO["a frozen parameter by which the forward decides"] = Entry(
     lambda: AsksFrozen(), change=lambda model, step: model.blocks[5].requires_grad_(step != 1) and None
@@ -249,13 +249,15 @@ class ReadsCount(Stack):
 
 
 class ReadsOther(nn.Module):
+    other: Any
+
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
         self.layer = linear()
         self.__dict__["other"] = other
 
     def forward(self, x: Tensor) -> Any:
-        return self.layer(x) * (1 + self.other.count)  # type: ignore[operator]
+        return self.layer(x) * (1 + self.other.count)
 
 
 def _reads_other() -> nn.Module:

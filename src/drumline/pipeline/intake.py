@@ -155,7 +155,7 @@ class Intake:
         return Weighing(shares([float(one) for one in self._rows]))
 
     def factors_of(self, microbatch: int) -> Factors:
-        """Return what parts of the model's own loss are multiplied by in a microbatch; nothing if one share is right."""
+        """Return what parts of the model's own loss are multiplied by in a microbatch, if not all by one share."""
         return () if self._own_shares is None else self._own_shares.plan.sheet.factors.get(microbatch, ())
 
     def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:

@@ -31,7 +31,7 @@ def around() -> list[str]:
     found = []
     if transformed():
         found.append("a transform of torch.func, such as torch.vmap")
-    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if saved is not None and getattr(saved[0], "__module__", "") not in _HARMLESS:
         found.append("torch.autograd.graph.saved_tensors_hooks")
     if parametrize._cache_enabled:

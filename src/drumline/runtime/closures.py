@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from drumline.runtime.fingerprint import can_change
 
 M = TypeVar("M", bound=nn.Module)
 _dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -32,13 +34,14 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     >>> made.kept
     [1]
     """
-    own = {id(one): one for module in model.modules() for one in (module, *vars(module).values())}
-    with _functions_too(own):
+    held = (one for module in model.modules() for one in (module, *vars(module).values()))
+    own = {id(one) for one in held if isinstance(one, nn.Module | Tensor) or can_change(one)}
+    with _functions_too(own | memo.keys()):
         return copy.deepcopy(model, memo)
 
 
 @contextmanager
-def _functions_too(own: dict[int, Any]) -> Iterator[None]:
+def _functions_too(own: set[int]) -> Iterator[None]:
     def of_function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
         cells = fn.__closure__ or ()
         if not any(id(_content(cell)) in own for cell in cells):

@@ -34,6 +34,16 @@ from drumline.runtime.local_hooks import LocalHooks
 from drumline.runtime.numbers import unchecked, unpacked
 from drumline.runtime.own_line import line_here, line_of
 from drumline.runtime.randomness import HostChance
+from drumline.runtime.refusals import (
+    changes_variable,
+    draws_on_host,
+    name_of,
+    property_of,
+    refuse_changed,
+    refuse_function,
+    refuse_marked,
+    refuse_others,
+)
 from drumline.runtime.skeleton import Meta, Skeleton
 from drumline.runtime.stand_ins import Known, StandIns
 from drumline.runtime.surroundings import Surroundings
@@ -215,21 +225,16 @@ class _Tracer(TorchFunctionMode):
 
     def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
         """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
-        asked = _property(func)
-        if asked not in ("grad_fn", "is_leaf") and not (_name(func) in ("is_contiguous", "stride") and given):
+        asked = property_of(func)
+        if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
             return
-        one, at = given[0], len(self.graph.calls)
         with torch._C.DisableTorchFunction():
-            differs = one.grad_fn is not None if asked else not one.is_contiguous()
-        number = self.numbers.get(id(one))
-        if differs and id(one) in self.taken and number is not None:
-            first = next(
-                (made for made, call in enumerate(self.graph.calls) if number in (v for _, v in call.makes)), 0
-            )
-            reason = (
-                f"{self.within[-1]!r} asks for {asked or _name(func)} of what it is given, which a cut would change"
-            )
-            self.graph.barriers.append(Barrier(first, at, reason))
+            has_past = given[0].grad_fn is not None
+        number = self.numbers.get(id(given[0]))
+        if has_past and number is not None:
+            made = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
+            reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
+            self.graph.barriers.append(Barrier(made.get(number, 0), len(self.graph.calls), reason))
 
     def _look(self, one: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
@@ -252,9 +257,9 @@ class _Tracer(TorchFunctionMode):
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():
             return func(*args, **kwargs)
-        _refuse_function(func)
+        refuse_function(func)
         given = tensors_in((args, kwargs))
-        if self.drawn and _name(func) in _READS and any(id(one) in self.drawn for one in given):
+        if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
             raise ModelError(
                 f"the model's forward decides by a random number between its blocks{line_here()}",
                 expected="decisions that are the same in every step, between blocks",
@@ -262,15 +267,15 @@ class _Tracer(TorchFunctionMode):
             )
         for one in given:
             if id(one) in self.where and not isinstance(one, FakeTensor):
-                self._number(one, f"the model, in {_name(func)}")  # raises, unless the block returned it
-        if _name(func) in _READS:
+                self._number(one, f"the model, in {name_of(func)}")  # raises, unless the block returned it
+        if name_of(func) in _READS:
             self.read = tuple(given)
         versions = [version_of(one) for one in given]
         made = func(*args, **kwargs)
-        if _property(func) == "grad_fn":
+        if property_of(func) == "grad_fn":
             return self.nodes.of(made)
         changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
-        if func is Tensor.requires_grad_ or _property(func, "__set__") == "requires_grad":
+        if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [given[0]]
         if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
             self._note(func, args, kwargs, made, changed)
@@ -280,7 +285,7 @@ class _Tracer(TorchFunctionMode):
     def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
         """Remember random tensors that Python could decide by, and what is made of them."""
         given = [one for one in tensors_in(args) if id(one) in self.drawn]
-        if _name(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
+        if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
             bound = args[1] if args[0] is given[0] else args[0]
             if isinstance(bound, int | float) and not 0 < bound < 1:
                 return  # it comes out alike, whatever is drawn
@@ -335,7 +340,7 @@ class _Tracer(TorchFunctionMode):
         self._begin(module, name)
         before = pack((args, kwargs))
         given = tensors_in((args, kwargs))
-        self._refuse_marked(given, f"the model's forward gives {name!r}")
+        refuse_marked(self._unmarked(given), self.marks, f"the model's forward gives {name!r}")
         with torch._C.DisableTorchFunction():
             versions = [version_of(one) for one in given]
         self.taken = {id(one) for one in given}
@@ -352,7 +357,7 @@ class _Tracer(TorchFunctionMode):
             self.within.pop()
         self.chance = HostChance()
         refuse_changed(name, before, pack((args, kwargs)))
-        self._refuse_marked(tensors_in(made), f"{name!r} returns")
+        refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
             changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
             self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
@@ -365,41 +370,19 @@ class _Tracer(TorchFunctionMode):
         self.attributes.look()
         self.ambient.refuse_more(f"{name!r}")
         self.hooks.look_after(module, name)
-        for key, one in (*module.named_parameters(), *module.named_buffers()):
-            if id(one) not in self.skeleton.states:
-                raise ModelError(
-                    f"the model's forward calls {name!r} with other parameters or buffers than its own, as {key!r}",
-                    expected="blocks that are called with what they hold",
-                    fix="call torch.func.functional_call, or what exchanges them, inside of a block",
-                )
+        refuse_others(module, name, self.skeleton.states)
 
     def _refuse_chance(self) -> None:
         if self.chance.has_moved():
-            raise ModelError(
-                "the model's forward draws random numbers of Python's or numpy's between its blocks",
-                expected="a forward that does the same in every step, between blocks",
-                fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
-            )
+            raise draws_on_host()
 
     def _refuse_variables(self) -> None:
-        """Refuse a forward whose variables outside of the model change while it runs."""
         if name := self.surroundings.changed(self.variables):
-            raise ModelError(
-                f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
-                expected="variables outside of the model that stay as they are while the forward runs",
-                fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
-            )
+            raise changes_variable(name)
 
-    def _refuse_marked(self, tensors: Sequence[Tensor], what: str) -> None:
-        """Refuse attributes that were put on tensors: they do not travel, and no piece puts them there."""
-        for one in tensors:
-            marks = [key for key in vars(one) if key not in self.marks and not key.startswith("__")]
-            if marks and id(one) not in self.skeleton.states and isinstance(one, FakeTensor):
-                raise ModelError(
-                    f"{what} a tensor with the attribute {marks[0]!r} on it",
-                    expected="tensors without attributes of their own",
-                    fix="pass it beside the tensor",
-                )
+    def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the stand-ins for values: parameters may have attributes of their own."""
+        return [one for one in tensors if isinstance(one, FakeTensor) and id(one) not in self.skeleton.states]
 
     def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a custom autograd function and note it as one call."""
@@ -492,51 +475,6 @@ _COMPARES = ("lt", "le", "gt", "ge")
 
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-_ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
-
-
-def _refuse_function(func: Callable[..., Any]) -> None:
-    """Refuse functions between blocks whose effect no piece would have."""
-    if _name(func) in ("register_hook", "register_post_accumulate_grad_hook"):
-        raise ModelError(
-            f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
-            expected="hooks on parameters or modules, or inside of a block",
-            fix="move it into a block",
-        )
-    if func in _ENGINE:
-        raise ModelError(
-            f"the model's forward takes a gradient between its blocks{line_here()}",
-            expected="gradients that are taken inside of a block, from what is there",
-            fix="move it into a block, with all that the gradient goes through",
-        )
-    if (name := _property(func, "__set__")) in ("data", "grad"):
-        raise ModelError(
-            f"the model's forward sets `.{name}` of a tensor between its blocks{line_here()}",
-            expected="tensors that are changed in place: x.copy_(...)",
-            fix="move it into a block",
-        )
-
-
-def refuse_changed(name: str, before: Any, after: Any) -> None:
-    """Refuse a block that puts something into a list or dict that it is given, or takes something out."""
-    (tensors, form), (others, other_form) = before, after
-    if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
-        raise ModelError(
-            f"{name!r} changes a list or dict that it is given",
-            expected="blocks that leave their arguments as they are",
-            fix="return what is new from the block, and put it into the list between the blocks",
-        )
-
-
-def _name(func: Any) -> str:
-    name: str = getattr(func, "__name__", "")
-    return name
-
-
-def _property(func: Any, access: str = "__get__") -> str:
-    """Return the name of the property of tensors that a function gets or sets, if it does."""
-    name: str = getattr(getattr(func, "__self__", None), "__name__", "") if _name(func) == access else ""
-    return name
 
 
 def _autocast(device: str) -> Autocast:
