@@ -123,13 +123,16 @@ def test_an_action_is_its_label_without_the_wait_for_its_input(name: str, folder
         raw = Raw(folder, name, rank, timeline)
         labels = {one["name"]: one for one in raw.named("PP:")}
         waits = [one["end"] for one in raw.named("gloo:recv")]
-        track = timeline.tracks[rank]
+        track, computed = timeline.tracks[rank], 0
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             label = labels[f"PP:{action}"]
             waited = max([label["start"], *(one for one in waits if label["start"] <= one <= label["end"])])
             assert (start, end) == pytest.approx((waited, label["end"]), abs=ROUNDING)
             computing = [one for one in raw.named("aten::") if within(one, label)]
-            assert all(some(start - ROUNDING <= one["start"] and one["end"] <= end + ROUNDING for one in computing))
+            outside = [one for one in computing if one["start"] < start - ROUNDING or one["end"] > end + ROUNDING]
+            assert outside == []
+            computed += len(computing)  # a W of torch's may be empty: its I has done all
+        assert computed > len(track.actions)
 
 
 def test_a_forward_of_gpipe_neither_holds_its_receive_nor_its_send(folder: Path) -> None:
