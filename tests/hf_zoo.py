@@ -382,9 +382,9 @@ FAMILIES: dict[str, Family] = {
         "ForImageClassification",
         pictures,
         group="vision",
-        hidden_sizes=[8, 16],
-        depths=[2, 2],
-        num_stages=2,
+        hidden_sizes=[4, 8, 8, 16],
+        depths=[1, 1, 1, 1],
+        num_stages=4,
     ),
     "resnet": _text(
         "ResNet",

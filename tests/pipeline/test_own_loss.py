@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
+from drumline.pipeline.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.torch
@@ -297,6 +298,13 @@ def test_targets_that_are_ignored_do_not_count(loss_fn: Callable[..., Tensor]) -
         loss_fn=loss_fn,
         target=target,
     )
+
+
+def test_a_plain_run_tells_what_a_loss_counts() -> None:
+    batch = text()
+    weight = OwnWeight(Logits(), by_hand)
+    assert weight(batch["input_ids"], batch["labels"]) == int((batch["labels"] != -100).sum())
+    assert OwnWeight(Logits(), functional.mse_loss)(batch["input_ids"], torch.zeros(ROWS, WORDS, LENGTH)) == ROWS
 
 
 def test_a_loss_fn_that_cannot_be_looked_into_warns_of_ignored_targets() -> None:

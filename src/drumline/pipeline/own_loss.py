@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,26 +51,31 @@ def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
 
 
 class OwnWeight(TorchFunctionMode):
-    """How much a microbatch counts in a plain model's own loss: by the labels that its loss calls are seen to get."""
+    """How much a microbatch counts in a plain model's loss, its own or a function: by the labels that this gets.
 
-    def __init__(self, model: nn.Module) -> None:
+    It looks at a plain run, and at nothing that a pipeline is made of, so that a pipeline can be held against it.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
         self.model = model
+        self.loss_fn = loss_fn
         self.counts: list[float] = []
 
-    def __call__(self, inputs: Inputs) -> float:
+    def __call__(self, inputs: Any, target: Any = None) -> float:
         """Run the model once, without gradients, and return what its loss is a mean over: labels, or else rows.
 
         A loss that adds up means over different counts is refused: no one weight is right for it.
         """
         self.counts = []
         modes = [module for module in self.model.modules() if module.training]
-        extra = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
         for module in modes:
             module.training = False
         try:
             with self, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self.model(*inputs.args, **{**extra, **inputs.kwargs})
+                output = self._run(inputs)
+                if self.loss_fn is not None:
+                    self.loss_fn(output, target)
         finally:
             for module in modes:
                 module.training = True
@@ -79,7 +84,13 @@ class OwnWeight(TorchFunctionMode):
                 f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",
                 expected="one thing that is counted",
             )
-        return self.counts[0] if self.counts else num_rows(inputs)
+        return self.counts[0] if self.counts else num_rows(inputs if target is None else target)
+
+    def _run(self, inputs: Any) -> Any:
+        if not isinstance(inputs, Inputs):
+            return self.model(inputs)
+        extra = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+        return self.model(*inputs.args, **{**extra, **inputs.kwargs})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what a loss by labels counts."""
