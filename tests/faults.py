@@ -88,7 +88,7 @@ def stale_attribute(patch: pytest.MonkeyPatch) -> None:
         right(self, model, *args, **kwargs)
         for one in self.model.modules():
             if hasattr(one, "scale"):
-                one.scale = 1.0
+                setattr(one, "scale", 1.0)  # noqa: B010 - modules are typed to hold tensors
 
     patch.setattr(Skeleton, "__init__", made)
 

@@ -370,6 +370,20 @@ def test_verify_says_no_and_names_the_parameter(
     assert "Off: the gradients of 6.0.weight." in " ".join(out.split())
 
 
+@pytest.mark.torch
+def test_verify_says_no_to_a_model_that_was_followed_wrongly_and_names_the_first_wrong_parameter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import faults
+
+    path = tmp_path / "own_model.py"
+    path.write_text("from faults import make\n")
+    faults.stale_attribute(monkeypatch)
+    code, out, _ = run(capsys, *VERIFY, "--model", f"{path}:make")
+    assert code == 1
+    assert "The first in the model's order: layers.0.weight." in " ".join(out.split())
+
+
 OWN_MODEL = """
 import os, torch
 from torch import nn

@@ -64,7 +64,7 @@ def test_the_states_of_several_ranks_are_joined_by_their_names() -> None:
     trained(pipe, optimizer, 1)
     whole = optimizer.state_dict()
     names = list(whole["state"])
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {
             "state": {name: whole["state"][name] for name in some},
             "param_groups": [{**whole["param_groups"][0], "params": list(some)}],

@@ -97,7 +97,7 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], found: dict[nn.Para
     """Let every gradient go where it belongs, the host or nowhere, and give back those of before."""
     parameters = list(dict.fromkeys(plain.named_parameters().values()))
     mine = set(wanted)
-    before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]  # type: ignore[attr-defined]
+    before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
 
     def taken(one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
@@ -110,16 +110,16 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], found: dict[nn.Para
     try:
         for one in parameters:
             one.grad = None
-            one._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+            one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             if one.requires_grad:
-                handles.append(one.register_post_accumulate_grad_hook(taken))
+                handles.append(one.register_post_accumulate_grad_hook(taken))  # type: ignore[no-untyped-call]
         yield
     finally:
         for handle in handles:
             handle.remove()
         for one, gradient, hooks in before:
             if hooks is not None:
-                one._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+                one._post_accumulate_grad_hooks = hooks
             one.grad = gradient
 
 

@@ -153,10 +153,13 @@ class _SetUp:
         intake = Intake(given.loss_fn, given.loss_weight, self.device, num_microbatches=self.program.num_microbatches)
         intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
+        values = {} if crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance = self._stages(intake, numbers)
-        check = self._check(stages, intake)
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
+        copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
+        # What several ranks hold is given its home's values, whatever the others were given.
+        check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
         updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
         recording = Recording(given.record, crew, ledger)
         recording.describe(given.settings(), frozen.program, assembled, balance)
@@ -171,7 +174,7 @@ class _SetUp:
             self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings, check
         )  # fmt: skip
 
-    def _check(self, stages: Sequence[Sequence[Block]], intake: Intake) -> ModelCheck:
+    def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
         """Return the check of the first step, once all ranks agree on the model's code and graph."""
         given, crew = self.options, self.crew
         blocks = [block for stage in stages for block in stage]
@@ -182,8 +185,7 @@ class _SetUp:
             agree_on_lines(
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
-            weights = weights_of(given.model) if given.weights is None else {}
-            different = first_difference(crew.all_told("weights", [weights]))
+            different = first_difference(crew.all_told("values", [values]))
         return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:

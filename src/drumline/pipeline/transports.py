@@ -8,8 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from drumline.core.errors import MismatchError, UsageError, nearest
 from drumline.runtime import limits
@@ -80,10 +81,10 @@ def _store(rank: int, size: int, timeout: float) -> Store:
     """Return the ranks' common store: torchrun's, or one that rank 0 hosts, which does not wait for the others."""
     limit = timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        found: Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]
+        found: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
         return found
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    return TCPStore(address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
 
 
 def open_channel(

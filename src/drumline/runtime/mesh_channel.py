@@ -140,9 +140,9 @@ class MeshChannel(Channel, Generic[Arrived]):
         """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
         ended = self._mesh.told(step_topic(self._step))
         if rank in ended:
-            called = {True: ", with step", False: ", with eval_step"}.get(getattr(ended[rank], "train", None), "")
+            called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
-                f"{what}, and rank {rank} has ended call {self._step} without it{called}", expected=_EXPECTED
+                f"{what}, and rank {rank} has ended call {self._step} without it, by {called}", expected=_EXPECTED
             )
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, not self._trains):
