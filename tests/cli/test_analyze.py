@@ -106,7 +106,7 @@ def test_the_program_goes_on_to_the_other_verbs(
     program = Program.load(path)
     assert program.has_communication
     assert program.compute_only() == timeline.program
-    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--channel", "edge"]) == 0
     assert main(["simulate", str(path)]) == 0
     capsys.readouterr()
     assert run(capsys, traces, "--format", "csv")[1] == path.read_text()

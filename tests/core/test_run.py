@@ -148,7 +148,7 @@ def test_an_object_that_cannot_be_read_is_named(folder: Path, name: str) -> None
         ({"end_ns": -1}, "end_ns is -1"),
         ({"rank": 1}, "rank is 1; expected 0"),
         ({"on_device": 2}, "on_device is 2; expected 0 or 1"),
-        ({"peak_stash": -3}, "peak_stash is -3"),
+        ({"peaks": [-3, 0]}, "bytes of peaks is -3"),
     ],
 )
 def test_a_record_that_points_nowhere_is_refused_by_its_column(folder: Path, change: dict[str, Any], says: str) -> None:

@@ -21,7 +21,7 @@ LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 
 _MOMENT = 2**61  # nanoseconds, 73 years: sums of two still fit 64 bits
 _MOMENTS = ("start", "end", "from", "to", "made", "sent", "arrived", "left")
-_PER_ACTION = ("starts", "ends", "held", "stash")
+_PER_ACTION = ("starts", "ends", "held", "stash", "peaks")
 
 
 def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int) -> Record:
@@ -42,7 +42,6 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
         if table[name].value != number:
             raise table[name].refuse(str(number))
     table["clock"].whole(-(2**63), 2**64)
-    table["peak_stash"].whole()
     if table["on_device"].value not in (0, 1):
         raise table["on_device"].refuse("0 or 1")
     num_timed = sum(action.op in TIMED_OPS for action in program.rows[rank])
