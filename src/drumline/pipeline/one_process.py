@@ -98,8 +98,9 @@ class OneProcess:
         self._batch = moved(example_inputs(material.model, material.batch), device)
         self._own = material.loss_fn is None
         self._target = self._batch if self._own else moved(material.target, device)
-        self._weight = OwnWeight(material.model) if self._own and isinstance(material.model, nn.Module) else None
         self._loss_fn = material.loss_fn
+        model = material.model
+        self._weight = OwnWeight(model, material.loss_fn) if isinstance(model, nn.Module) else None
         self._randomness = Randomness(seed, device)
 
     def load(self, weights: Named) -> None:
@@ -131,7 +132,7 @@ class OneProcess:
         program = self._program
         inputs = cut_batch(self._batch, program.num_microbatches)
         targets = cut_batch(self._target, program.num_microbatches, what="the target")
-        parts = shares([num_rows(one) if self._weight is None else self._weight(one) for one in targets])
+        parts = shares([self._counted(value, target) for value, target in zip(inputs, targets, strict=True)])
         orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
         in_order = all(order == sorted(order) for order in orders)
         total: Tensor | None = None
@@ -147,6 +148,12 @@ class OneProcess:
             self._add(orders, found)
         assert total is not None
         return total
+
+    def _counted(self, value: Any, target: Any) -> float:
+        """Return what a microbatch counts: what its loss is a mean over, as the plain model's calls tell."""
+        if self._weight is None:
+            return num_rows(target)
+        return self._weight(value) if self._own else self._weight(value, target)
 
     def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
         with self._plain.seeding(microbatch, self._randomness) as run:

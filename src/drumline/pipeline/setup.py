@@ -171,10 +171,7 @@ class _SetUp:
         numbers = Precision(given.precision, self.device)
         values = {} if crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance = self._stages(intake, numbers)
-<<<<<<< HEAD
         refuse_hidden(stages)
-=======
->>>>>>> net
         frozen = Frozen(self.program, stages)
         assembled = self._assembled(frozen.program, stages, intake, numbers)
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
