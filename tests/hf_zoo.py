@@ -385,6 +385,7 @@ FAMILIES: dict[str, Family] = {
         hidden_sizes=[4, 8, 8, 16],
         depths=[1, 1, 1, 1],
         num_stages=4,
+        patch_size=4,
     ),
     "resnet": _text(
         "ResNet",
