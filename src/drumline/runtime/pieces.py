@@ -105,11 +105,16 @@ class Piece(nn.Module):
 
     def __init__(self, plan: Plan, number: int) -> None:
         super().__init__()
-        self.plan = plan
+        self._plan = plan
         self._number = number
         self._callees: dict[str, Callable[..., Any]] = {}
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
+
+    @property
+    def plan(self) -> Plan:
+        """How the model was cut into pieces."""
+        return self._plan
 
     def forward(self, value: Any) -> Any:
         """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output."""
@@ -118,12 +123,12 @@ class Piece(nn.Module):
     def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
         """Run the piece by what `compiled` makes of its code."""
         if self._number == 0:
-            kind, tensors = Kind.of(value, self.plan.skeleton.device, train=self.training)
+            kind, tensors = Kind.of(value, self._plan.skeleton.device, train=self.training)
             value = Live(kind, False, tensors)
         kind, sealed, tensors = value
-        code = self.plan.codes(kind)[self._number]
+        code = self._plan.codes(kind)[self._number]
         made = compiled(code.resume if sealed else code.run)(self, *tensors)
-        return made if self._number == self.plan.num_pieces - 1 else Live(kind, False, made)
+        return made if self._number == self._plan.num_pieces - 1 else Live(kind, False, made)
 
     def __call__(self, value: Any) -> Any:
         """Run the piece; it is no module of the model's, so that no hook of all modules is for it."""
@@ -132,13 +137,13 @@ class Piece(nn.Module):
     @property
     def epoch(self) -> int:
         """How often the model was followed anew because something about it had changed."""
-        return self.plan.epoch
+        return self._plan.epoch
 
     def seal(self, value: Any) -> Any:
         """Return of what the piece returned only what travels to the next stage."""
         if not isinstance(value, Live):
             return value
-        sent = self.plan.codes(value.kind)[self._number].sent
+        sent = self._plan.codes(value.kind)[self._number].sent
         return Live(value.kind, True, tuple(value.tensors[one] for one in sent))
 
     def adopt(self, name: str, module: nn.Module) -> None:
