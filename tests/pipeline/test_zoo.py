@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory
 pytestmark = pytest.mark.torch
 SCHEDULES = ("1f1b", "zb-h1", "zb-v")
 STEPS = 3
+# All must hold without the check of the first step against the model, where there is one.
+_CAN_CHECK = "check_model" in inspect.signature(Pipeline).parameters
+UNCHECKED: dict[str, Any] = {"check_model": False} if _CAN_CHECK else {}
 # What is refused while the model is followed is refused before there is a schedule.
 CASES = [
     (name, schedule)
@@ -76,7 +80,7 @@ def piped(
     entry: Entry, schedule: str, settings: dict[str, Any], num_ranks: int | None = 2
 ) -> list[tuple[Any, dict[str, Tensor]]]:
     model, found = made(entry), list[tuple[Any, dict[str, Tensor]]]()
-    given = {name: one for name, one in settings.items() if name != "tolerance"}
+    given = {**UNCHECKED, **{name: one for name, one in settings.items() if name != "tolerance"}}
     example = data(0)[0] if entry.example else None
     pipe = Pipeline(
         model, loss_fn=loss_of, schedule=schedule, num_microbatches=4, num_ranks=num_ranks, example=example,
@@ -108,6 +112,13 @@ def test_right_or_refused(name: str, schedule: str) -> None:
         _as_before()
         ours = piped(entry, schedule, settings)
     compare(expected, ours, settings.get("tolerance", 1e-4))
+
+
+@pytest.mark.skipif(not _CAN_CHECK, reason="the first step is not checked yet")
+@pytest.mark.parametrize("name", sorted(ONLY_BY_CHECK))
+def test_the_check_of_the_first_step_sees_what_nothing_else_can(name: str) -> None:
+    with pytest.raises(ModelError):
+        piped(ZOO[name], "1f1b", {"check_model": True})
 
 
 def _as_before() -> None:

@@ -105,7 +105,7 @@ class Emitter:
             self.lines.append("    o = None")
 
     def _contexts(self, call: Call) -> list[str]:
-        found = [] if call.gradients is None else [f"gradients({call.gradients})"]
+        found = [] if call.has_grad is None else [f"gradients({call.has_grad})"]
         if call.autocast is not None:
             device, enabled, dtype = call.autocast
             found.append(f"autocast({device!r}, enabled={enabled}, dtype={self._constant(dtype)})")

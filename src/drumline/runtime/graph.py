@@ -30,7 +30,7 @@ class Call:
     takes: tuple[int, ...]  # the values in it
     makes: tuple[tuple[Path, int], ...]  # the new values in what it returns
     changes: tuple[int, ...] = ()  # values that it changes in place
-    gradients: bool | None = None  # whether they are on, where the forward has switched them itself
+    has_grad: bool | None = None  # whether they are on, where the forward has switched them itself
     autocast: Autocast | None = None
     reads: tuple[str, ...] = ()  # parameters and buffers that the block uses and does not own
 

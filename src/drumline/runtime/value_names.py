@@ -54,7 +54,7 @@ class Names:
             self._name(call)
 
     def _name(self, call: Call) -> None:
-        text = f"{self.spelled(call.form, call.takes)} grad={call.gradients} autocast={call.autocast}"
+        text = f"{self.spelled(call.form, call.takes)} grad={call.has_grad} autocast={call.autocast}"
         if call.block:
             text = self._once(f"block {call.block} {text}")
         else:
