@@ -32,7 +32,12 @@ def run_case(folder: Path) -> Case:
             folder / "two", split, per_stage(1e-3, 2e-3), blocks=even_blocks(2, 2), predicted=profiled, overhead=1e-5
         ),
     ]
-    verbs = ("report {} --json", "report {} --format text", "report {} --format html", "report {} --format perfetto")
+    verbs: tuple[str, ...] = (
+        "report {} --json",
+        "report {} --format text",
+        "report {} --format html",
+        "report {} --format perfetto",
+    )
     verbs += ("watch {} --once", "watch {} --once --json", "report {} --step 1 --json")
 
     def case(chance: random.Random) -> None:

@@ -220,7 +220,8 @@ def test_odd_arguments_of_events_are_passed_over(tmp_path: Path) -> None:
     odd: list[object] = [10**30, 2.5, "x", None, [1]]
     events = [{**kernel, "args": {"correlation": one}} for one in odd] + [{**kernel, "args": [1]}]
     sent = event("cpu_op", "c10d::send", 0, 1)
-    events += [{**sent, "args": one} for one in ([], "x", {"Input Dims": [3], "Input type": ["float"]})]
+    odd = [[], "x", {"Input Dims": [3], "Input type": ["float"]}]
+    events += [{**sent, "args": one} for one in odd]
     events += [{**sent, "args": {"Input Dims": [[10**30]], "Input type": ["float"]}}]
     save(tmp_path / "rank0.json", events, baseTimeNanoseconds=10**40)
     found = read(tmp_path / "rank0.json")
