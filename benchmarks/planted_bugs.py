@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from planted_core import CORE
+from planted_followed import FOLLOWED
 from planted_pipeline import PIPELINE
 from planted_plan import PLAN
 from planted_report import REPORT
 from planted_runtime import RUNTIME
 from planted_schedules import SCHEDULES
 
-BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *PIPELINE)
+BUGS = (*CORE, *SCHEDULES, *PLAN, *REPORT, *RUNTIME, *FOLLOWED, *PIPELINE)

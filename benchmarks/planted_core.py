@@ -247,8 +247,8 @@ CORE = (
     Bug(
         "bytes-of-the-last-step",
         "core/run.py",
-        "records = self._records(self.steps[0])",
-        "records = self._records(self.steps[-1])",
+        "return self._records(self.steps[0])",
+        "return self._records(self.steps[-1])",
         "What a pair holds is read from a step that was not weighed.",
     ),
     Bug(
@@ -278,5 +278,26 @@ CORE = (
         "consumed[number - ahead] + 1 if number >= ahead else 0",
         "consumed[number - ahead] if number >= ahead else 0",
         "One receive more than `ahead` is open at once.",
+    ),
+    Bug(
+        "message-behind-on-one-side",
+        "core/check_channel.py",
+        "tried += [queue[0]] if queue else []",
+        "tried += [queue[0]] if queue is queues[0] and queue else []",
+        "A message that stands behind another on its receiver alone is said never to move.",
+    ),
+    Bug(
+        "receive-past-another-message",
+        "core/one_order.py",
+        "len(row) - (row != [] and row[-1].is_compute)",
+        "len(row) - (row != [])",
+        "A receive is put before another message of its rank, which it waits for.",
+    ),
+    Bug(
+        "names-are-not-looked-at",
+        "core/files.py",
+        "                _inner(list(one), name)\n",
+        "",
+        "A name with half of a character in it is read, and fails where it is written.",
     ),
 )

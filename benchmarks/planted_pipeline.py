@@ -15,8 +15,8 @@ PIPELINE = (
     Bug(
         "only-rank-0-is-reached",
         "pipeline/tally.py",
-        "missing = sorted({name for one in self.told for name in one.unreached})",
-        "missing = sorted({name for one in self.told[:1] for name in one.unreached})",
+        "return {name for one in self.told for name in one.unreached or ()}",
+        "return {name for one in self.told[:1] for name in one.unreached or ()}",
         "A parameter of another rank that no loss reaches goes unnoticed.",
     ),
     Bug(
@@ -36,8 +36,8 @@ PIPELINE = (
     Bug(
         "refused-step-forgotten",
         "pipeline/tally.py",
-        "            self._refused.check()\n            self._refused = None\n",
-        "            refused, self._refused = self._refused, None\n            refused.check()\n",
+        "self._refused is not None and gradients_left():",
+        "self._refused is not None and not gradients_left():",
         "An optimizer that tries again after a refusal steps on the same NaN.",
     ),
     Bug(
@@ -106,7 +106,7 @@ PIPELINE = (
     Bug(
         "nothing-is-looked-at",
         "pipeline/intake.py",
-        "one if isinstance(weight, Tensor) or weight else _NOTHING",
+        "one if isinstance(share, Tensor) or share else _NOTHING",
         "one",
         "A microbatch without weight gives NaN instead of nothing.",
     ),
@@ -116,20 +116,6 @@ PIPELINE = (
         "torch.float64 if self.precise else torch.float32",
         "torch.float32",
         "Shares of a double-precision loss are rounded.",
-    ),
-    Bug(
-        "ignored-labels-count",
-        "pipeline/own_loss.py",
-        "return (counted != _IGNORED).sum()",
-        "return counted.numel()",
-        "Microbatches count by all labels, padding included.",
-    ),
-    Bug(
-        "first-labels-count",
-        "pipeline/own_loss.py",
-        "counted = labels[..., 1:] if self.shifted and labels.dim() > 1 else labels",
-        "counted = labels",
-        "The first label of a row, which nothing is compared with, counts.",
     ),
     Bug(
         "exchanged-gradients-replace",
@@ -155,9 +141,9 @@ PIPELINE = (
     Bug(
         "reached-for-ever",
         "pipeline/pipeline.py",
-        "            self._ledger.reached = False\n",
+        "            self._ledger.unused.begin()\n",
         "",
-        "After parameters were exchanged nobody looks whether the loss reaches them.",
+        "After parameters were exchanged or freed nobody looks whether the loss reaches them.",
     ),
     Bug(
         "merged-steps-never-captured",
@@ -242,5 +228,40 @@ PIPELINE = (
         "                    if one is not None and one.requires_grad:\n",
         "                    if one is not None and not one.requires_grad and False:\n",
         "A frozen parameter of another process's stage that is freed later goes unnoticed there.",
+    ),
+    Bug(
+        "other-parts-by-the-known-ones",
+        "pipeline/weighing.py",
+        "if not others and parts and all(",
+        "if parts and all(",
+        "Parts of a loss that nothing is known of count by labels, not by rows.",
+    ),
+    Bug(
+        "shares-of-the-check-upside-down",
+        "pipeline/model_check.py",
+        "one.mul_(share / self._given.share)",
+        "one.mul_(self._given.share / share)",
+        "A loss whose shares are known only once it is seen is said to be computed wrongly.",
+    ),
+    Bug(
+        "first-microbatch-checked",
+        "pipeline/model_check.py",
+        "        at = next((at for at, one in enumerate(step.shares) if float(one)), 0)\n        return Slice(",
+        "        at = 0\n        return Slice(",
+        "A microbatch that counts nothing is compared, in which every model is right.",
+    ),
+    Bug(
+        "batches-that-begin-alike",
+        "pipeline/agreement.py",
+        "found: bytes = flat[:: max(1, len(flat) // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1].tobytes()",
+        "found: bytes = flat[:_NUM_ELEMENTS].tobytes()",
+        "Two ranks' batches that differ behind their first elements pass for the same.",
+    ),
+    Bug(
+        "all-groups-by-the-first",
+        "pipeline/optimizer_state.py",
+        "settings = next(iter(theirs.values()), groups[0])",
+        "settings = groups[0]",
+        "Every group of a loaded optimizer gets the first one's learning rate.",
     ),
 )

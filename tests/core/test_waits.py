@@ -16,6 +16,7 @@ from drumline.core.torch_text import for_torch
 from drumline.core.validate import validate
 from drumline.core.violation import InvalidProgram
 from programs import build
+from some import some
 
 SLOW = Costs(message_bytes=2, bytes_per_second=1)  # a message takes 2
 WAITING = (
@@ -65,7 +66,7 @@ def test_idle_time_before_a_wait_is_told_and_adds_up() -> None:
     kept = [idle for idle in timeline.causes if idle.waits_for is not None and idle.waits_for.op is Op.SEND_F]
     assert [(idle.rank, idle.start, idle.end, idle.cause) for idle in kept] == [(0, 1.0, 3.0, Cause.TRANSFER)]
     assert kept[0].why == "the rank itself is busy with 0SEND_F0"
-    for rank, idle in enumerate(timeline.idle):
+    for rank, idle in enumerate(some(timeline.idle)):
         assert sum(one.seconds for one in timeline.causes if one.rank == rank) == pytest.approx(idle)
     assert timeline.critical_path[0].action.op is Op.FORWARD
 

@@ -15,6 +15,7 @@ import pytest
 from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeout
 from drumline.pipeline.launch import _error, launch
 from drumline.pipeline.wire import Failure
+from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
 
@@ -310,7 +311,7 @@ def test_ranks_end_with_the_process_that_started_them(number: signal.Signals, tm
         assert until(lambda: len(pids(tmp_path)) == 2 or parent.poll() is not None)
         ranks = pids(tmp_path)
         assert len(ranks) == 2
-        assert all(map(is_running, ranks))
+        assert all(some(map(is_running, ranks)))
         parent.send_signal(number)
         _, shown = parent.communicate(timeout=200)
         assert until(lambda: not any(map(is_running, ranks)))

@@ -24,6 +24,7 @@ from drumline.plan.cluster.transformer import Experts, Transformer
 from drumline.plan.launch.launch import Config, launch
 from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.pins import SCHEDULES
+from some import some
 
 SIZES = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "feedforward")
 SPARSE = Transformer(
@@ -309,7 +310,7 @@ def test_a_plan_without_a_pipeline_has_no_schedule_to_show(capsys: pytest.Captur
 def test_no_file_of_any_model_names_a_verb_that_is_not_there(name: str) -> None:
     transformer = MODELS[name]
     layout = Layout(batch=64, pipeline=4, counts=layer_counts(transformer, 4, "1f1b", 1))
-    for config in launch(transformer, cluster("h100", 4), layout).configs:
+    for config in some(launch(transformer, cluster("h100", 4), layout).configs):
         for text in (config.command, config.text, *config.missing):
             assert set(re.findall(r"drumline(?:\.cli\.main)? ([a-z]+)", text)) <= VERBS.keys()
 

@@ -175,7 +175,7 @@ def test_1f1b_is_read_without_any_label(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["1F1B", "1F1B-stack", "1F1B-slow1"])
 def test_steps_of_1f1b_are_found_without_the_profilers_marks(name: str, folder: Path, tmp_path: Path) -> None:
-    for path in (folder / name).glob("*.json.gz"):
+    for path in some((folder / name).glob("*.json.gz")):
         trace = json.loads(gzip.decompress(path.read_bytes()))
         kept = [one for one in trace["traceEvents"] if not str(one.get("name", "")).startswith("ProfilerStep")]
         assert len(kept) < len(trace["traceEvents"])

@@ -363,7 +363,7 @@ def test_the_first_run_of_a_checkpointed_block_computes_what_its_second_does(
     twin = copy.deepcopy(block)
     inputs, gradient = [torch.randn(3, 5, 6) for _ in range(2)], torch.randn(3, 5, 6)
     plain = {}
-    for microbatch, value in enumerate(inputs):
+    for microbatch, value in enumerate(some(inputs)):
         leaf = value.clone().requires_grad_()
         output = twin(leaf)
         plain[f"output {microbatch}"] = output.detach()

@@ -1,0 +1,71 @@
+"""Bugs for `runtime`: what a followed model is watched for, what its values are called, what its loss counts."""
+
+from __future__ import annotations
+
+from planting import Bug
+
+FOLLOWED = (
+    Bug(
+        "ignored-labels-count",
+        "runtime/loss_counts.py",
+        "return counts.sum()",
+        "return torch.tensor(counts.numel())",
+        "Microbatches count by all labels, padding included.",
+    ),
+    Bug(
+        "labels-ignored-by-default",
+        "runtime/loss_counts.py",
+        "return labels_counted(target, term.labels.ignored, weight)",
+        "return labels_counted(target, -100, weight)",
+        "A model's own ignore_index is not what is left out when its labels are counted.",
+    ),
+    Bug(
+        "ignored-labels-weigh",
+        "runtime/loss_counts.py",
+        "(weight.double()[classes] * counts).sum()",
+        "weight.double()[classes].sum()",
+        "An ignored label counts with the weight of the first class.",
+    ),
+    Bug(
+        "rows-taken-for-inside",
+        "runtime/loss_counts.py",
+        "all(one == -1 or one >= 1 for one in dims)",
+        "all(one == -1 or one >= 0 for one in dims)",
+        "A softmax over the rows of a batch passes for one inside of each.",
+    ),
+    Bug(
+        "penalty-beside-a-sum",
+        "runtime/loss_terms.py",
+        "            self._has_constant = True  # a penalty on parameters\n",
+        "",
+        "A penalty beside a loss that is summed is added once for every microbatch.",
+    ),
+    Bug(
+        "hooks-are-counted",
+        "runtime/watch.py",
+        "found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]",
+        "found += [(kind, len(own[kind])) for kind in _HOOKS if own[kind]]",
+        "A hook in the place of another does not make the model be followed again.",
+    ),
+    Bug(
+        "set-before-it-is-read",
+        "runtime/attributes.py",
+        "not uses.is_read_first and BETWEEN not in uses.setters:",
+        "not uses.is_read_first:",
+        "A forward that sets an attribute and reads it afterwards is refused when it sets it twice.",
+    ),
+    Bug(
+        "readers-behind-a-cut",
+        "runtime/attributes.py",
+        "inside = sorted((uses.readers | uses.setters) - {BETWEEN})",
+        "inside = sorted(uses.setters - {BETWEEN})",
+        "A cut may stand between a block that sets an attribute and one that reads it.",
+    ),
+    Bug(
+        "changed-in-place-alike",
+        "runtime/value_names.py",
+        "            self._versions[self.graph.values[number].storage] = name\n",
+        "            pass\n",
+        "A value keeps its name when it is changed in place, so that two different ones have one name.",
+    ),
+)
