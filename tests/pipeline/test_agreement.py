@@ -83,6 +83,8 @@ def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
     agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
     with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: of the same shapes, with other"):
         agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: of the same shapes, with other"):
+        agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
     with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
         agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
 
