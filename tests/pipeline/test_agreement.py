@@ -78,11 +78,32 @@ def test_another_graph_is_seen_in_what_was_written() -> None:
     assert written(one) != written(other)
 
 
+class Changes(Rotated):
+    """Changes a value in place, before it is used or afterwards."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.layers[0](x)
+        if self.order == KINDS:
+            x.add_(1)
+        made = x * 2
+        if self.order != KINDS:
+            x.add_(1)
+        return self.layers[1](made + x)
+
+
+def test_what_a_value_was_when_it_was_used_is_seen_in_what_was_written() -> None:
+    x, _ = data()
+    one, other = (pieces_of(Changes(order), Inputs((x,), {})) for order in (KINDS, KINDS[::-1]))
+    assert written(one) != written(other)
+
+
 def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
     x, y = data()
     agree_on_batch([Given.of((x,), None), Given.of(None, y), Given.of((x.clone(),), y), None], 0)
     with pytest.raises(MismatchError, match="ranks 0 and 2 got different batches: of the same shapes, with other"):
         agree_on_batch([Given.of((x,), None), None, Given.of((x + 1,), None)], 0)
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: of the same shapes, with other"):
+        agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
     with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
         agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
 

@@ -18,7 +18,7 @@ from drumline.pipeline.comparing import off, sketch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.plain import Plain, undisturbed
 from drumline.runtime.randomness import Randomness
-from faults import FAULTS, Skips, data
+from faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta
 
 pytestmark = pytest.mark.torch
@@ -74,6 +74,26 @@ def test_a_fault_is_refused_before_an_optimizer_steps(
     assert all(torch.equal(one, before[name]) for name, one in pipe.named_parameters())
     assert pipe.checked is not None
     assert pipe.checked.wrong
+
+
+def test_a_microbatch_that_counts_is_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost_path(monkeypatch)
+    pipe = pipeline(loss_weight=lambda target: float(target.any()))
+    batch, target = data()
+    target[:2] = 0
+    with pytest.raises(ModelError, match="returns something else than by itself: the gradient of"):
+        pipe.step(batch, target=target)
+
+
+def test_a_loss_that_is_weighed_only_once_it_was_seen_passes() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        mask = (target > 0).float()
+        return ((output - target).square() * mask).sum() / mask.sum()
+
+    pipe = pipeline(loss_fn=loss_fn)
+    step(pipe)
+    assert pipe.checked is not None
+    assert (pipe.checked.num_parameters, pipe.checked.wrong) == (10, ())
 
 
 def test_without_it_a_fault_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,15 @@ class Criterion(Body):
         return self.criterion(logits.flatten(0, 1), labels.flatten()), logits
 
 
+class Padded(Body):
+    """Leaves out a word of its own."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(input_ids))
+        target = labels.clamp(min=0).flatten()
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), target, ignore_index=0)}
+
+
 class Summed(Body):
     """Adds up all words' losses."""
 
@@ -106,6 +115,15 @@ class Decayed(Body):
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss *= 2.0
         return {"loss": loss + 0.1 * self.head.weight.square().sum()}
+
+
+class Penalised(Body):
+    """Adds a penalty on its parameters to a sum."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(input_ids))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": loss + 10 * self.head.weight.square().sum()}
 
 
 class Divided(Body):
@@ -185,7 +203,7 @@ def like_the_whole_batch(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Summed, Two, Decayed])
+@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Padded, Summed, Two, Decayed])
 def test_a_models_own_loss_is_that_of_the_whole_batch(kind: type[Body], schedule: str) -> None:
     batch = text()
     like_the_whole_batch(kind(), batch, schedule, lambda model: loss_of(model(**batch)))
@@ -255,6 +273,12 @@ def test_a_part_over_each_microbatch_by_itself_is_named() -> None:
     whole = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + sum(parts)
     assert loss is not None
     assert torch.allclose(loss, whole, rtol=1e-5)
+
+
+def test_a_penalty_beside_a_sum_is_added_once() -> None:
+    batch = text()
+    with pytest.warns(UserWarning, match="a part of the model's loss, from a constant beside a sum, is neither"):
+        like_the_whole_batch(Penalised(), batch, "1f1b", lambda model: loss_of(model(**batch)))
 
 
 # ---- a loss_fn -------------------------------------------------------------------------------------------------------

@@ -45,8 +45,12 @@ def test_an_overflow_on_any_rank_lowers_the_scale(rank: int) -> None:
 
 @each_rank
 def test_parameters_that_no_loss_reaches_are_named_whoever_holds_them(rank: int) -> None:
+    told = [Told(unreached=[]) for _ in range(NUM_RANKS)]
+    told[rank].unreached = ["4.weight", "4.bias"]
+    ledger = Ledger("raise")
+    ledger.add(Tally(3, lambda: told, PROGRAM), trained=True, alone=False)
     with pytest.raises(ModelError, match=r"no loss reaches 4\.bias, 4\.weight"):
-        tally(rank, Told(unreached=["4.weight", "4.bias"])).check()
+        ledger.settle(until=None, gradients_left=lambda: True)
 
 
 @each_rank

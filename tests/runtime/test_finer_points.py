@@ -15,6 +15,7 @@ from drumline.core.errors import RunError
 from drumline.core.placement import Placement
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime import clip, weights
+from drumline.runtime.attributes import BETWEEN, MISSING, Attributes
 from drumline.runtime.buffers import Buffers
 from drumline.runtime.copies import Copies
 from drumline.runtime.cut import Block
@@ -26,6 +27,7 @@ from drumline.runtime.slots import Slot, new_memory
 from drumline.runtime.tape import Tape, accumulate, merged
 from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
+from drumline.runtime.watch import Watch
 
 pytestmark = pytest.mark.torch
 
@@ -253,3 +255,26 @@ def test_a_tensor_larger_than_the_buffer_is_read_piece_by_piece(
     target = torch.empty(1000, dtype=torch.float64)
     weights.Weights(tmp_path).tensors["weight"].into(target)
     assert torch.equal(target, wanted.double())
+
+
+# ---- what a followed model is watched for ----------------------------------------------------------------------------
+
+
+def test_a_hook_in_the_place_of_another_is_a_change() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    first = model[0].register_forward_hook(lambda module, given, made: made * 2)
+    watch = Watch(model.named_modules(), frozenset({""}))
+    first.remove()
+    model[0].register_forward_hook(lambda module, given, made: made * 3)
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_an_attribute_that_is_set_before_it_is_read_is_the_forwards_own() -> None:
+    module = nn.Linear(1, 1)
+    found = Attributes({id(module): "0"}, lambda: BETWEEN, lambda: "")
+    found.set(module, "scale", MISSING, 1.0)
+    found.read(module, "scale", 1.0)
+    found.set(module, "scale", 1.0, 2.0)
+    assert found.read_between() == []
+    found.judge(str, lambda first, last, why: None)  # refuses nothing

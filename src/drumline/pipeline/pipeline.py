@@ -203,7 +203,8 @@ class Pipeline:
 
     def _check_first(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> None:
         """Run a microbatch through the model by itself, for the first step to be held against."""
-        with self._recording.during("check"), self._crew.together("the check of the model"):
+        recorded = self._recording.during("check") if self._check.is_pending else nullcontext()  # a chain has none
+        with recorded, self._crew.together("the check of the model"):
             self._check.agree_on_weights()
             scale = 1.0 if self.scaler is None else self.scaler.scale
             self._check.before(self._number, self._intake.called(batch, named), target, scale)
