@@ -450,26 +450,36 @@ _FEW = 256  # numbers of an argument, by which a forward may decide
 
 
 def _followed(plan: Plan, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Plan, Kind, Graph]:
-    """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are."""
+    """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are.
+
+    If an opened block cannot be followed inside, the error is that of the model with the block closed.
+    """
+    closed: ModelError | None = None
     while True:
         kind, _ = plan.kind(inputs, train=True)
         plan.watch = Watch(there.items(), plan.inside)
         try:
             return plan, kind, plan.graph(kind)
         except Unseen as error:
-            kinds = type(there[error.block])
-            alike = {
-                name for name, one in there.items() if type(one) is kinds and name.rpartition(".")[0] in plan.inside
-            }
-            fresh = {name for name in alike if any(True for _ in there[name].children())} - plan.inside
+            fresh = _alike(error.block, plan, there)
             if error.block not in fresh:
-                raise
+                raise closed or error from error
+            closed = closed or error
             plan = replace(plan, inside=plan.inside | fresh, _known={})
         except Decides as error:
             baked = names_of(inputs, plan.baked, error.inputs, at_most=_FEW)
             if not baked:
-                raise
+                raise closed or error from error
             plan = replace(plan, baked=plan.baked | baked, _known={})
+        except ModelError as error:
+            raise closed or error from error
+
+
+def _alike(block: str, plan: Plan, there: Mapping[str, nn.Module]) -> set[str]:
+    """Return the blocks of the same class that have modules inside and are still closed."""
+    kind = type(there[block])
+    beside = {name for name, one in there.items() if type(one) is kind and name.rpartition(".")[0] in plan.inside}
+    return {name for name in beside if any(True for _ in there[name].children())} - plan.inside
 
 
 def _begun(plan: Plan, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
