@@ -7,12 +7,13 @@ from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.core.parsed import shown
+from drumline.plan.cluster.details import Details, Latent
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.transformer import Experts, Transformer
 
 Kinds = dict[str, type]
 
-_NAMED: Kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[int, ...]": list}
+_NAMED: Kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[int, ...]": list, "tuple[str, ...]": list}
 _ACCEPTED: dict[type, tuple[type, ...]] = {float: (int, float), list: (list, tuple)}
 _WORDS = {
     str: "text",
@@ -40,10 +41,24 @@ def transformer_of(table: Any) -> Transformer:
     >>> transformer_of(table_of(gpt)) == gpt
     True
     """
-    values = _read(Transformer, table, "transformer", {"experts": dict})
+    values = _read(Transformer, table, "transformer", {"experts": dict, "details": dict})
     if "experts" in values:
         values["experts"] = Experts(**_read(Experts, values["experts"], "transformer's experts"))
+    if "details" in values:
+        values["details"] = _details_of(values["details"])
     return Transformer(**values)
+
+
+def _details_of(table: Any) -> Details:
+    values = _read(Details, table, "transformer's details", {"latent": dict})
+    if "latent" in values:
+        values["latent"] = Latent(**_read(Latent, values["latent"], "transformer's latent attention"))
+    for one in values.get("others", ()):
+        if not isinstance(one, str):
+            raise PlanError(f"others of the transformer's details hold {shown(one)}", expected="text")
+    if "others" in values:
+        values["others"] = tuple(values["others"])
+    return Details(**values)
 
 
 def layout_of(table: Any) -> Layout:
@@ -98,9 +113,9 @@ def _without_defaults(value: Any) -> dict[str, Any]:
         mine = getattr(value, one.name)
         if _default(one) is not MISSING and mine == getattr(made, one.name):
             continue
-        if isinstance(mine, Practice):
+        if isinstance(mine, Practice | Details):
             found[one.name] = _without_defaults(mine)
-        elif isinstance(mine, Experts):
+        elif isinstance(mine, Experts | Latent):
             found[one.name] = asdict(mine)
         else:
             found[one.name] = list(mine) if isinstance(mine, tuple) else mine
