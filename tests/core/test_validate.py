@@ -38,9 +38,10 @@ def test_every_schedule_is_legal_on_small_counts(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_legal_for_every_admissible_count(name: str) -> None:
-    every = "ALL_COUNTS" in os.environ  # `make matrices`; else of more than 12 microbatches every third number
+    # `make matrices` proves all; else of more than 6 ranks and of more than 12 microbatches every third number.
+    every = "ALL_COUNTS" in os.environ
     for ranks, microbatches, stages in admissible(name, 12, 24, 4):
-        if every or microbatches <= 12 or microbatches % 3 == 0:
+        if every or ((ranks <= 6 or ranks % 3 == 0) and (microbatches <= 12 or microbatches % 3 == 0)):
             assert validate(build(name, ranks, microbatches, stages)) == [], (name, ranks, microbatches, stages)
 
 

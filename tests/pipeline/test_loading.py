@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,29 +65,33 @@ def test_an_initialised_model_is_the_one_that_one_process_draws(name: str, num_r
     compare(stepped(on_meta(deep), program, *data(8), functional.mse_loss, seed=0), wanted, exact=name not in TWO_WAYS)
 
 
-def one_rank(name: str, folder: Path | None) -> dict[str, Any]:
-    """Build the model without memory, and take one step with this rank's part of it."""
-    (program,) = programs(name, 2, (4,))
-    model = on_meta(deep)
-    found = stepped(model, program, *data(8), functional.mse_loss, weights=folder)
-    held = {name for name, one in model.named_parameters() if not one.is_meta}
-    assert held == set(found) - {"loss"}, "what is another rank's got memory"
-    return found
+def one_rank(names: Sequence[str], folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Build the model without memory, and take one step with this rank's part of it, by every schedule."""
+    every = {}
+    for name in names:
+        (program,) = programs(name, 2, (4,))
+        model = on_meta(deep)
+        found = stepped(model, program, *data(8), functional.mse_loss, weights=folder)
+        held = {one for one, value in model.named_parameters() if not value.is_meta}
+        assert held == set(found) - {"loss"}, "what is another rank's got memory"
+        every[name] = found
+    return every
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("from_files", [True, False])
-def test_ranks_of_their_own_materialise_their_own_stages_alone(tmp_path: Path, name: str, from_files: bool) -> None:
-    (program,) = programs(name, 2, (4,))
+def test_ranks_of_their_own_materialise_their_own_stages_alone(tmp_path: Path, from_files: bool) -> None:
+    names = ("1f1b", "zb-v", "dualpipe")
     whole = deep() if from_files else dl.materialise(on_meta(deep))
     if from_files:
         torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
-    wanted = expected_of(whole, program, *data(8), functional.mse_loss)
-    ranks = dl.launch(one_rank, name, tmp_path if from_files else None, num_ranks=2)
-    for found in ranks:
-        compare(found, wanted, exact=name not in TWO_WAYS)
-        assert (len(found) == len(wanted)) == (name == "dualpipe")
-    assert set().union(*ranks) == set(wanted)
+    ranks = dl.launch(one_rank, names, tmp_path if from_files else None, num_ranks=2)
+    for name in names:
+        (program,) = programs(name, 2, (4,))
+        wanted = expected_of(copy.deepcopy(whole), program, *data(8), functional.mse_loss)
+        for found in (every[name] for every in ranks):
+            compare(found, wanted, exact=name not in TWO_WAYS)
+            assert (len(found) == len(wanted)) == (name == "dualpipe")
+        assert set().union(*(every[name] for every in ranks)) == set(wanted)
 
 
 def different_copies() -> list[tuple[str, Tensor]]:
