@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from drumline.core.backwards import Backward
@@ -40,6 +41,7 @@ OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' siz
 CHECKPOINTING = ("none", "full")
 _SEARCHED = 3  # combinations for which programs are searched
 _MOST_MICROBATCHES = 128
+_EVERY_STAGE = 4  # stages up to which every choice of those to recompute is tried
 _EVERY_RANK = 4
 # Without a flush, without a backward, or with gradients exchanged between copies, which no profile knows of.
 _UNSUITED = ("pipedream", "pipedream-2bw", "forward-only", "dualpipe", "chimera", "naive")
@@ -306,9 +308,13 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
 def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
     """Yield which stages to recompute: those of the first rank on the way, of more, ..., of all; or all alone.
 
-    Up to four ranks every number of them is tried, of more the first, a quarter, half and all.
+    Of up to four stages every choice is tried, of up to four ranks every number of them, of more the first, a quarter,
+    half and all.
     """
     homes = program.placement.homes
+    if partly and len(homes) <= _EVERY_STAGE:
+        yield from (again for again in product((False, True), repeat=len(homes)) if any(again))
+        return
     ranks = list(dict.fromkeys(homes))
     some = range(1, len(ranks)) if len(ranks) <= _EVERY_RANK else [1, len(ranks) // 4, len(ranks) // 2]
     for number in dict.fromkeys([*(some if partly else []), len(ranks)]):

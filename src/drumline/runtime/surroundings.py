@@ -27,6 +27,7 @@ _MISSING: Any = object()
 class Surroundings:
     """The variables that some modules' code may read, and what they were.
 
+    >>> __name__ = "mine"  # not a part of this library
     >>> scale = [1.0]
     >>> class Scales(nn.Module):
     ...     def forward(self, x):
