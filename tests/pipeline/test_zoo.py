@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 from collections.abc import Iterator
@@ -22,9 +21,8 @@ from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory
 pytestmark = pytest.mark.torch
 SCHEDULES = ("1f1b", "zb-h1", "zb-v")
 STEPS = 3
-# All must hold without the check of the first step against the model, where there is one.
-_CAN_CHECK = "check_model" in inspect.signature(Pipeline).parameters
-UNCHECKED: dict[str, Any] = {"check_model": False} if _CAN_CHECK else {}
+# All must hold without the check of the first step against the model.
+UNCHECKED: dict[str, Any] = {"check_model": False}
 # What is refused while the model is followed is refused before there is a schedule.
 CASES = [
     (name, schedule)
@@ -114,7 +112,6 @@ def test_right_or_refused(name: str, schedule: str) -> None:
     compare(expected, ours, settings.get("tolerance", 1e-4))
 
 
-@pytest.mark.skipif(not _CAN_CHECK, reason="the first step is not checked yet")
 @pytest.mark.parametrize("name", sorted(ONLY_BY_CHECK))
 def test_the_check_of_the_first_step_sees_what_nothing_else_can(name: str) -> None:
     with pytest.raises(ModelError):
