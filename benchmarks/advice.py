@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.report.remedy import Remedy
-from drumline.report.run_report import RunReport, report_of
+from drumline.report.advise.remedy import Remedy
+from drumline.report.run.report import RunReport, report_of
 from drumline.report.table import table
 from measure import machine
 

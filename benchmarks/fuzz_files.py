@@ -11,12 +11,12 @@ from drumline.core.action import Action
 from drumline.core.costs import Costs, Edge
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
-from drumline.plan.model_profile import ModelProfile
-from drumline.plan.plan import Plan
-from drumline.plan.planner import plan
-from drumline.report.profiles import profile_page, profile_svg, profile_text
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.device.model_profile import ModelProfile
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import plan
+from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from drumline.schedules import generate
 from fuzz_case import Case, command, put
 from fuzz_mutations import json_text, rows_text, word

@@ -11,8 +11,8 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.report.analysis import analyze
+from drumline.core.simulate.simulate import simulate
+from drumline.report.kineto.analysis import analyze
 from drumline.schedules import generate
 from fuzz_case import Case, command, put
 from fuzz_files import WORDS

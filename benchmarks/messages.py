@@ -25,9 +25,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from drumline.core.action import Action
 from drumline.report.table import table
-from drumline.runtime.channel import Channel, Wait
-from drumline.runtime.distributed import DistributedChannel
-from drumline.runtime.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.channel import Channel, Wait
+from drumline.runtime.channel.distributed import DistributedChannel
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 from measure import interleaved, machine
 
 KIB = (16, 128, 512)

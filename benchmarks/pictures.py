@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import drumline as dl
-from drumline.report.html import page
+from drumline.report.draw.html import page
 from drumline.report.table import table
 from drumline.schedules import schedules
 from measure import machine

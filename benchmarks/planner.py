@@ -30,11 +30,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.candidate import Candidate
-from drumline.plan.model_profile import ModelProfile
-from drumline.plan.planner import OPTIMIZERS, Planned
-from drumline.plan.ranks import Ranks
-from drumline.plan.stages import Counts, Stages
+from drumline.plan.cut.stages import Counts, Stages
+from drumline.plan.device.candidate import Candidate
+from drumline.plan.device.model_profile import ModelProfile
+from drumline.plan.device.planner import OPTIMIZERS, Planned
+from drumline.plan.device.ranks import Ranks
 from drumline.schedules import generate
 
 RANKS = 2

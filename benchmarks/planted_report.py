@@ -7,28 +7,28 @@ from planting import Bug
 REPORT = (
     Bug(
         "config-as-markup",
-        "report/plan_page.py",
+        "report/plan/page.py",
         "<pre>{safe(config['text'])}</pre></details>",
         "<pre>{config['text']}</pre></details>",
         "A configuration's text becomes markup of the plan's page.",
     ),
     Bug(
         "command-as-markup",
-        "report/plan_page.py",
+        "report/plan/page.py",
         "<pre>{safe(config['command'])}</pre>",
         "<pre>{config['command']}</pre>",
         "A command's text becomes markup of the plan's page.",
     ),
     Bug(
         "cells-as-markup",
-        "report/plan_page.py",
+        "report/plan/page.py",
         "f'<td{kind}>{safe(cell)}</td>'",
         "f'<td{kind}>{cell}</td>'",
         "A reason in a table becomes markup of the plan's page.",
     ),
     Bug(
         "arrows-with-the-same-ids",
-        "report/trace.py",
+        "report/draw/trace.py",
         "        first_id += len(timeline.transfers)\n",
         "        first_id = 0\n",
         "Arrows of two timelines in one trace have the same ids, and join messages of both.",

@@ -31,8 +31,8 @@ from drumline.plan.cluster.compared import (
     table,
 )
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.hardware import REACH
-from drumline.plan.cluster.machines import MACHINES, NODE_REACH, cluster
+from drumline.plan.cluster.machine.hardware import REACH
+from drumline.plan.cluster.machine.named import MACHINES, NODE_REACH, cluster
 from drumline.plan.cluster.published import Run, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
 
 START = (0.7, 0.7, 0.7)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import drumline as dl
-from drumline.core.idle import Limit
+from drumline.core.timeline.idle import Limit
 from drumline.plan.search.search import search
 from drumline.report.table import table
 from measure import machine

@@ -36,8 +36,8 @@ from drumline.core.action import Action
 from drumline.core.placement import Placement
 from drumline.pipeline import transports
 from drumline.pipeline.auto_schedule import median_costs
-from drumline.runtime.channel import Delivery, Wait
-from drumline.runtime.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.channel import Delivery, Wait
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 QUANTILE = 0.9
 TIMES = (2, 2, 2, 10)  # how often a varying block runs

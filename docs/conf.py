@@ -4,21 +4,21 @@ import json
 from pathlib import Path
 
 from drumline.core.costs import Costs
-from drumline.core.idle import Limit
 from drumline.core.placement import Placement
-from drumline.core.simulate import simulate
-from drumline.plan.cluster.machines import cluster
-from drumline.plan.cluster.models import model
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
+from drumline.plan.cluster.machine.named import cluster
+from drumline.plan.cluster.model.named import model
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.planner import plan
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
-from drumline.report.analysis import analyze
-from drumline.report.chart import Series, chart
 from drumline.report.compare import compare
-from drumline.report.pareto import pareto_svg
-from drumline.report.plan_charts import best_svg, pareto_chart, scaling_chart
-from drumline.report.svg import svg
+from drumline.report.draw.chart import Series, chart
+from drumline.report.draw.pareto import pareto_svg
+from drumline.report.draw.svg import svg
+from drumline.report.kineto.analysis import analyze
+from drumline.report.plan.charts import best_svg, pareto_chart, scaling_chart
 from drumline.schedules import schedules
 
 project = "Drumline"

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from drumline.core.costs import Costs
-from drumline.core.simulate import simulate
-from drumline.report.grid import grid
-from drumline.report.svg import svg
+from drumline.core.simulate.simulate import simulate
+from drumline.report.draw.grid import grid
+from drumline.report.draw.svg import svg
 from drumline.schedules import find, schedules
 
 _TITLE = re.compile(r"^    (\d+ ranks, .* microbatches.*)$", re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 
-from drumline.plan.chain import BlockCosts
+from drumline.plan.cut.chain import BlockCosts
 from names import NAMES
 
 FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))

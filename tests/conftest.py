@@ -20,4 +20,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes and ranks share 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `launch` wait until every rank has told of its own error, however long that takes on a busy machine."""
-    monkeypatch.setattr("drumline.pipeline.launch._SECONDS_OF_GRACE", 200.0)
+    monkeypatch.setattr("drumline.pipeline.launch.launch._SECONDS_OF_GRACE", 200.0)

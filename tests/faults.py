@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.pieces import Live, Piece
-from drumline.runtime.skeleton import Skeleton
+from drumline.runtime.blocks.pieces import Live, Piece
+from drumline.runtime.follow.skeleton import Skeleton
 
 WIDTH = 6
 

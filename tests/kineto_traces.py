@@ -17,8 +17,8 @@ from typing import Any
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.simulate import Simulation
-from drumline.core.timeline import Transfer
+from drumline.core.simulate.simulate import Simulation
+from drumline.core.timeline.timeline import Transfer
 
 Event = dict[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.cut import Block
-from drumline.runtime.materialise import materialise
-from drumline.runtime.weights import Weights
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.weights.files import Weights
+from drumline.runtime.weights.materialise import materialise
 from torch_models import CPU, on_meta
 
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from drumline.core.measured.record import Record
+from drumline.core.measured.run import FORMAT
 from drumline.core.program import Program
-from drumline.core.record import Record
-from drumline.core.run import FORMAT
 
 PROGRAM = Program.parse("0F0,0B0\n1F0,1B0", name="1f1b")
 

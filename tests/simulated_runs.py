@@ -15,10 +15,10 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Op
 from drumline.core.costs import Costs
+from drumline.core.measured.record import COLUMNS, Record, coded
+from drumline.core.measured.run import FORMAT
 from drumline.core.program import Program
-from drumline.core.record import COLUMNS, Record, coded
-from drumline.core.run import FORMAT
-from drumline.core.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation, simulate
 from records import line
 
 GIGA = 1e9

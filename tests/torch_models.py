@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.reference import reference_step
-from drumline.runtime.cut import blocks_of, cut
+from drumline.pipeline.verify.reference import reference_step
+from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import find, generate
 from names import NAMES

@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drumline.core.action import Action, B, F, I, Op, W, overlap
-    from drumline.core.attribute import attribute
     from drumline.core.costs import Costs, Edge
     from drumline.core.errors import DrumlineError
-    from drumline.core.frozen import prune
-    from drumline.core.idle import Limit
     from drumline.core.lower import lower
+    from drumline.core.measured.run import Run, read_run
     from drumline.core.placement import Placement
     from drumline.core.program import Program
-    from drumline.core.run import Run, read_run
-    from drumline.core.simulate import makespans, simulate
-    from drumline.core.timeline import Timeline
+    from drumline.core.prove.frozen import prune
+    from drumline.core.prove.validate import validate
+    from drumline.core.prove.violation import Violation
+    from drumline.core.simulate.simulate import makespans, simulate
+    from drumline.core.timeline.attribute import attribute
+    from drumline.core.timeline.idle import Limit
+    from drumline.core.timeline.timeline import Timeline
     from drumline.core.torch_text import for_torch, titan_schedule
-    from drumline.core.validate import validate
-    from drumline.core.violation import Violation
     from drumline.pipeline.balance import balance
-    from drumline.pipeline.launch import launch
-    from drumline.pipeline.materialise import Weights, materialise
+    from drumline.pipeline.launch.launch import launch
     from drumline.pipeline.pipeline import Pipeline
     from drumline.pipeline.profiling import profile_model
-    from drumline.pipeline.verify import verify
-    from drumline.plan.plan import Plan
-    from drumline.plan.planner import plan
+    from drumline.pipeline.state.materialise import Weights, materialise
+    from drumline.pipeline.verify.verify import verify
+    from drumline.plan.device.plan import Plan
+    from drumline.plan.device.planner import plan
     from drumline.plan.search.objective import Jitter
     from drumline.plan.search.search import search
-    from drumline.report.analysis import analyze
     from drumline.report.compare import compare
-    from drumline.report.grid import grid
+    from drumline.report.draw.grid import grid
+    from drumline.report.kineto.analysis import analyze
     from drumline.schedules import generate, schedule
 
 _HOME = {
@@ -54,39 +54,39 @@ _HOME = {
     "F": "core.action",
     "I": "core.action",
     "Jitter": "plan.search.objective",
-    "Limit": "core.idle",
+    "Limit": "core.timeline.idle",
     "Op": "core.action",
     "Pipeline": "pipeline.pipeline",
     "Placement": "core.placement",
-    "Plan": "plan.plan",
+    "Plan": "plan.device.plan",
     "Program": "core.program",
-    "Run": "core.run",
-    "Timeline": "core.timeline",
-    "Violation": "core.violation",
+    "Run": "core.measured.run",
+    "Timeline": "core.timeline.timeline",
+    "Violation": "core.prove.violation",
     "W": "core.action",
-    "Weights": "pipeline.materialise",
-    "analyze": "report.analysis",
-    "attribute": "core.attribute",
+    "Weights": "pipeline.state.materialise",
+    "analyze": "report.kineto.analysis",
+    "attribute": "core.timeline.attribute",
     "balance": "pipeline.balance",
     "compare": "report.compare",
     "for_torch": "core.torch_text",
     "generate": "schedules",
-    "grid": "report.grid",
-    "launch": "pipeline.launch",
+    "grid": "report.draw.grid",
+    "launch": "pipeline.launch.launch",
     "lower": "core.lower",
-    "makespans": "core.simulate",
-    "materialise": "pipeline.materialise",
+    "makespans": "core.simulate.simulate",
+    "materialise": "pipeline.state.materialise",
     "overlap": "core.action",
     "plan": "plan",
     "profile_model": "pipeline.profiling",
-    "prune": "core.frozen",
-    "read_run": "core.run",
+    "prune": "core.prove.frozen",
+    "read_run": "core.measured.run",
     "schedule": "schedules",
     "search": "plan.search.search",
-    "simulate": "core.simulate",
+    "simulate": "core.simulate.simulate",
     "titan_schedule": "core.torch_text",
-    "validate": "core.validate",
-    "verify": "pipeline.verify",
+    "validate": "core.prove.validate",
+    "verify": "pipeline.verify.verify",
 }
 
 __all__ = [
@@ -137,15 +137,15 @@ __all__ = [
 def _show_in_notebooks() -> None:
     """Give programs and timelines their pictures; the core itself knows of none."""
     from drumline.core.program import Program
-    from drumline.core.timeline import Timeline
+    from drumline.core.timeline.timeline import Timeline
 
     def of_program(program: Program) -> str:
-        from drumline.report.notebook import program_html
+        from drumline.report.draw.notebook import program_html
 
         return program_html(program)
 
     def of_timeline(timeline: Timeline) -> str:
-        from drumline.report.notebook import timeline_html
+        from drumline.report.draw.notebook import timeline_html
 
         return timeline_html(timeline)
 

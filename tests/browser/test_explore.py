@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from drumline.core.costs import Costs
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
+from drumline.report.draw.scene import document
 from drumline.report.explore_server import ExploreServer
-from drumline.report.scene import document
 from drumline.schedules import generate
 
 

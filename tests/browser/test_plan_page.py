@@ -12,7 +12,7 @@ from drumline.plan.layouts.drawing import drawing
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.report.plan_page import plan_page
+from drumline.report.plan.page import plan_page
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])

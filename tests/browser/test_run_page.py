@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from drumline.core.run import read_run
-from drumline.report.run_page import run_page
-from drumline.report.run_report import RunReport, reports_of
+from drumline.core.measured.run import read_run
+from drumline.report.run.page import run_page
+from drumline.report.run.report import RunReport, reports_of
 from drumline.schedules import generate
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 

@@ -11,9 +11,9 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
-from drumline.core.timeline import Timeline
-from drumline.report.html import page
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.draw.html import page
 from drumline.schedules import generate
 
 EVIL = "<script>alert(1)</script>"

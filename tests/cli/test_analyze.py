@@ -12,8 +12,8 @@ import pytest
 from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
-from drumline.report.packed import unpacked
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.draw.packed import unpacked
 from kineto_traces import mark, save, written
 from names import build
 from some import some

@@ -13,10 +13,10 @@ import pytest
 
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
-from drumline.core.frozen import prune
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.prove.frozen import prune
+from drumline.core.simulate.simulate import simulate
 from drumline.schedules import unregister
 from names import NAMES, build
 

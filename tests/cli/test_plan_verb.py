@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from drumline.cli.main import main
-from drumline.plan.plan import Plan
+from drumline.plan.device.plan import Plan
 from profiles import SOME, model_profile
 from some import some
 

@@ -7,7 +7,7 @@ import pytest
 
 from drumline.cli.main import main
 from drumline.core.program import Program
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
 from some import some
 
 COUNTS = ("--ranks", "4", "--microbatches", "8")

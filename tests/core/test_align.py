@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from drumline.core.align import Dial, align
-from drumline.core.record import Record
+from drumline.core.measured.align import Dial, align
+from drumline.core.measured.record import Record
 
 
 class World:

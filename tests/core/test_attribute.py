@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.core.attribute import attribute
 from drumline.core.costs import Costs
-from drumline.core.idle import Cause, Idle, Limit
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Cause, Idle, Limit
 from programs import build, costs_for, programs
 
 

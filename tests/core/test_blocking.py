@@ -13,7 +13,7 @@ from drumline.core.action import SEND_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.costs import Costs
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation, simulate
 from programs import build, programs
 from reference import reference_times
 from some import some

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 
 from drumline.core.action import TIMED_OPS, Action
-from drumline.core.columns import Columns
-from drumline.core.graph import OPS
 from drumline.core.program import Program
+from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import OPS
 from programs import programs
 from some import some
 

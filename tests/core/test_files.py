@@ -15,15 +15,15 @@ from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, TraceError
 from drumline.core.files import MAX_DEPTH, Kind, opened, parse_json, read_object, read_text
+from drumline.core.measured.run import read_run
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program
-from drumline.core.run import read_run
-from drumline.plan.cluster.hugging_face import read_config
-from drumline.plan.cluster.machines import load as load_machine
-from drumline.plan.model_profile import ModelProfile, is_profile
-from drumline.plan.plan import Plan
-from drumline.report import kineto_events
-from drumline.report.kineto_load import load as load_traces
+from drumline.plan.cluster.machine.named import load as load_machine
+from drumline.plan.cluster.model.hugging_face import read_config
+from drumline.plan.device.model_profile import ModelProfile, is_profile
+from drumline.plan.device.plan import Plan
+from drumline.report.kineto import events as kineto_events
+from drumline.report.kineto.load import load as load_traces
 from records import write_run
 
 KIND = Kind("thing", DrumlineError, "a JSON file", 2**20)

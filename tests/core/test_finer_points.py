@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from drumline.core.account import account
 from drumline.core.action import Action, B, F, Op
-from drumline.core.columns import Columns
 from drumline.core.costs import Costs, Edge
-from drumline.core.idle import Cause
-from drumline.core.measured import Measured
-from drumline.core.metrics import step_metrics
+from drumline.core.measured.account import account
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.metrics import step_metrics
+from drumline.core.measured.record import RECEIVES, Record
 from drumline.core.placement import Placement, consistent
 from drumline.core.program import Program
-from drumline.core.record import RECEIVES, Record
-from drumline.core.simulate import Simulation, makespans, simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.simulate import Simulation, makespans, simulate
+from drumline.core.timeline.idle import Cause
 from names import build
 from records import PROGRAM, two_ranks
 from some import some

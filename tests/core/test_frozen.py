@@ -13,17 +13,17 @@ from drumline.core.action import Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
 from drumline.core.errors import ProgramError
-from drumline.core.frozen import needed, prune, untrained
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.prove.frozen import needed, prune, untrained
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from drumline.core.torch_text import for_torch
-from drumline.core.validate import validate
-from drumline.plan.held import held_by
-from drumline.report.grid import grid
-from drumline.report.html import page
-from drumline.report.svg import svg
-from drumline.report.trace import trace
+from drumline.plan.cut.held_pairs import held_by
+from drumline.report.draw.grid import grid
+from drumline.report.draw.html import page
+from drumline.report.draw.svg import svg
+from drumline.report.draw.trace import trace
 from programs import NAMES, admissible, build, costs_for, programs
 from reference import reference_times, run_on_edge_channel
 from some import some

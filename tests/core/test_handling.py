@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.costs import Costs
-from drumline.core.handling import Handling
-from drumline.core.measured import Measured
+from drumline.core.measured.handling import Handling
+from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate
 from records import PROGRAM, two_ranks
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from drumline.core.attribute import attribute
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
-from drumline.core.idle import Cause, Limit
 from drumline.core.placement import Placement
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
-from drumline.plan.chain import BlockCosts
-from drumline.plan.held import Held
-from drumline.plan.partition import partition
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Cause, Limit
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.held_pairs import Held
+from drumline.plan.cut.partition import partition
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search

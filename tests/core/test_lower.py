@@ -8,7 +8,7 @@ from drumline.core.action import TRANSFER_OPS
 from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.violation import InvalidProgram
+from drumline.core.prove.violation import InvalidProgram
 from programs import NAMES, build, programs
 from reference import run_on_edge_channel
 

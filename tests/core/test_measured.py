@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from drumline.core.account import account
-from drumline.core.attribute import attribute
-from drumline.core.idle import Cause
-from drumline.core.measured import Measured
-from drumline.core.metrics import step_metrics
-from drumline.core.parts import parts_of, summed_parts
-from drumline.core.record import BETWEEN, OVERHEADS, Record
+from drumline.core.measured.account import account
+from drumline.core.measured.breakdown import parts_of, summed_parts
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.metrics import step_metrics
+from drumline.core.measured.record import BETWEEN, OVERHEADS, Record
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Cause
 from records import PROGRAM, two_ranks
 from some import some
 

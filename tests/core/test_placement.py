@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.core.columns import Columns
 from drumline.core.placement import Placement, consistent, infer
 from drumline.core.program import Program
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.columns import Columns
 from programs import NAMES, build, programs
 
 EXPECTED = {

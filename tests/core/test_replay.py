@@ -8,10 +8,10 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs, Edge
-from drumline.core.measured import Measured
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.replay import latencies, replay, typical_costs
 from drumline.core.program import Program
-from drumline.core.replay import latencies, replay, typical_costs
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from names import NAMES, build
 from simulated_runs import records_of
 

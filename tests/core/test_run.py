@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import RecordError
-from drumline.core.record import Record
-from drumline.core.run import Run, read_run
+from drumline.core.measured.record import Record
+from drumline.core.measured.run import Run, read_run
 from records import PROGRAM, line, two_ranks, write_run
 
 

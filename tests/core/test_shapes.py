@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from drumline.core.cost_fields import SHAPES
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import CostsError
-from drumline.core.idle import Limit
 from drumline.core.placement import Placement
-from drumline.core.shapes import SHAPES
-from drumline.core.simulate import makespans, simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import makespans, simulate
+from drumline.core.timeline.idle import Limit
 from drumline.plan.search.instance import Instance
 from drumline.report.compare import compare
 from drumline.schedules import generate

@@ -12,9 +12,9 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.errors import CostsError
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.simulate import makespans, simulate
-from drumline.core.timeline import Inputs, Timeline
-from drumline.core.violation import InvalidProgram
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.simulate.simulate import makespans, simulate
+from drumline.core.timeline.timeline import Inputs, Timeline
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
 from some import some

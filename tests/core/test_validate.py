@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from drumline.core.action import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.idle import Limit
 from drumline.core.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
-from drumline.core.violation import InvalidProgram
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
 from programs import NAMES, admissible, build, programs
 from reference import run_on_edge_channel
 

@@ -6,8 +6,8 @@ import pytest
 
 import torch_peer as peer
 from drumline.core.costs import Costs
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from names import build
 from some import some
 

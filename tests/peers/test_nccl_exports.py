@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from drumline.core.program import Program
 from drumline.core.torch_text import for_torch
-from drumline.runtime.cut import blocks_of, cut
+from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.schedules import generate
 from torch_models import data, mlp
 

@@ -14,7 +14,7 @@ import pytest
 
 from drumline.core.program import Program
 from drumline.core.torch_text import for_torch
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.schedules import generate
 
 pytestmark = pytest.mark.torch
@@ -40,7 +40,7 @@ def of_torch(program: Program, path: Path, kind: str, model: Any, batch: Any, ta
     from torch.distributed.pipelining import PipelineStage, schedules
     from torch.nn import functional
 
-    from drumline.runtime.cut import blocks_of, cut
+    from drumline.runtime.blocks.cut import blocks_of, cut
 
     cuts = cut(blocks_of(model), program.num_stages)
     mine = program.placement.stages_of(dist.get_rank())
@@ -66,7 +66,7 @@ def run_both(programs: dict[tuple[str, int], Program], folder: Path) -> tuple[di
     from torch.nn import functional
 
     from drumline.pipeline.pipeline import Pipeline
-    from drumline.pipeline.verify import difference
+    from drumline.pipeline.verify.verify import difference
     from torch_models import data, mlp
 
     warnings.simplefilter("ignore")

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
 from drumline.pipeline import transports
-from drumline.pipeline.agreement import Given, agree_on_batch, code_of, first_difference, plan_of, samples_of
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.cut import Block
-from drumline.runtime.pieces import Inputs, pieces_of
+from drumline.pipeline.verify.agreement import Given, agree_on_batch, code_of, first_difference, plan_of, samples_of
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.pieces import Inputs, pieces_of
 
 pytestmark = pytest.mark.torch
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.pipeline import by_value
-from drumline.pipeline.blame import blame
-from drumline.pipeline.by_name import goes_by_name, is_importable
+from drumline.pipeline.launch import by_value
+from drumline.pipeline.launch.blame import blame
+from drumline.pipeline.launch.by_name import goes_by_name, is_importable
 
 # What a notebook's cells might hold. Every case is called in another process, which cannot import any of it.
 CELLS = '''
@@ -168,7 +168,7 @@ EXPECTED: dict[str, Any] = {
 # Each case is loaded by itself, then called: no case helps another.
 RECEIVER = """
 import pickle, sys, traceback
-from drumline.pipeline import by_value
+from drumline.pipeline.launch import by_value
 answers = {}
 for name, parts in pickle.load(sys.stdin.buffer).items():
     try:

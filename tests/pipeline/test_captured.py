@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, MismatchError, ModelError, NonFiniteError, RunError
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
 from some import some

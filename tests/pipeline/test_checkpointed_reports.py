@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.cli.main import main
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.report.run_page import run_page
-from drumline.report.run_report import report_of
-from drumline.report.run_text import ranks_table
-from drumline.report.scene import document
-from drumline.report.svg import size_text
+from drumline.report.draw.scene import document
+from drumline.report.draw.svg import size_text
+from drumline.report.run.page import run_page
+from drumline.report.run.report import report_of
+from drumline.report.run.text import ranks_table
 from some import some
 
 pytestmark = pytest.mark.torch

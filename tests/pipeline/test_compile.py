@@ -16,8 +16,8 @@ import drumline as dl
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime import toolchain
-from drumline.runtime.split_backend import Waiting
+from drumline.runtime.backward import toolchain
+from drumline.runtime.backward.split_backend import Waiting
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, programs
 
@@ -366,7 +366,7 @@ def test_a_backward_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyP
     def fails(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr("drumline.runtime.split_backend.halves", fails)
+    monkeypatch.setattr("drumline.runtime.backward.split_backend.halves", fails)
     pipe = pipeline(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)))
     batch, target = data(8)
     words = "the backward of stage 1, blocks 2, 3, cannot be compiled: NotImplementedError: no such kernel"

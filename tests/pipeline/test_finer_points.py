@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError
+from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.core.record import BETWEEN
 from drumline.pipeline.assembly import agree
-from drumline.pipeline.between import Between
-from drumline.pipeline.frozen import Frozen
-from drumline.pipeline.metrics import line_of
-from drumline.pipeline.own_loss import OwnWeight
+from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import edges_of
-from drumline.pipeline.tally import Tally, Told
+from drumline.pipeline.record.gaps import Between
+from drumline.pipeline.record.metrics import line_of
+from drumline.pipeline.record.tally import Tally, Told
+from drumline.pipeline.state.frozen import Frozen
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.pieces import Inputs
 from drumline.runtime.clock import Clock
-from drumline.runtime.cut import Block
 from drumline.runtime.draft import Draft
-from drumline.runtime.pieces import Inputs
 from drumline.schedules import generate
 from records import two_ranks
 from some import some

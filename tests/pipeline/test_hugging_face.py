@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import BatchError, ModelError
-from drumline.pipeline.own_loss import OwnWeight
+from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import Inputs, pieces_of
 from hf_models import (
     MODELS,
     UNRUNNABLE,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeout
-from drumline.pipeline.launch import _error, launch
-from drumline.pipeline.wire import Failure
+from drumline.pipeline.launch.launch import _error, launch
+from drumline.pipeline.launch.wire import Failure
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
@@ -108,7 +108,7 @@ def test_results_come_by_rank_from_a_group_with_everything_set_up(
 SCRIPT = """
 import dataclasses, sys
 import torch
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 
 print("the script runs")
 torch.randn(300, 300) @ torch.randn(300, 300)  # starts torch's threads
@@ -277,8 +277,10 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
         write_pid(tmp_path)
         time.sleep(10_000)
 
-    monkeypatch.setattr("drumline.pipeline.launch.time", Hurried(tmp_path))
-    monkeypatch.setattr("drumline.pipeline.ranks._SECONDS_TO_SHOW_STACKS", 200.0)  # it ends when all have shown them
+    monkeypatch.setattr("drumline.pipeline.launch.launch.time", Hurried(tmp_path))
+    monkeypatch.setattr(
+        "drumline.pipeline.launch.ranks._SECONDS_TO_SHOW_STACKS", 200.0
+    )  # it ends when all have shown them
     with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 5000 s"):
         launch(fn, timeout=5000)
     shown = capsys.readouterr().err
@@ -291,7 +293,7 @@ ENDLESS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it would be ignored
 from pathlib import Path
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 
 def endless(folder):
     try:

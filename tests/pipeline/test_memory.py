@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drumline.core.measured import Measured
+from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from some import some
 from torch_models import SYNCHRONOUS, data, mlp, programs

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.comparing import off, sketch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.plain import Plain, undisturbed
+from drumline.pipeline.verify.comparing import off, sketch
+from drumline.pipeline.verify.plain import Plain, undisturbed
 from drumline.runtime.randomness import Randomness
 from faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.runtime.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import Inputs, pieces_of
 from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 
 pytestmark = pytest.mark.torch

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, data, mlp, programs
 

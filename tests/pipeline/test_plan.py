@@ -15,14 +15,14 @@ from torch.nn import functional
 import drumline as dl
 from drumline.cli.main import main
 from drumline.core.errors import BatchError, ModelError, PlanError, UsageError
-from drumline.pipeline.config_file import material_from_config
+from drumline.pipeline.model.config_file import material_from_config
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.profiling import _check_rows, profile_model
-from drumline.plan.layers import Times
-from drumline.plan.model_profile import ModelProfile
-from drumline.plan.overheads import Overheads
-from drumline.plan.plan import Plan
-from drumline.plan.planner import plan
+from drumline.plan.device.blocks import Times
+from drumline.plan.device.model_profile import ModelProfile
+from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import plan
 from some import some
 from torch_models import WIDTH, Reference, data, mlp
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from some import some
 from torch_models import TWO_WAYS, Reference, data, mlp, programs

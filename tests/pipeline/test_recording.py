@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import drumline as dl
-from drumline.core.account import account
 from drumline.core.errors import RunError, UsageError
-from drumline.core.parts import parts_of, summed_parts
+from drumline.core.measured.account import account
+from drumline.core.measured.breakdown import parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft
@@ -89,7 +89,7 @@ def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypat
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("drumline.pipeline.described.version", missing)
+    monkeypatch.setattr("drumline.pipeline.record.description.version", missing)
     pipeline(record=tmp_path).close()
     assert dl.read_run(tmp_path).config["drumline"] == "unknown"
 

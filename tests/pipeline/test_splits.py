@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, UsageError
+from drumline.pipeline.model.splits import found_split
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.splits import found_split
 from drumline.runtime.batch import cut
-from drumline.runtime.pieces import Inputs
+from drumline.runtime.blocks.pieces import Inputs
 
 pytestmark = pytest.mark.torch
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError
+from drumline.core.measured.record import Record
 from drumline.core.program import Program
-from drumline.core.record import Record
-from drumline.pipeline.scaler import LossScaler
-from drumline.pipeline.tally import Ledger, Tally, Told
+from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.pipeline.state.scaler import LossScaler
 from drumline.schedules import generate
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from tied_models import MODELS, WIDTH, language_model, loss_fn, tokens
 from torch_models import Reference, data, programs

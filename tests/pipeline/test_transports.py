@@ -23,7 +23,7 @@ from drumline.core.errors import (
     RunError,
     ScheduleError,
 )
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from torch_models import SYNCHRONOUS, TWO_WAYS, Reference, Unused, data, mlp, programs
 

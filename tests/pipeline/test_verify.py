@@ -21,10 +21,10 @@ from drumline.core.errors import (
     ScheduleError,
     UsageError,
 )
-from drumline.pipeline.model_file import Material
+from drumline.pipeline.model.file import Material
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.result import StepResult
-from drumline.pipeline.verify import Verification, difference, verify
+from drumline.pipeline.verify.verify import Verification, difference, verify
 from drumline.schedules import generate
 from faults import FAULTS
 from torch_models import data, mlp

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.launch import launch
+from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from zoo import ONLY_BY_CHECK, WIDTH, ZOO, Entry, memory
 

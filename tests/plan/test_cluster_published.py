@@ -7,8 +7,8 @@ import pytest
 import published
 from drumline.plan.cluster.compared import all_held_out, best_constant, compared, errors_of, table
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.hardware import REACH, Link
-from drumline.plan.cluster.machines import NODE_REACH, cluster
+from drumline.plan.cluster.machine.hardware import REACH, Link
+from drumline.plan.cluster.machine.named import NODE_REACH, cluster
 from drumline.plan.cluster.published import (
     Holding,
     Run,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.shape import (
     FORMULAS,
     Pace,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice
-from drumline.plan.cluster.machines import MACHINES, cluster, load, machine, machine_table
-from drumline.plan.cluster.models import MODELS
-from drumline.plan.cluster.tables import layout_of, table_of, transformer_of
+from drumline.plan.cluster.machine.named import MACHINES, cluster, load, machine, machine_table
+from drumline.plan.cluster.model.named import MODELS
+from drumline.plan.cluster.model.tables import layout_of, table_of, transformer_of
 
 MINE = {
     "name": "mine",

@@ -6,8 +6,8 @@ import random
 import numpy as np
 
 from chains import cuts
-from drumline.core.graph import Floats
-from drumline.plan.cuts import shortest_largest, shortest_step
+from drumline.core.simulate.graph import Floats
+from drumline.plan.cut.exact import shortest_largest, shortest_step
 
 Tables = list[Floats]
 

@@ -11,22 +11,22 @@ import pytest
 from cluster_models import small_cluster, small_transformer
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import PlanError
-from drumline.core.idle import Limit
 from drumline.core.placement import Placement
-from drumline.core.simulate import simulate
-from drumline.plan.chain import BlockCosts
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.flops import model_flops
 from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.model.flops import model_flops
+from drumline.plan.cluster.model.transformer import Experts
 from drumline.plan.cluster.slices import slices_of
-from drumline.plan.cluster.transformer import Experts
-from drumline.plan.held import Held
-from drumline.plan.layers import Profile, Times
-from drumline.plan.partition import partition, rank_bytes
-from drumline.plan.planner import _chosen, reordered
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.held_pairs import Held
+from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.device.blocks import Profile, Times
+from drumline.plan.device.planner import _chosen, reordered
+from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound
 from drumline.plan.search.instance import B, I, Instance
 from drumline.plan.search.local import Neighbourhood
-from drumline.plan.search.lower_bounds import BOUNDS, lower_bound
 from drumline.plan.search.objective import Jitter, Objective
 from names import build
 from profiles import layer

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import PlanError
-from drumline.core.handling import Handling
-from drumline.plan.lines import Line, fitted
-from drumline.plan.model_profile import Link, ModelProfile, is_profile, merged
-from drumline.plan.overheads import Overheads
-from drumline.report.profiles import profile_page, profile_svg, profile_text
+from drumline.core.measured.handling import Handling
+from drumline.plan.device.link_fit import Line, fitted
+from drumline.plan.device.model_profile import Link, ModelProfile, is_profile, merged
+from drumline.plan.device.overheads import Overheads
+from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from profiles import SOME, model_profile
 
 

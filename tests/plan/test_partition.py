@@ -16,11 +16,11 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.plan import shared
-from drumline.plan.chain import BlockCosts, Partition
-from drumline.plan.held import held_by
-from drumline.plan.partition import partition, rank_bytes
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.cut import shared_ranks as shared
+from drumline.plan.cut.chain import BlockCosts, Partition
+from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.partition import partition, rank_bytes
 from programs import build, programs
 
 blocks = st.builds(

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from chains import cuts
 from drumline.core.costs import Edge
 from drumline.core.errors import PlanError, ScheduleError
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
-from drumline.plan.candidate import Candidate
-from drumline.plan.lines import Line
-from drumline.plan.model_profile import ModelProfile
-from drumline.plan.overheads import Overheads
-from drumline.plan.plan import Plan
-from drumline.plan.planner import plan, reordered
-from drumline.plan.ranks import Ranks
-from drumline.plan.stages import Stages, every_cut
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.cut.stages import Stages, every_cut
+from drumline.plan.device.candidate import Candidate
+from drumline.plan.device.link_fit import Line
+from drumline.plan.device.model_profile import ModelProfile
+from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import plan, reordered
+from drumline.plan.device.ranks import Ranks
 from names import build
 from profiles import NONE, SOME, model_profile
 from some import some

@@ -9,10 +9,10 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.idle import Limit
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
 from drumline.plan.search.construct import Builder
 from drumline.plan.search.everywhere import placement_named
 from drumline.plan.search.instance import B, Instance, Rows

@@ -8,11 +8,11 @@ from chains import FLUSHED, cuts, stage_seconds
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.plan.chain import BlockCosts
-from drumline.plan.held import held_by
-from drumline.plan.partition import partition
-from drumline.plan.timed import TimedCuts
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.partition import partition
+from drumline.plan.cut.timed import TimedCuts
 from programs import build, programs
 
 

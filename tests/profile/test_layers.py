@@ -10,13 +10,13 @@ from torch.nn import functional
 
 from counted_time import counted_time
 from drumline.core.errors import BatchError, ModelError
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.plan.held import held_by
-from drumline.plan.layers import Layer, Profile, Times
-from drumline.plan.partition import rank_bytes
+from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.partition import rank_bytes
+from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.profile.layers import _told_apart, profile
-from drumline.report.profiles import layers_table
+from drumline.report.plan.profiles import layers_table
 from drumline.schedules import generate
 from some import some
 from torch_models import WIDTH, data, mlp

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from drumline.core.costs import Costs
-from drumline.core.idle import Limit
-from drumline.report.advice import advise
+from drumline.core.timeline.idle import Limit
+from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare
 
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from drumline.core.errors import UsageError
-from drumline.report.chart import Series, chart
+from drumline.report.draw.chart import Series, chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -4,8 +4,8 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
-from drumline.core.idle import Limit
-from drumline.report.advice import advise
+from drumline.core.timeline.idle import Limit
+from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare, compare_table, left_out_text
 from drumline.report.compare_page import compare_page
 from drumline.report.table import table

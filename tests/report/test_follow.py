@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import UsageError
-from drumline.core.run import read_run
-from drumline.report import writers
-from drumline.report.follow import follow, lines
-from drumline.report.live import ASCII, FINE, Live
+from drumline.core.measured.run import read_run
+from drumline.report.run import writers
+from drumline.report.run.follow import follow, lines
+from drumline.report.run.live import ASCII, FINE, Live
 from drumline.schedules import generate
 from simulated_runs import per_stage, write_simulated_run
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.report.grid import grid, legend
+from drumline.core.simulate.simulate import simulate
+from drumline.report.draw.grid import grid, legend
 from programs import NAMES, build, costs_for, programs
 
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
-from drumline.core.idle import Cause
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.timeline import Timeline
-from drumline.core.validate import validate
-from drumline.report.analysis import analyze
-from drumline.report.analysis_advice import advise_on
-from drumline.report.kineto_clocks import align
-from drumline.report.kineto_load import load
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Cause
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.advise.traces import advise_on
+from drumline.report.kineto.analysis import analyze
+from drumline.report.kineto.clocks import align
+from drumline.report.kineto.load import load
 from drumline.report.summary import idle_by_cause
 from kineto_traces import BEGIN, MESSAGE_BYTES, UNIT, Event, event, info, mark, save, written
 from names import build

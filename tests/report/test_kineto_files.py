@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
-from drumline.core.simulate import simulate
-from drumline.report import kineto_events
-from drumline.report.kineto_events import events
-from drumline.report.kineto_load import load
-from drumline.report.kineto_recording import read
+from drumline.core.simulate.simulate import simulate
+from drumline.report.kineto import events as kineto_events
+from drumline.report.kineto.events import events
+from drumline.report.kineto.load import load
+from drumline.report.kineto.recording import read
 from kineto_traces import BASE, BEGIN, Event, event, info, mark, save, written
 from names import build
 

@@ -11,8 +11,8 @@ import pytest
 from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.errors import TraceError
-from drumline.core.simulate import Simulation, simulate
-from drumline.report.kineto_load import load
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.kineto.load import load
 from kineto_traces import BEGIN, UNIT, Event, Rank, event, host_events, info, mark, save
 from programs import build
 

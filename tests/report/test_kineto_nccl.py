@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from drumline.core.action import Op
-from drumline.core.validate import validate
-from drumline.report.analysis import analyze
-from drumline.report.kineto_load import load
+from drumline.core.prove.validate import validate
+from drumline.report.kineto.analysis import analyze
+from drumline.report.kineto.load import load
 from drumline.schedules import generate
 from some import some
 

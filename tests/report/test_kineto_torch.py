@@ -15,13 +15,13 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.errors import TraceError
-from drumline.core.idle import Cause
 from drumline.core.program import Program
-from drumline.core.validate import validate
-from drumline.report.analysis import Analysis, analyze
-from drumline.report.analysis_advice import advise_on
-from drumline.report.kineto import Traced
-from drumline.report.kineto_load import load
+from drumline.core.prove.validate import validate
+from drumline.core.timeline.idle import Cause
+from drumline.report.advise.traces import advise_on
+from drumline.report.kineto.analysis import Analysis, analyze
+from drumline.report.kineto.load import load
+from drumline.report.kineto.traces import Traced
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine

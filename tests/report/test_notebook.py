@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import drumline as dl
-from drumline.report import notebook
+from drumline.report.draw import notebook
 
 
 def shown(value: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.report.packed import packed, unpacked
+from drumline.report.draw.packed import packed, unpacked
 
 numbers = st.lists(st.integers(-(2**53), 2**53)) | st.lists(st.floats(allow_nan=False, allow_infinity=False))
 

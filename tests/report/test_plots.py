@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from drumline.core.errors import UsageError
-from drumline.core.idle import Cause
-from drumline.core.run import read_run
-from drumline.report import writers
-from drumline.report.plots import CAUSES, plots
-from drumline.report.run_report import RunReport, report_of
-from drumline.report.trace import traces
+from drumline.core.measured.run import read_run
+from drumline.core.timeline.idle import Cause
+from drumline.report.draw.trace import traces
+from drumline.report.run import writers
+from drumline.report.run.plots import CAUSES, plots
+from drumline.report.run.report import RunReport, report_of
 from drumline.schedules import generate
 from simulated_runs import per_stage, write_simulated_run
 

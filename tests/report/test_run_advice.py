@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from drumline.core.costs import Costs, Edge
-from drumline.core.run import read_run
-from drumline.core.simulate import simulate
-from drumline.report.observed import observe
-from drumline.report.remedy import Remedy
-from drumline.report.run_advice import Advice, advise_run
+from drumline.core.measured.run import read_run
+from drumline.core.simulate.simulate import simulate
+from drumline.report.advise.remedy import Remedy
+from drumline.report.advise.run import Advice, advise_run
+from drumline.report.run.observed import observe
 from drumline.schedules import generate
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 

@@ -9,11 +9,11 @@ import pytest
 
 from drumline.core.costs import Costs
 from drumline.core.errors import RecordError
-from drumline.core.record import Record
-from drumline.core.run import read_run
-from drumline.core.simulate import simulate
-from drumline.report.run_report import RunReport, report_of, reports_of
-from drumline.report.run_text import reports_text
+from drumline.core.measured.record import Record
+from drumline.core.measured.run import read_run
+from drumline.core.simulate.simulate import simulate
+from drumline.report.run.report import RunReport, report_of, reports_of
+from drumline.report.run.text import reports_text
 from drumline.schedules import generate
 from records import line
 from simulated_runs import even_blocks, per_stage, write_simulated_run

@@ -12,9 +12,9 @@ import pytest
 from drumline.core.action import TIMED_OPS, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
-from drumline.report.palette import SHADES
-from drumline.report.svg import svg
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.draw.palette import SHADES
+from drumline.report.draw.svg import svg
 from drumline.schedules import generate, schedules
 from some import some
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.core.costs import Costs
-from drumline.core.measured import Measured
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.core.record import BETWEEN
-from drumline.core.simulate import Simulation, simulate
-from drumline.report.trace import trace, traces
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.draw.trace import trace, traces
 from programs import NAMES, build, costs_for, programs
 from records import PROGRAM, two_ranks
 

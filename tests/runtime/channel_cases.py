@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from drumline.core.action import Action
 from drumline.core.errors import MismatchError, RankFailed, WaitTimeout
-from drumline.runtime.channel import Channel, Delivery, Wait
-from drumline.runtime.distributed import DistributedChannel
-from drumline.runtime.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel.channel import Channel, Delivery, Wait
+from drumline.runtime.channel.distributed import DistributedChannel
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 Make = Callable[[], Channel]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from drumline.runtime.capture.cuda import EventClock
 from drumline.runtime.clock import Clock, NoClock
-from drumline.runtime.cuda import EventClock
 from drumline.runtime.draft import Draft
 from some import some
 

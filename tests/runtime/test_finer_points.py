@@ -14,20 +14,21 @@ from drumline.core.action import Action
 from drumline.core.errors import RunError
 from drumline.core.placement import Placement
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime import clip, weights
-from drumline.runtime.attributes import BETWEEN, MISSING, Attributes
+from drumline.runtime.backward.tape import Tape, accumulate, merged
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.buffers import Buffers
-from drumline.runtime.copies import Copies
-from drumline.runtime.cut import Block
-from drumline.runtime.in_process import Hub
-from drumline.runtime.layout import Layouts
-from drumline.runtime.link import UnixLink
+from drumline.runtime.channel.in_process import Hub
+from drumline.runtime.channel.layout import Layouts
+from drumline.runtime.channel.link import UnixLink
+from drumline.runtime.channel.slots import Slot, new_memory
+from drumline.runtime.follow.attributes import BETWEEN, MISSING, Attributes
+from drumline.runtime.gradients import clip
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.slots import Slot, new_memory
-from drumline.runtime.tape import Tape, accumulate, merged
-from drumline.runtime.tied import Ties
 from drumline.runtime.values import joined
-from drumline.runtime.watch import Watch
+from drumline.runtime.watch.watch import Watch
+from drumline.runtime.weights import files as weights
+from drumline.runtime.weights.copies import Copies
+from drumline.runtime.weights.tied import Ties
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from drumline.runtime.halves import Halves, halves
+from drumline.runtime.backward.halves import Halves, halves
 from some import some
 
 pytestmark = pytest.mark.torch

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import drumline as dl
 from drumline.core.errors import ModelError
-from drumline.runtime.cut import Block, blocks_of
-from drumline.runtime.materialise import materialise
-from drumline.runtime.weights import Weights
+from drumline.runtime.blocks.cut import Block, blocks_of
+from drumline.runtime.weights.files import Weights
+from drumline.runtime.weights.materialise import materialise
 from materials import assert_same, by_parts, values
 from some import some
 from torch_models import CPU, on_meta

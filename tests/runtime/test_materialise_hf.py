@@ -13,9 +13,9 @@ from torch import nn
 
 import drumline as dl
 from drumline.core.errors import ModelError
-from drumline.runtime.cut import Block
-from drumline.runtime.pieces import Inputs, pieces_of
-from drumline.runtime.weights import Weights
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.weights.files import Weights
 from hf_models import MODELS, batch_for, tiny
 from materials import assert_same, by_parts, values
 from some import some

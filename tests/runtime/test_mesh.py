@@ -13,11 +13,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from drumline.core.errors import RankFailed, RunError, WaitTimeout
-from drumline.runtime import limits, rendezvous
-from drumline.runtime.link import TcpLink, UnixLink
-from drumline.runtime.mesh import FIRST_OWN_KIND, Mesh
-from drumline.runtime.rendezvous import connect, exchange, one_host
-from drumline.runtime.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel import limits, rendezvous
+from drumline.runtime.channel.link import TcpLink, UnixLink
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.rendezvous import connect, exchange, one_host
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 pytestmark = pytest.mark.torch
 

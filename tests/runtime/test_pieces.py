@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.runtime.cut import Block, cut
-from drumline.runtime.pieces import Inputs, Live, pieces_of
+from drumline.runtime.blocks.cut import Block, cut
+from drumline.runtime.blocks.pieces import Inputs, Live, pieces_of
 from some import some
 
 pytestmark = pytest.mark.torch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from drumline.runtime.cut import Block
-from drumline.runtime.owners import Reel, owners_in
+from drumline.runtime.backward.owners import Reel, owners_in
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage

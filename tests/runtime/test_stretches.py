@@ -7,10 +7,10 @@ import pytest
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.lower import lower
 from drumline.core.program import Program
+from drumline.runtime.capture.stretches import Stretch, stretches
+from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.clock import Clock
 from drumline.runtime.executor import Executor, Job
-from drumline.runtime.in_process import Hub
-from drumline.runtime.stretches import Stretch, stretches
 from drumline.schedules import find, generate
 from some import some
 from torch_models import SYNCHRONOUS, programs

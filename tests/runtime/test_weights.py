@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime import weights as module
-from drumline.runtime.weights import Weights
+from drumline.runtime.weights import files as module
+from drumline.runtime.weights.files import Weights
 from extras import needed
 
 pytestmark = pytest.mark.torch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drumline.core.costs import Costs
-from drumline.core.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation, simulate
 from names import build
 
 

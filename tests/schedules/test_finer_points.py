@@ -9,8 +9,8 @@ import pytest
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import ScheduleError
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate, schedule, unregister
 from names import build
 

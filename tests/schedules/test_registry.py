@@ -8,8 +8,8 @@ import pytest
 
 from drumline.core.action import Action, B, F
 from drumline.core.errors import ScheduleError
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from drumline.schedules import find, generate, schedule, schedules, unregister
 from drumline.schedules.registry import MAX_PAIRS
 from names import NAMES

@@ -14,8 +14,8 @@ from drumline.cli.output import colour_wanted, counts, print_json, progress, sav
 from drumline.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from drumline.core.timeline import Timeline
-    from drumline.report.analysis import Analysis
+    from drumline.core.timeline.timeline import Timeline
+    from drumline.report.kineto.analysis import Analysis
 
 # More violations, ranks or steps than anybody reads; --json has them all.
 _MOST_SHOWN = 10
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Report one step; exit 1 if the traces contradict the rules of a pipeline."""
-    from drumline.report.analysis import analyze
-    from drumline.report.analysis_advice import advise_on
+    from drumline.report.advise.traces import advise_on
+    from drumline.report.kineto.analysis import analyze
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
     progress("")
@@ -68,13 +68,13 @@ def _csv(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
 
 
 def _svg(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    from drumline.report.svg import svg
+    from drumline.report.draw.svg import svg
 
     return svg(analysis.timeline, title=_title(analysis))
 
 
 def _html(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    from drumline.report.html import page
+    from drumline.report.draw.html import page
 
     name = analysis.timeline.program.name
     shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
@@ -88,7 +88,7 @@ def _called(timeline: Timeline, name: str) -> Timeline:
 
 
 def _perfetto(args: argparse.Namespace, analysis: Analysis, advice: str) -> bytes:
-    from drumline.report.trace import trace
+    from drumline.report.draw.trace import trace
 
     return trace(analysis.timeline)
 
@@ -98,8 +98,8 @@ def _title(analysis: Analysis) -> str:
 
 
 def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    from drumline.report.grid import grid
-    from drumline.report.kineto import described
+    from drumline.report.draw.grid import grid
+    from drumline.report.kineto.traces import described
     from drumline.report.table import table
 
     timeline = analysis.timeline

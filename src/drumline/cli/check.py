@@ -9,8 +9,8 @@ from functools import partial
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json
 from drumline.core.channel import Queues
-from drumline.core.frozen import untrained
-from drumline.core.validate import validate
+from drumline.core.prove.frozen import untrained
+from drumline.core.prove.validate import validate
 
 # More than anybody reads; --json has them all.
 MAX_PRINTED = 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.advice import advise
+from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare, compare_table, left_out_text
 
 

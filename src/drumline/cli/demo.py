@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     with needs.pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
         from drumline.train.two_stages import Build
-    from drumline.report.run_page import run_page
-    from drumline.report.run_report import reports_of
+    from drumline.report.run.page import run_page
+    from drumline.report.run.report import reports_of
 
     for name in ("width", "epochs"):
         if getattr(args, name) < 1:
@@ -70,7 +70,7 @@ def _show(done: int, of: int, what: str) -> None:
 
 
 def _print(outcomes: Sequence[Outcome]) -> None:
-    from drumline.report.grid import grid
+    from drumline.report.draw.grid import grid
     from drumline.report.table import table
 
     width = terminal_width()

@@ -13,9 +13,9 @@ from drumline.core.channel import STRICTEST, Queues
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
 from drumline.core.files import Kind, is_regular, opened
-from drumline.core.idle import Limit
 from drumline.core.placement import Placement
 from drumline.core.program import Program
+from drumline.core.timeline.idle import Limit
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")
 CHANNELS = tuple(str(queues) for queues in Queues)
@@ -125,7 +125,7 @@ def pruned(program: Program, args: argparse.Namespace) -> Program:
         return program
     if not args.frozen <= set(range(program.num_stages)):
         raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {program.num_stages - 1}")
-    from drumline.core.frozen import prune
+    from drumline.core.prove.frozen import prune
 
     return prune(program, [stage not in args.frozen for stage in range(program.num_stages)])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from drumline.cli import flags, plan_cluster, plan_profile
 from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
-from drumline.plan.model_profile import is_profile
+from drumline.plan.device.model_profile import is_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,9 @@ from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
 
 if TYPE_CHECKING:
-    from drumline.core.simulate import Simulation
-    from drumline.plan.cluster.hardware import Cluster
-    from drumline.plan.cluster.transformer import Transformer
+    from drumline.core.simulate.simulate import Simulation
+    from drumline.plan.cluster.machine.hardware import Cluster
+    from drumline.plan.cluster.model.transformer import Transformer
     from drumline.plan.layouts.pins import Pins
     from drumline.plan.layouts.planner import ClusterPlan
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**figures, **({} if args.out is None else {"out": str(args.out)})})
     else:
-        from drumline.report.plan_text import plan_text
+        from drumline.report.plan.text import plan_text
 
         print(plan_text(figures, width=terminal_width(), framework=args.launch))
         if args.out is not None:
@@ -116,8 +116,8 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
 
 
 def _model(args: argparse.Namespace) -> Transformer:
-    from drumline.plan.cluster.hugging_face import read_config
-    from drumline.plan.cluster.models import model
+    from drumline.plan.cluster.model.hugging_face import read_config
+    from drumline.plan.cluster.model.named import model
 
     subject = str(args.subject)
     path = Path(subject)
@@ -128,7 +128,7 @@ def _model(args: argparse.Namespace) -> Transformer:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from drumline.plan.cluster.machines import cluster
+    from drumline.plan.cluster.machine.named import cluster
 
     per_node = args.gpus_per_node or cluster(args.hardware, 1).devices_per_node
     gpus = args.gpus if args.gpus is not None else args.nodes * per_node
@@ -177,13 +177,13 @@ def _timeline(simulation: Simulation, shows: str) -> dict[str, Any]:
 
 
 def _html(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
-    from drumline.report.plan_page import plan_page
+    from drumline.report.plan.page import plan_page
 
     return plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1])
 
 
 def _svg(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
-    from drumline.report.plan_charts import best_svg
+    from drumline.report.plan.charts import best_svg
 
     return best_svg(figures).rstrip("\n")
 

@@ -13,8 +13,8 @@ from drumline.core.costs import Edge
 from drumline.core.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from drumline.plan.candidate import Candidate
-    from drumline.plan.planner import Planned
+    from drumline.plan.device.candidate import Candidate
+    from drumline.plan.device.planner import Planned
 
 _MIB = 2**20
 _SHOWN = 10
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and report."""
-    from drumline.plan.planner import CHECKPOINTING, plan
+    from drumline.plan.device.planner import CHECKPOINTING, plan
 
     for flag, value in (("--ranks", args.ranks), ("--batch", args.batch)):
         if value is None:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _page(found: Planned) -> str:
     """Return the timelines of the choice and of the best by every other schedule."""
-    from drumline.report.html import page
+    from drumline.report.draw.html import page
 
     best: dict[str, Candidate] = {}
     for one in found.candidates:
@@ -102,7 +102,7 @@ def _page(found: Planned) -> str:
 
 
 def _picture(found: Planned) -> str:
-    from drumline.report.svg import svg
+    from drumline.report.draw.svg import svg
 
     return svg(found.chosen.timeline()).rstrip("\n")
 

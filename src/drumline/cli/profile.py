@@ -11,7 +11,7 @@ from typing import Any
 from drumline.cli import flags, needs
 from drumline.cli.output import print_json, progress, save, terminal_width
 from drumline.core.errors import UsageError
-from drumline.plan.model_profile import ModelProfile, is_profile
+from drumline.plan.device.model_profile import ModelProfile, is_profile
 
 _SUFFIXES = (".json", ".svg", ".html")
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         table: dict[str, Any] = json.loads(found.to_json())
         print_json({**table, **({"out": [str(path) for path in args.out]} if args.out else {})})
         return 0
-    from drumline.report.profiles import profile_text
+    from drumline.report.plan.profiles import profile_text
 
     print(profile_text(found, width=terminal_width()))
     for path in args.out:
@@ -101,7 +101,7 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
 
 
 def _written(path: Path, found: ModelProfile) -> str:
-    from drumline.report.profiles import profile_page, profile_svg
+    from drumline.report.plan.profiles import profile_page, profile_svg
 
     match path.suffix:
         case ".json":

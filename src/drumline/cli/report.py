@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from drumline.cli import flags
 from drumline.cli.output import colour_wanted, print_json, save, terminal_width
 from drumline.core.errors import UsageError
-from drumline.core.run import read_run
+from drumline.core.measured.run import read_run
 
 if TYPE_CHECKING:
-    from drumline.core.timeline import Timeline
-    from drumline.report.run_report import RunReport
+    from drumline.core.timeline.timeline import Timeline
+    from drumline.report.run.report import RunReport
 
 PAGE = "report.html"
 _ENDINGS = {
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Report runs: write a file, and say in short what it says."""
-    from drumline.report.run_report import reports_of
+    from drumline.report.run.report import reports_of
 
     form = _format(args)
     reports = reports_of([read_run(path) for path in args.runs], step=args.step)
@@ -78,7 +78,7 @@ def _format(args: argparse.Namespace) -> str:
 
 
 def _terminal_text(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run_text import reports_text
+    from drumline.report.run.text import reports_text
 
     return reports_text(reports, width=terminal_width(), colour=colour_wanted())
 
@@ -93,31 +93,31 @@ def _to_stdout(written: str | bytes, form: str) -> None:
 
 
 def _text(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run_text import reports_text
+    from drumline.report.run.text import reports_text
 
     return reports_text(reports)
 
 
 def _html(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run_page import run_page
+    from drumline.report.run.page import run_page
 
     return run_page(reports)
 
 
 def _svg(reports: Sequence[RunReport]) -> str:
-    from drumline.report.plots import plots
+    from drumline.report.run.plots import plots
 
     return plots(reports, file_type="svg").decode()
 
 
 def _png(reports: Sequence[RunReport]) -> bytes:
-    from drumline.report.plots import plots
+    from drumline.report.run.plots import plots
 
     return plots(reports, file_type="png")
 
 
 def _perfetto(reports: Sequence[RunReport]) -> bytes:
-    from drumline.report.trace import traces
+    from drumline.report.draw.trace import traces
 
     timelines: dict[str, Timeline] = {}
     for one in reports:

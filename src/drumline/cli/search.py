@@ -144,8 +144,8 @@ def _text(found: Found, others: Sequence[Found]) -> str:
 
 def _write(path: Path, found: Found) -> None:
     from drumline.core.torch_text import for_torch
-    from drumline.report.html import page
-    from drumline.report.svg import svg
+    from drumline.report.draw.html import page
+    from drumline.report.draw.svg import svg
 
     program = found.program
     match path.suffix:
@@ -160,7 +160,7 @@ def _write(path: Path, found: Found) -> None:
 
 def _pareto(args: argparse.Namespace) -> int:
     from drumline.plan.search.pareto import pareto
-    from drumline.report.pareto import pareto_page, pareto_svg, pareto_table
+    from drumline.report.draw.pareto import pareto_page, pareto_svg, pareto_table
 
     costs = flags.costs_of(args)
     name = None if args.placement == "all" else args.placement

@@ -14,7 +14,7 @@ from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
 
 if TYPE_CHECKING:
-    from drumline.core.simulate import Simulation
+    from drumline.core.simulate.simulate import Simulation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,33 +86,33 @@ def _torch(args: argparse.Namespace, program: Program) -> str:
 
 
 def _svg(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.svg import svg
+    from drumline.report.draw.svg import svg
 
     return svg(_timeline(args, program))
 
 
 def _html(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.html import page
+    from drumline.report.draw.html import page
 
     return page([_timeline(args, program)])
 
 
 def _perfetto(args: argparse.Namespace, program: Program) -> bytes:
-    from drumline.report.trace import trace
+    from drumline.report.draw.trace import trace
 
     return trace(_timeline(args, program))
 
 
 def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
     from drumline.core.costs import Costs
-    from drumline.core.simulate import simulate
+    from drumline.core.simulate.simulate import simulate
 
     # Slots: every action takes one, a whole backward as much as a half.
     return simulate(program, Costs(backward=1, overlapped=1, update=1) if args.slots else flags.costs_of(args))
 
 
 def _text(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.grid import grid, legend
+    from drumline.report.draw.grid import grid, legend
 
     timeline = _timeline(args, program)
     window = _window(args.window)

@@ -6,8 +6,8 @@ import argparse
 
 from drumline.cli import flags
 from drumline.cli.output import counts, print_json, terminal_width, wrapped
-from drumline.core.simulate import Simulation, simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.summary import summarize
 
 

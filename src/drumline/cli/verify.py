@@ -12,7 +12,7 @@ from drumline.cli.output import print_json, progress, terminal_width, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
-    from drumline.pipeline.verify import Verification
+    from drumline.pipeline.verify.verify import Verification
 
 _MOST_NAMED = 5
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         args.microbatches = 8 if args.microbatches is None else args.microbatches
     program = flags.program_of(args)
     with needs.pytorch("verify runs a model"):
-        from drumline.pipeline.verify import verify
+        from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
         with redirect_stdout(sys.stderr):  # where a model of the user's prints

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from drumline.cli import flags
 from drumline.cli.output import print_json, progress, terminal_width
 from drumline.core.errors import RecordError, UsageError
-from drumline.core.run import CONFIG, Run, read_run
+from drumline.core.measured.run import CONFIG, Run, read_run
 
 if TYPE_CHECKING:
-    from drumline.report.follow import Writer
-    from drumline.report.live import Live
+    from drumline.report.run.follow import Writer
+    from drumline.report.run.live import Live
 
 _EVERY = 0.5
 _FEWEST_SECONDS = 0.2  # between two frames
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Follow a run until it has ended."""
-    from drumline.report.follow import QUIET, lines, scalars
-    from drumline.report.live import ASCII, FINE, Live
+    from drumline.report.run.follow import QUIET, lines, scalars
+    from drumline.report.run.live import ASCII, FINE, Live
 
     if args.wait < 0:
         raise UsageError(f"--wait is {args.wait:g}", expected="0 seconds or more")
@@ -135,7 +135,7 @@ def _begun(path: Path, wait: float) -> Run:
 
 
 def _writers(args: argparse.Namespace, found: Run) -> list[Writer]:
-    from drumline.report.writers import TensorBoard, WandB
+    from drumline.report.run.writers import TensorBoard, WandB
 
     made: list[Writer] = []
     if args.tensorboard is not None:

@@ -1,1 +1,1 @@
-"""The two values everything is built on, `Program` and `Timeline`, and what makes one from the other. No torch here."""
+"""The two values everything is built on, `Program` and `Timeline`: their parts, rules, costs, texts. No torch here."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.action import Op
-from drumline.core.graph import CODE, Ints
+from drumline.core.simulate.graph import CODE, Ints
 
 
 class Backward(StrEnum):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from drumline.core.cost_fields import SHAPES, check_edges, check_field, check_number
 from drumline.core.errors import CostsError, nearest
 from drumline.core.files import MIB, Kind, named, parse_object, read_text
 from drumline.core.parsed import LARGEST, shown
-from drumline.core.shapes import SHAPES, check_edges, check_field, check_number
 
 PerStage = float | Sequence[float]
 

@@ -19,11 +19,11 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
-from drumline.core.index import Index, Place
 from drumline.core.one_order import in_one_order
 from drumline.core.program import Program, Row
-from drumline.core.validate import validate
-from drumline.core.violation import InvalidProgram
+from drumline.core.prove.index import Index, Place
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
 
 
 def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Program:

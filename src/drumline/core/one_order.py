@@ -23,9 +23,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from drumline.core import check_exchange, check_waits, rules
+from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.index import Index, Place
+from drumline.core.prove import exchanges, waits
+from drumline.core.prove.index import Index, Place
 
 _SECONDS = {
     Op.FORWARD: 1,
@@ -66,8 +67,8 @@ class _Run:
                     assert message is not None
                     self.made[made].append((message, taken.rank))
                     self.needs[taken].append(message.recv)
-        for waits in (check_exchange.waits_for_exchange(index), check_waits.waits(index)):
-            for place, others in waits.items():
+        for needed in (exchanges.waits_for_exchange(index), waits.waits(index)):
+            for place, others in needed.items():
                 self.needs[place] += others
         self.at = [0] * len(self.rows)
         self.free = [0] * len(self.rows)

@@ -17,11 +17,11 @@ from pathlib import Path
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.backwards import Backward, backwards
-from drumline.core.columns import Columns
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
-from drumline.core.graph import CODE
 from drumline.core.placement import Placement
+from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import CODE
 
 Row = tuple[Action, ...]
 

@@ -7,13 +7,13 @@ import re
 from drumline.core import rules
 from drumline.core.action import SEND_OPS, STATE_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import STRICTEST
-from drumline.core.check_waits import wait_for
 from drumline.core.errors import ProgramError
-from drumline.core.frozen import untrained
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.core.validate import validate
-from drumline.core.violation import InvalidProgram
+from drumline.core.prove.frozen import untrained
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.prove.waits import wait_for
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 

@@ -1,1 +1,1 @@
-"""What a user holds: the pipeline, its optimizer, local ranks, and the comparison with one process."""
+"""What a user holds: the pipeline, how it is set up, cut and connected, and the step."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from drumline.core.errors import ModelError, UsageError
 from drumline.core.program import Program
-from drumline.pipeline import splits
+from drumline.pipeline.model import splits
 
 UNUSED = ("warn", "raise", "ignore")
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")

@@ -14,14 +14,14 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
-from drumline.pipeline.loss_module import LossHolder, held_loss
-from drumline.runtime.compiled import Compiler
-from drumline.runtime.copies import Copies
-from drumline.runtime.cut import Block
+from drumline.pipeline.loss.loss_module import LossHolder, held_loss
+from drumline.runtime.backward.compiled import Compiler
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
-from drumline.runtime.tied import Ties
+from drumline.runtime.weights.copies import Copies
+from drumline.runtime.weights.tied import Ties
 
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 

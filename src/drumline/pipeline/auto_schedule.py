@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from drumline.core.costs import Costs, Edge
-from drumline.core.idle import Limit
-from drumline.core.measured import Measured
+from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.tally import Ledger
+from drumline.pipeline.record.tally import Ledger
 from drumline.plan.search.search import search
 
 AUTO = "auto"

@@ -17,19 +17,19 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.timeline import Timeline
+from drumline.core.simulate.simulate import simulate
+from drumline.core.timeline.timeline import Timeline
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.models import blocks_for, example_inputs
+from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
-from drumline.plan.chain import Partition
-from drumline.plan.layers import Profile
-from drumline.plan.timed import TimedCuts
+from drumline.plan.cut.chain import Partition
+from drumline.plan.cut.timed import TimedCuts
+from drumline.plan.device.blocks import Profile
 from drumline.profile.layers import profile
 from drumline.report.table import table
-from drumline.runtime.cut import Block, Model
+from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 

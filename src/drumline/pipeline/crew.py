@@ -20,8 +20,8 @@ from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.programs import edges_of
-from drumline.runtime.channel import Channel, Wait
-from drumline.runtime.in_process import Hub, take_turns
+from drumline.runtime.channel.channel import Channel, Wait
+from drumline.runtime.channel.in_process import Hub, take_turns
 
 _scopes = itertools.count()
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()

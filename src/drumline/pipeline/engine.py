@@ -13,15 +13,15 @@ from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.programs import forwards_of
-from drumline.pipeline.recording import Recording
-from drumline.runtime.capture import Capture
-from drumline.runtime.channel import Channel
-from drumline.runtime.copies import Copies
-from drumline.runtime.cuda import clock_for, recorder_for
+from drumline.pipeline.record.recording import Recording
+from drumline.runtime.capture.capture import Capture
+from drumline.runtime.capture.cuda import clock_for, recorder_for
+from drumline.runtime.channel.channel import Channel
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
+from drumline.runtime.weights.copies import Copies
 
 
 class Engine:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import BatchError, ModelError
-from drumline.pipeline.fn_loss import Check, FnWeight
-from drumline.pipeline.models import inputs_for, is_chain
-from drumline.pipeline.own_loss import OwnShares, own_loss
-from drumline.pipeline.splits import found_split
-from drumline.pipeline.weighing import Weighing
+from drumline.pipeline.loss.fn_loss import Check, FnWeight
+from drumline.pipeline.loss.own_loss import OwnShares, own_loss
+from drumline.pipeline.loss.weighing import Weighing
+from drumline.pipeline.model.blocks import inputs_for, is_chain
+from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
-from drumline.runtime.cut import Block, Model
+from drumline.runtime.blocks.cut import Block, Model
+from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.executor import Step
-from drumline.runtime.loss_sheet import Factors, Multiplying
-from drumline.runtime.pieces import Piece
+from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.values import moved, pack
 
 LossFunction = Callable[..., Tensor]

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError, RunError, UsageError
-from drumline.core.measured import Measured
+from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline.agreement import Followed, Given
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
-from drumline.pipeline.guard import Guard
-from drumline.pipeline.model_check import Checked
+from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.result import StepResult
-from drumline.pipeline.scaler import LossScaler
 from drumline.pipeline.setup import Options, set_up
-from drumline.pipeline.tally import Ledger, Tally, Told
-from drumline.plan.plan import Plan
-from drumline.plan.planner import Planned
-from drumline.runtime import clip
+from drumline.pipeline.state.guard import Guard
+from drumline.pipeline.state.scaler import LossScaler
+from drumline.pipeline.verify.agreement import Followed, Given
+from drumline.pipeline.verify.model_check import Checked
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import Planned
+from drumline.runtime.backward.compiled import Compile
 from drumline.runtime.batch import Split, counted_in
-from drumline.runtime.channel import step_topic
-from drumline.runtime.compiled import Compile
-from drumline.runtime.cut import Model
+from drumline.runtime.blocks.cut import Model
+from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Step
-from drumline.runtime.finite import all_finite
+from drumline.runtime.gradients import clip
+from drumline.runtime.gradients.finite import all_finite
 from drumline.runtime.values import joined
-from drumline.runtime.weights import Weights
+from drumline.runtime.weights.files import Weights
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import UsageError, counted
-from drumline.plan.plan import Plan
-from drumline.plan.planner import Planned
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import Planned
 
 _DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
 

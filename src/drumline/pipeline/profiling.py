@@ -27,26 +27,26 @@ from torch.nn import functional
 
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
-from drumline.core.handling import Handling, ends_of
-from drumline.core.measured import Measured
+from drumline.core.measured.handling import Handling, ends_of
+from drumline.core.measured.measured import Measured
 from drumline.pipeline.arguments import device_named
-from drumline.pipeline.config_file import check_config, is_config, material_from_config
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.launch import launch
-from drumline.pipeline.model_file import Maker, Material, check_source, material_from
-from drumline.pipeline.models import blocks_for, example_inputs
+from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.model.blocks import blocks_for, example_inputs
+from drumline.pipeline.model.config_file import check_config, is_config, material_from_config
+from drumline.pipeline.model.file import Maker, Material, check_source, material_from
 from drumline.pipeline.pipeline import Pipeline
-from drumline.plan.layers import Profile
-from drumline.plan.model_profile import Identity, Link, ModelProfile, merged
-from drumline.plan.overheads import Overheads
+from drumline.plan.device.blocks import Profile
+from drumline.plan.device.model_profile import Identity, Link, ModelProfile, merged
+from drumline.plan.device.overheads import Overheads
 from drumline.profile.identity import identity_of
 from drumline.profile.layers import profile
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
-from drumline.runtime.cuda import device_name
-from drumline.runtime.cut import Block
-from drumline.runtime.pieces import Inputs
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.pieces import Inputs
+from drumline.runtime.capture.cuda import device_name
 from drumline.runtime.values import moved, pack, unpack
 
 _TURNS = 3  # in which sizes of microbatches are measured

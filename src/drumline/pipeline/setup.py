@@ -17,36 +17,36 @@ from torch import Tensor
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import arguments, assembly, transports
-from drumline.pipeline.agreement import agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.assembly import Assembly, Checkpointing
-from drumline.pipeline.auto import ChosenCut
+from drumline.pipeline.auto_cut import ChosenCut
 from drumline.pipeline.auto_schedule import AUTO, first_schedule
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
-from drumline.pipeline.frozen import Frozen
-from drumline.pipeline.holdings import Holdings
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.loss_module import loss_block
-from drumline.pipeline.materialise import materialise_stages, opened
-from drumline.pipeline.model_check import ModelCheck
+from drumline.pipeline.loss.loss_module import loss_block
 from drumline.pipeline.planned import planned
 from drumline.pipeline.programs import attempt, program_for
-from drumline.pipeline.recording import Recording
-from drumline.pipeline.shared import Shared, refuse_hidden
-from drumline.pipeline.tally import Ledger
-from drumline.pipeline.unused import unused_in
-from drumline.pipeline.updates import Updates
-from drumline.pipeline.watched import Watched
-from drumline.plan.plan import Plan
+from drumline.pipeline.record.recording import Recording
+from drumline.pipeline.record.tally import Ledger
+from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.state.materialise import materialise_stages, opened
+from drumline.pipeline.state.shared_state import Shared, refuse_hidden
+from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.unused import unused_in
+from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.verify.agreement import agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.verify.model_check import ModelCheck
+from drumline.pipeline.verify.watched import Watched
+from drumline.plan.device.plan import Plan
+from drumline.runtime.backward.compiled import Compile, compiler_for
 from drumline.runtime.batch import Split
-from drumline.runtime.compiled import Compile, compiler_for
-from drumline.runtime.cuda import clock_for
-from drumline.runtime.cut import Block, Model
+from drumline.runtime.blocks.cut import Block, Model
+from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.tied import Ties
-from drumline.runtime.weights import Weights
+from drumline.runtime.weights.files import Weights
+from drumline.runtime.weights.tied import Ties
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")

@@ -13,11 +13,11 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from drumline.core.errors import MismatchError, UsageError, nearest
-from drumline.runtime import limits
-from drumline.runtime.channel import Channel, too_late
-from drumline.runtime.distributed import DistributedChannel
-from drumline.runtime.rendezvous import exchange, host_id
-from drumline.runtime.shared_memory import SharedMemoryChannel
+from drumline.runtime.channel import limits
+from drumline.runtime.channel.channel import Channel, too_late
+from drumline.runtime.channel.distributed import DistributedChannel
+from drumline.runtime.channel.rendezvous import exchange, host_id
+from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo", "nccl")
 

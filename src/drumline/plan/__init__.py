@@ -11,7 +11,7 @@ class _Plan(ModuleType):
     """A package that can be called: `dl.plan(profile, num_ranks=2, batch=16)`."""
 
     def __call__(self, *args: Any, **settings: Any) -> Any:
-        from drumline.plan.planner import plan as make
+        from drumline.plan.device.planner import plan as make
 
         return make(*args, **settings)
 

@@ -23,18 +23,18 @@ from torch import Tensor, nn
 
 from drumline.core.backwards import Backward
 from drumline.core.errors import BatchError, ModelError
-from drumline.core.frozen import needed
-from drumline.plan.layers import Layer, Profile, Times
+from drumline.core.prove.frozen import needed
+from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.buffers import Buffers
+from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.clock import Clock
-from drumline.runtime.cuda import clock_for
-from drumline.runtime.cut import Block, Model, blocks_of
 from drumline.runtime.draft import Draft
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.tied import places_in
 from drumline.runtime.values import pack
+from drumline.runtime.weights.tied import places_in
 
 _NANO = 1e-9
 _MICROBATCH = 0

@@ -1,1 +1,1 @@
-"""Timelines made visible. Nothing here knows where a timeline came from."""
+"""Results made readable: tables, summaries and comparisons; pictures, pages and advice have rooms of their own."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ScheduleError
-from drumline.core.finer import cut_finer
-from drumline.core.frozen import prune
-from drumline.core.idle import Limit
-from drumline.core.simulate import Simulation, simulate
+from drumline.core.prove.frozen import prune
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.subdivide import cut_finer
+from drumline.core.timeline.idle import Limit
 from drumline.report.summary import summarize
 from drumline.report.table import table
 from drumline.schedules import schedules

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.report.advice import advise
+from drumline.report.advise.comparison import advise
 from drumline.report.compare import Row
-from drumline.report.html import page
+from drumline.report.draw.html import page
 
 
 def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:

@@ -14,17 +14,17 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, UsageError, nearest
-from drumline.core.idle import Limit
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
+from drumline.core.prove.violation import InvalidProgram, Violation
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.idle import Limit
 from drumline.core.torch_text import for_torch
-from drumline.core.violation import InvalidProgram, Violation
-from drumline.report import html
-from drumline.report.explanations import explanations
-from drumline.report.scene import document
+from drumline.report.draw import html
+from drumline.report.draw.explanations import explanations
+from drumline.report.draw.scene import document
+from drumline.report.draw.svg import svg
+from drumline.report.draw.trace import trace
 from drumline.report.summary import figures
-from drumline.report.svg import svg
-from drumline.report.trace import trace
 from drumline.schedules import find, schedules
 
 # Actions up to which a picture and its explanations are made faster than two questions are asked.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from drumline.core.idle import Cause
-from drumline.core.timeline import Timeline
+from drumline.core.timeline.idle import Cause
+from drumline.core.timeline.timeline import Timeline
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
     """Return what a timeline's times and memory amount to, whatever caused them; times are in the unit of the costs.
 
     >>> from drumline.core.program import Program
-    >>> from drumline.core.simulate import simulate
+    >>> from drumline.core.simulate.simulate import simulate
     >>> figures(simulate(Program.parse("0F0,0B0", name="tiny")))["peak_activations"]
     [1]
     """
@@ -38,7 +38,7 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
     r"""Return the figures that every verb reports of a timeline, idle time by its causes included.
 
     >>> from drumline.core.program import Program
-    >>> from drumline.core.simulate import simulate
+    >>> from drumline.core.simulate.simulate import simulate
     >>> summary = summarize(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
     >>> summary["makespan"], summary["idle"], summary["idle_by_cause"]["fill"]
     (6.0, [3.0, 3.0], [0.0, 1.0])

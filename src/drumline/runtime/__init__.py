@@ -1,1 +1,1 @@
-"""Runs programs: stages, the channel between ranks, the executor, and what it records."""
+"""Runs one rank's row: executor, stages, segments, and what a step needs of batches, values and random numbers."""

@@ -1,4 +1,4 @@
-"""When things happen on a rank, by a clock of its own; `core/align` says what other ranks' clocks showed then."""
+"""When things happen on a rank, by a clock of its own; `core/measured/align` puts all ranks on one."""
 
 from __future__ import annotations
 

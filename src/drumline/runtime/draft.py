@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from drumline.core.action import Action
-from drumline.core.record import COLUMNS, OVERHEADS, Record, coded
-from drumline.runtime.channel import Delivery
+from drumline.core.measured.record import COLUMNS, OVERHEADS, Record, coded
+from drumline.runtime.channel.channel import Delivery
 
 BEGIN, POST, NOTE, LEAVE, END = range(len(OVERHEADS))
 _MESSAGE_WIDTH = len(COLUMNS["messages"])

@@ -20,15 +20,15 @@ from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
-from drumline.runtime.channel import Channel, Delivery, Wait
+from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
-from drumline.runtime.exchange import Exchange
+from drumline.runtime.gradients.exchange import Exchange
+from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.tied import Ties
 from drumline.runtime.values import pack, unpack
-from drumline.runtime.witness import Witness
+from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from drumline.core.errors import ModelError
+from drumline.runtime.backward.compiled import Named
+from drumline.runtime.backward.owners import Splitter
+from drumline.runtime.backward.tape import Tape
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.buffers import Buffers
-from drumline.runtime.compiled import Named
-from drumline.runtime.cut import Block
-from drumline.runtime.loss_sheet import Sheet
-from drumline.runtime.owners import Splitter
+from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
-from drumline.runtime.tape import Tape
 from drumline.runtime.values import pack
 
 

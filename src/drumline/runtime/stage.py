@@ -27,16 +27,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
-from drumline.runtime import engine
-from drumline.runtime.compiled import Compiler
-from drumline.runtime.cut import Block
+from drumline.runtime.backward import engine
+from drumline.runtime.backward.compiled import Compiler
+from drumline.runtime.backward.inner_gradients import Lookout, recorded
+from drumline.runtime.backward.outside_parameters import begun, refuse_foreign
+from drumline.runtime.backward.tape import Gradients, Tape, accumulate, merged
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.discard import GraphNeeded, discarding
-from drumline.runtime.foreign import begun, refuse_foreign
-from drumline.runtime.inner import Lookout, recorded
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.segment import Pass, Segment, versions_of
-from drumline.runtime.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.values import pack, unpack
 
 Loss = Callable[[Any, Any], Tensor | None]

@@ -1,1 +1,1 @@
-"""Transformers on clusters as numbers: what a layout takes in seconds and bytes."""
+"""What a layout of a transformer on a cluster takes, in seconds and bytes of its devices."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from drumline.core.errors import PlanError, nearest
-from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.schedules import find
 
 _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "stages_per_rank")

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.flops import run_flops
+from drumline.plan.cluster.model.flops import run_flops
 from drumline.plan.cluster.published import PRACTICES, Run, held_out, sc21
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from drumline.plan.cluster.check import check
 from drumline.plan.cluster.estimate import Bytes, Estimate, Seconds
 from drumline.plan.cluster.exchange import tied_exchange
-from drumline.plan.cluster.flops import model_flops
-from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import memory_seconds
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, loads_of, stages_of_loads
+from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.machine.kernels import memory_seconds
 from drumline.plan.cluster.memory import device_bytes, sharded
+from drumline.plan.cluster.model.flops import model_flops
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.shape import FORMULAS, makespan, simulated, simulated_few
-from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cluster.volumes import device_volumes
 
 STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
@@ -26,8 +26,8 @@ STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the 
 def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exact: bool = False) -> Estimate:
     """Return what the layout takes; `exact` simulates every microbatch where otherwise a formula does.
 
-    >>> from drumline.plan.cluster.machines import cluster
-    >>> from drumline.plan.cluster.models import model
+    >>> from drumline.plan.cluster.machine.named import cluster
+    >>> from drumline.plan.cluster.model.named import model
     >>> layout = Layout(batch=1536, tensor=8, pipeline=8, data=24, recompute="selective", sequence_parallel=True)
     >>> found = estimate(model("gpt-175b"), cluster("a100-80", 1536), layout)
     >>> found.bytes.total < 80 * 2**30

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drumline.plan.cluster.hardware import Cluster, Link
-from drumline.plan.cluster.kernels import gather_seconds, reduce_seconds
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.machine.hardware import Cluster, Link
+from drumline.plan.cluster.machine.kernels import gather_seconds, reduce_seconds
 from drumline.plan.cluster.memory import WEIGHT_BYTES
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.model.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

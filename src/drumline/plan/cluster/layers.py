@@ -16,17 +16,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.kernels import (
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.machine.kernels import (
     attention_seconds,
     gather_seconds,
     memory_seconds,
     product_seconds,
     reduce_seconds,
 )
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.parameters import dense_layer_parameters, expert_parameters, shared_parameters
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.model.parameters import dense_layer_parameters, expert_parameters, shared_parameters
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.work import Ops, Work
 
 WORD = 2  # bytes of a 16-bit number

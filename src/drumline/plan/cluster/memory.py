@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from drumline.plan.cluster.activations import activation_bytes, between, inside
 from drumline.plan.cluster.estimate import Bytes
 from drumline.plan.cluster.layers import tokens_of
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.parameters import (
+from drumline.plan.cluster.model.activations import activation_bytes, between, inside
+from drumline.plan.cluster.model.parameters import (
     dense_layer_parameters,
     embedding_parameters,
     expert_parameters,
     head_parameters,
     shared_parameters,
 )
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.shape import pairs_held
 from drumline.plan.cluster.slices import Alike
-from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.flops import model_flops, run_flops
-from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
-from drumline.plan.cluster.machines import cluster
-from drumline.plan.cluster.models import model
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.machine.named import cluster
+from drumline.plan.cluster.model.flops import model_flops, run_flops
+from drumline.plan.cluster.model.named import model
+from drumline.plan.cluster.model.transformer import Transformer
 
 MEGATRON_2021 = Practice(
     flash_attention=False,

@@ -8,9 +8,9 @@ from drumline.plan.cluster.estimate import Volumes
 from drumline.plan.cluster.layers import WORD, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import PRACTICE, Layout
 from drumline.plan.cluster.memory import WEIGHT_BYTES
-from drumline.plan.cluster.parameters import num_parameters
+from drumline.plan.cluster.model.parameters import num_parameters
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import Alike
-from drumline.plan.cluster.transformer import Transformer
 
 
 def message_bytes(transformer: Transformer, layout: Layout) -> float:
@@ -69,7 +69,7 @@ def sharded_against_pipeline(
     share of the tokens is one microbatch, and for every microbatch otherwise. A stage in the middle sends the
     activations of all tokens on and their gradients back, however many parameters there are.
 
-    >>> from drumline.plan.cluster.models import model
+    >>> from drumline.plan.cluster.model.named import model
     >>> found = sharded_against_pipeline(model("llama-3-70b"), 8, tokens=2**19)
     >>> round(found.sharded / 1e9), round(found.pipeline / 1e9)
     (494, 17)

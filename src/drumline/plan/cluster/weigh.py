@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import device_bytes
+from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import alike, counts_of
-from drumline.plan.cluster.transformer import Transformer
 
 
 def peak_bytes(transformer: Transformer, layout: Layout) -> float:

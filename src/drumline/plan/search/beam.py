@@ -17,8 +17,8 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
+from drumline.plan.search.bounds.relaxed import Relaxed
 from drumline.plan.search.instance import F, I, Instance, Rows, W
-from drumline.plan.search.relaxed import Relaxed
 
 _UNKNOWN = math.inf
 
@@ -47,7 +47,7 @@ class Beam:
     """Beam search over one instance.
 
     >>> from drumline.core.costs import Costs
-    >>> from drumline.core.idle import Limit
+    >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
     >>> one = Instance(Costs(), Placement.v(2), 2, Limit(max_activations=2))
     >>> rows = Beam(one, random.Random(0)).run(width=20)

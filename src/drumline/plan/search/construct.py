@@ -58,7 +58,7 @@ class Builder:
     """Builds programs of one instance; what does not depend on the policies is laid out once.
 
     >>> from drumline.core.costs import Costs
-    >>> from drumline.core.idle import Limit
+    >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
     >>> one = Instance(Costs(), Placement.linear(2), 3, Limit(max_activations=2))
     >>> built = Builder(one).build([Policy((Rule(forward=0.2, weight=0.9),))] * 2)

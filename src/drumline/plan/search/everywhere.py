@@ -15,9 +15,9 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, nearest
-from drumline.core.finer import cut_finer
-from drumline.core.idle import Limit
 from drumline.core.placement import Placement
+from drumline.core.subdivide import cut_finer
+from drumline.core.timeline.idle import Limit
 from drumline.plan.search.search import Found, search
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from drumline.core.action import Action, Op
-from drumline.core.assemble import compile_program
 from drumline.core.costs import Costs
-from drumline.core.durations import message_bytes, work_seconds
-from drumline.core.graph import OPS, Messages
-from drumline.core.idle import Limit
-from drumline.core.memory import Sizes
 from drumline.core.placement import Placement
 from drumline.core.program import Program
+from drumline.core.simulate.assemble import compile_program
+from drumline.core.simulate.durations import message_bytes, work_seconds
+from drumline.core.simulate.graph import OPS, Messages
+from drumline.core.simulate.memory import Sizes
+from drumline.core.timeline.idle import Limit
 
 F, I, W, B = range(4)  # noqa: E741 - the literature's own letters
 _OPS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD)

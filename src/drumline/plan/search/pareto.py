@@ -12,11 +12,11 @@ from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
-from drumline.core.finer import cut_finer
-from drumline.core.idle import Limit
-from drumline.core.memory import holdings
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
+from drumline.core.simulate.memory import holdings
+from drumline.core.simulate.simulate import simulate
+from drumline.core.subdivide import cut_finer
+from drumline.core.timeline.idle import Limit
 from drumline.plan.search.everywhere import PLACEMENTS, placement_named
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
-from drumline.core.idle import Limit
-from drumline.core.memory import holdings
 from drumline.core.placement import Placement
 from drumline.core.program import Program
-from drumline.core.simulate import Simulation, simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.memory import holdings
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.idle import Limit
+from drumline.plan.search.bounds.lower_bounds import Bound
 from drumline.plan.search.engine import SAME, Engine
 from drumline.plan.search.instance import Instance
-from drumline.plan.search.lower_bounds import Bound
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.starts import Start
 

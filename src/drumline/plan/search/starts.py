@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from drumline.core.errors import ScheduleError
 from drumline.core.program import Program
-from drumline.core.simulate import simulate
-from drumline.core.validate import validate
+from drumline.core.prove.validate import validate
+from drumline.core.simulate.simulate import simulate
 from drumline.plan.search.instance import B, I, Instance, Rows
 from drumline.plan.search.objective import Objective
 from drumline.schedules import schedules
@@ -31,7 +31,7 @@ def starts(instance: Instance, objective: Objective) -> list[Start]:
     """Return every start that fits the limit, the best first.
 
     >>> from drumline.core.costs import Costs
-    >>> from drumline.core.idle import Limit
+    >>> from drumline.core.timeline.idle import Limit
     >>> from drumline.core.placement import Placement
     >>> one = Instance(Costs(), Placement.linear(4), 8, Limit(max_activations=4))
     >>> [(start.name, start.value) for start in starts(one, Objective(one))][:4]

@@ -1,0 +1,237 @@
+"""What other ranks' clocks showed: offset and drift of each, from messages that went both ways.
+
+    clock of j
+    minus      u   u       u        a message from i to j came at least when it left:       the line lies below u
+    clock of i ──────────────────   the line between them: offset, and drift as its slope
+                 l     l      l     one from j to i says the same the other way round:      the line lies above l
+               ─────────────────► clock of i
+
+1. Between two clocks the line with the most room on both sides is taken: it is fixed by the quickest messages, all
+   others lie behind. The slopes that leave any room at all say how well the drift is known.
+2. With drifts taken out, each message says that two offsets differ by at most so much. Shortest paths make all of these
+   as tight as they get, through third clocks too. With d(a, b) the length of a path, every clock's offset lies between
+   -d(n, 0) and d(0, n). The middle is taken: it keeps all messages in order, whichever ranks they join, because
+   d(0, j) <= d(0, i) + d(i, j) and d(i, 0) <= d(i, j) + d(j, 0). Half the distance is the error.
+
+Clocks with one number show the same. Time is that of rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.core.measured.record import Record
+
+_MOST_DRIFT = 1e-3  # more than any clock has, and twenty times what a good one does
+_NANOSECOND = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """How a rank's clock is read: it showed `own_ns` when rank 0's showed `common_ns`, and runs `rate` times as fast.
+
+    `error_ns` is how far off that may be.
+
+    >>> dial = Dial(own_ns=5000, common_ns=1000, rate=1.001, error_ns=20.0)
+    >>> dial.common(6001), dial.own(2000)
+    (2000, 6001)
+    """
+
+    own_ns: int = 0
+    common_ns: int = 0
+    rate: float = 1.0
+    error_ns: float = 0.0
+
+    def common(self, moment: int) -> int:
+        """Return what rank 0's clock showed at a moment of this one."""
+        if self.rate == 1.0:
+            return moment - self.own_ns + self.common_ns
+        return self.common_ns + round((moment - self.own_ns) / self.rate)
+
+    def own(self, moment: int) -> int:
+        """Return what this clock showed at a moment of rank 0's."""
+        if self.rate == 1.0:
+            return moment - self.common_ns + self.own_ns
+        return self.own_ns + round((moment - self.common_ns) * self.rate)
+
+
+def align(steps: Sequence[Sequence[Record]], at: int = -1) -> tuple[Dial, ...]:
+    """Return how each rank's clock is read in the step at index `at`; the others' messages help to know the drift.
+
+    >>> here = Record(0, clock=1, heard=[1, 1_010_000, 20_000, 1, 1_910_000, 920_000])
+    >>> there = Record(1, clock=2, heard=[0, 7_000, 1_012_000, 0, 907_000, 1_912_000])
+    >>> dial = align([[here, there]])[1]  # 990 to 1005 microseconds ahead, says what was heard
+    >>> dial.common(1_000_000), round(dial.error_ns)
+    (2500, 8413)
+    """
+    numbers = [record.clock for record in steps[at]]
+    clocks = list(dict.fromkeys(numbers))
+    if len(clocks) == 1:
+        return (Dial(),) * len(numbers)
+    whole = [one for records in steps for one in _messages(records, clocks)]
+    lines = _tree(whole, len(clocks))
+    begin = next(record.begin_ns for record in steps[at] if record.clock == clocks[0])
+    length = max(record.end_ns - record.begin_ns for record in steps[at])
+    # More messages say more of the offset, but for the drift that is not known over their time. The step's own come
+    # first: they have to be in order.
+    own = [one for one in _messages(steps[at], clocks) if not one.is_word]
+    found = [_offsets(each, lines, begin, length) for each in (own, list(_messages(steps[at], clocks)), whole)]
+    if all(disagree > 0 for _, disagree in found):
+        # What other steps say of the drift does not fit this one, as when a clock was set: its own messages say all.
+        lines = _tree(own, len(clocks))
+        if all(math.isfinite(line.room_ns) for line in lines):
+            found.append(_offsets(own, lines, begin, length))
+    dials, _ = min(found, key=lambda each: (each[1] > 0, max(dial.error_ns for dial in each[0])))
+    return tuple(dials[clocks.index(number)] for number in numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Something that left one clock and came to another: a message of the step, or a word since the last one."""
+
+    source: int
+    target: int
+    left_ns: int
+    came_ns: int
+    is_word: bool = False
+
+
+def _messages(records: Iterable[Record], clocks: Sequence[int]) -> Iterator[_Message]:
+    """Yield what went between two clocks in a step."""
+    by_rank = {record.rank: clocks.index(record.clock) for record in records if record.clock in clocks}
+    for record in records:
+        target = by_rank.get(record.rank)
+        for _, _, _, _, rank, made, _, arrived, start, _, _ in record.rows("messages"):
+            if target is not None and by_rank.get(rank, target) != target:
+                yield _Message(by_rank[rank], target, made, min(arrived, start))
+        for rank, left, came in record.rows("heard"):
+            if target is not None and by_rank.get(rank, target) != target:
+                yield _Message(by_rank[rank], target, left, came, is_word=True)
+
+
+# ---- drift -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One clock against another: it shows `own_ns` when that one shows `other_ns`, and runs `rate` times as fast."""
+
+    own_ns: float
+    other_ns: float
+    rate: float
+    room_ns: float
+    rate_error: float
+
+
+def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
+    """Return every clock against the first, through those whose messages leave the least room."""
+    pairs = {}
+    for one in range(num_clocks):
+        for other in range(num_clocks):
+            if one != other and (line := _fitted(messages, one, other)) is not None:
+                pairs[one, other] = line
+    found = {0: _Line(0.0, 0.0, 1.0, 0.0, 0.0)}
+    while edges := [edge for edge in pairs if edge[0] in found and edge[1] not in found]:
+        one, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
+        found[other] = _chained(found[one], pairs[one, other])
+    unknown = _Line(0.0, 0.0, 1.0, math.inf, 0.0)
+    return [found.get(clock, unknown) for clock in range(num_clocks)]
+
+
+def _chained(first: _Line, second: _Line) -> _Line:
+    """Return the second clock against what the first one is against."""
+    own = second.own_ns + (first.own_ns - second.other_ns) * second.rate
+    rate, error = first.rate * second.rate, first.rate_error + second.rate_error
+    return _Line(own, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
+
+
+def _fitted(messages: Sequence[_Message], one: int, other: int) -> _Line | None:
+    """Return the line between all messages one way and all the other way; None if one of the two is missing."""
+    forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (one, other)]
+    back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, one)]
+    if not forth or not back:
+        return None
+    zero, shown = forth[0]
+    upper, lower = (np.array([(t - zero, s - shown - (t - zero)) for t, s in each], float) for each in (forth, back))
+
+    def limits(slope: float) -> tuple[float, float]:
+        return float((upper[:, 1] - slope * upper[:, 0]).min()), float((lower[:, 1] - slope * lower[:, 0]).max())
+
+    def room(slope: float) -> float:
+        high, low = limits(slope)
+        return high - low
+
+    best = _top(room)
+    least = room(best) - _NANOSECOND
+    flat = _edge(room, best, -_MOST_DRIFT, least), _edge(room, best, _MOST_DRIFT, least)
+    known = _edge(room, best, -_MOST_DRIFT, min(0.0, least)), _edge(room, best, _MOST_DRIFT, min(0.0, least))
+    slope = sum(flat) / 2
+    high, low = limits(slope)
+    return _Line(shown + (high + low) / 2, zero, 1.0 + slope, high - low, max(known[1] - slope, slope - known[0]))
+
+
+def _top(room: Callable[[float], float]) -> float:
+    """Return where a concave function of the drift is largest."""
+    low, high = -_MOST_DRIFT, _MOST_DRIFT
+    for _ in range(80):
+        third = (high - low) / 3
+        if room(low + third) < room(high - third):
+            low += third
+        else:
+            high -= third
+    return (low + high) / 2
+
+
+def _edge(room: Callable[[float], float], inside: float, outside: float, least: float) -> float:
+    """Return up to where, from `inside` on, the function is `least` or more."""
+    if room(outside) >= least:
+        return outside
+    for _ in range(60):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if room(middle) >= least else (inside, middle)
+    return inside
+
+
+# ---- offset ----------------------------------------------------------------------------------------------------------
+
+
+def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, length: int) -> tuple[list[Dial], float]:
+    """Return the clocks' dials, every offset in the middle of what the messages leave open, and how far these disagree.
+
+    Where they do not disagree, all of them are in order.
+    """
+    origins = [line.own_ns + (begin - line.other_ns) * line.rate for line in lines]
+    apart = np.full((len(lines), len(lines)), math.inf)
+    np.fill_diagonal(apart, 0.0)
+    moments = [0.0, float(length)]
+    for one in messages:
+        left = (one.left_ns - origins[one.source]) / lines[one.source].rate
+        came = (one.came_ns - origins[one.target]) / lines[one.target].rate
+        apart[one.source, one.target] = min(apart[one.source, one.target], came - left)
+        moments.append(left)
+    reach = max(moments) - min(moments)
+    paths, slack = _consistent(apart)
+    dials = []
+    for clock, line in enumerate(lines):
+        high, low = float(paths[0, clock]), -float(paths[clock, 0])
+        shift = (high + low) / 2 if math.isfinite(high + low) else 0.0
+        error = (high - low) / 2 + slack + line.rate_error * reach if clock else 0.0
+        dials.append(Dial(round(origins[clock] + shift * line.rate), begin, line.rate, error))
+    return dials, slack
+
+
+def _consistent(apart: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """Return the shortest paths, and what all distances had to be widened by for them to agree: usually nothing."""
+    slack = 0.0
+    while True:
+        paths = apart + slack * (1 - np.eye(len(apart)))
+        for middle in range(len(paths)):
+            paths = np.minimum(paths, paths[:, middle : middle + 1] + paths[middle : middle + 1])
+        if np.diagonal(paths).min() >= -_NANOSECOND:
+            return paths, slack
+        slack = max(2 * slack, 1000 * _NANOSECOND)

@@ -1,0 +1,285 @@
+"""The timeline of a step that ran: what all ranks' records make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
+
+from drumline.core import rules
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.costs import Costs
+from drumline.core.measured.account import Piece, account
+from drumline.core.measured.align import Dial, align
+from drumline.core.measured.attribute import idle_intervals
+from drumline.core.measured.breakdown import NANO, Parts, summed_parts
+from drumline.core.measured.record import BETWEEN, Record, decoded
+from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
+from drumline.core.timeline.idle import Idle
+from drumline.core.timeline.timeline import Lane, Passed, Span, Timeline, Track, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A time in which a rank had nothing to do: it was at `action` and waited for `receive` of `source`.
+
+    `action` is None where the row had ended and gradients were exchanged.
+    """
+
+    rank: int
+    action: Action | None
+    receive: Action
+    source: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Measured(Timeline):
+    """The timeline of a step that ran, in seconds from its first action.
+
+    Beyond what every timeline has: `waits`, the waiting of each rank by what it waited for, and `parts`, each rank's
+    step by what it did.
+    """
+
+    records: tuple[Record, ...]
+    weighed: tuple[Record, ...] = ()  # of another step of the run, for bytes where this one has none
+    dials: tuple[Dial, ...] = ()  # how the ranks' clocks are read; found from this step alone unless given
+
+    def __repr__(self) -> str:
+        within = f", clocks within {self.clock_error * 1e6:.3g} us" if self.clock_error else ""
+        return f"{super().__repr__()[:-1]}{within})"
+
+    @cached_property
+    def _dials(self) -> tuple[Dial, ...]:
+        return self.dials or align([self.records])
+
+    @cached_property
+    def _one_clock(self) -> bool:
+        return len({record.clock for record in self.records}) == 1
+
+    @property
+    def clock_errors(self) -> tuple[float, ...]:
+        """Per rank, how many seconds its clock may be off rank 0's, as it is read here; 0 on the same host."""
+        return tuple(dial.error_ns * NANO for dial in self._dials)
+
+    @property
+    def clock_error(self) -> float:
+        """The largest of them."""
+        return max(self.clock_errors)
+
+    def common(self, rank: int, moment: int) -> int:
+        """Return a moment of a rank's clock in the time that all ranks share, which is that of rank 0's."""
+        return moment if self._one_clock else self._dials[rank].common(moment)
+
+    def here(self, rank: int, other: int, moment: int) -> int:
+        """Return what a rank's clock showed when another's showed a moment."""
+        return moment if self._one_clock else self._dials[rank].own(self._dials[other].common(moment))
+
+    @cached_property
+    def _corrected(self) -> tuple[Record, ...]:
+        """The records, with no message made before its device had made it: a host hands over what is to come."""
+        if not any(record.on_device for record in self.records):
+            return self.records
+        return tuple(replace(record, messages=self._made_by_devices(record)) for record in self.records)
+
+    def _made_by_devices(self, record: Record) -> list[int]:
+        found: list[int] = []
+        for action, *coded, source, made, sent, arrived, start, end, num_bytes in record.rows("messages"):
+            receive, device = decoded(*coded), self.records[source]
+            if device.on_device and device.ends and receive.op is not Op.REDUCE_GRAD:
+                makers = (self.located.get(one[:3]) for one in rules.producers(receive))
+                made = max(made, *(device.ends[place[1]] for place in makers if place is not None))
+            found += (action, *coded, source, made, max(sent, made), arrived, start, end, num_bytes)
+        return found
+
+    @cached_property
+    def zero_ns(self) -> int:
+        """When the first action started, in the time that all ranks share."""
+        return min((self.common(one.rank, one.starts[0]) for one in self.records if one.starts), default=0)
+
+    def seconds(self, rank: int, moment: int) -> float:
+        """Return a moment of a rank's clock in seconds from the first action."""
+        return (self.common(rank, moment) - self.zero_ns) * NANO
+
+    @cached_property
+    def tracks(self) -> Sequence[Track]:
+        """Every rank's timed actions."""
+        found = []
+        for row, record in zip(self.program.rows, self.records, strict=True):
+            actions = tuple(action for action in row if action.op in TIMED_OPS)
+            starts, ends = ([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends))
+            found.append(Track(actions, starts, ends))
+        return found
+
+    @cached_property
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end: pairs as the rows say, bytes as they were weighed.
+
+        `held` is how many pairs were counted. Bytes are those of this step, or else of the step that was weighed.
+        """
+        return weighed_holdings(self.program, self._weights) if self._weights else holdings(self.program, Costs())
+
+    @cached_property
+    def _weights(self) -> list[list[tuple[int, int]]]:
+        """Per rank, the bytes held while each action ran and once it had ended; empty if nothing was weighed."""
+        for records in (self.records, self.weighed):
+            if records and all(record.is_weighed for record in records):
+                return [list(zip(record.peaks, record.stash, strict=True)) for record in records]
+        return []
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, the (stage, microbatch) pairs that were really held once each action had ended."""
+        return tuple(tuple(record.held) for record in self.records)
+
+    @property
+    def stash(self) -> tuple[tuple[int, ...], ...] | None:
+        """Per rank, the activation bytes that were really held once each action had ended; None if not weighed."""
+        if not all(record.is_weighed for record in self.records):
+            return None
+        return tuple(tuple(record.stash) for record in self.records)
+
+    @property
+    def peak_stash(self) -> tuple[int, ...] | None:
+        """Per rank, the most activation bytes that were really held at once; None if not weighed."""
+        return None if self.stash is None else tuple(max(record.peaks) for record in self.records)
+
+    @cached_property
+    def exchanges(self) -> Sequence[Span]:
+        """The gradient exchanges."""
+        return [
+            Span(one.rank, Action(stage, Op.REDUCE_GRAD), *self._both(one.rank, start, end), Lane.EXCHANGE)
+            for one in self.records
+            for stage, start, end in one.rows("exchanges")
+        ]
+
+    def _both(self, rank: int, start: int, end: int) -> tuple[float, float]:
+        return self.seconds(rank, start), self.seconds(rank, end)
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """The messages between ranks, transfer and waiting apart."""
+        found = []
+        for record in self._corrected:
+            for _, *coded, source, made, sent, arrived, _, consumed, num_bytes in record.rows("messages"):
+                receive = decoded(*coded)
+                if receive.op is Op.REDUCE_GRAD:
+                    continue
+                start, taken = self.seconds(source, made), self.seconds(record.rank, consumed)
+                # Who sends knows when the message had left, or else who receives when it had arrived.
+                there = self.seconds(source, sent) if sent > made else self.seconds(record.rank, arrived)
+                end = max(min(there, taken), start)
+                send = rules.message_of(receive).send
+                found.append(Transfer(send, source, record.rank, start, start, end, taken, float(num_bytes)))
+        return found
+
+    @cached_property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which it handed a message over or took one up, in order of time."""
+        return [sorted(self._moves(record), key=lambda span: span.start) for record in self.records]
+
+    def _moves(self, record: Record) -> Iterator[Span]:
+        for *coded, _, start, end, _ in record.rows("sends"):
+            send = rules.message_of(decoded(*coded)).send
+            yield Span(record.rank, send, *self._both(record.rank, start, end), Lane.TRANSFER)
+        for _, *coded, _, _, _, _, start, end, _ in record.rows("messages"):
+            yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), Lane.TRANSFER)
+
+    @cached_property
+    def waits(self) -> tuple[Waited, ...]:
+        """Every time a rank waited, and for what."""
+        found = []
+        for track, record in zip(self.tracks, self.records, strict=True):
+            messages = list(record.rows("messages"))
+            for message, start, end in record.rows("waits"):
+                at, *coded, source = messages[message][:5]
+                action = track.actions[at] if at < len(track.actions) else None
+                found.append(Waited(record.rank, action, decoded(*coded), source, *self._both(record.rank, start, end)))
+        return tuple(found)
+
+    @cached_property
+    def between(self) -> tuple[Passed, ...]:
+        """What happened on each rank from the end of the step before to the call of this one; the rest is outside."""
+        return tuple(
+            Passed(record.rank, BETWEEN[kind], *self._both(record.rank, start, end))
+            for record in self.records
+            for kind, start, end in record.rows("between")
+        )
+
+    @cached_property
+    def parts(self) -> tuple[Parts, ...]:
+        """Per rank, its step by what it did."""
+        return tuple(summed_parts(record, partial(self.here, record.rank)) for record in self._corrected)
+
+    @cached_property
+    def accounts(self) -> tuple[list[Piece], ...]:
+        """Per rank, its step as pieces without gaps, each with what the rank did in it."""
+        return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
+
+    @cached_property
+    def accounted(self) -> tuple[Idle, ...]:
+        """Every idle interval, as the ranks measured it."""
+        return tuple(idle for rank in range(self.num_ranks) for idle in idle_intervals(self, rank))
+
+    @cached_property
+    def last_action(self) -> tuple[int, Action]:
+        """The rank and the action, or exchange, that ends last of all."""
+        tracks = ((track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.tracks) if track.ends)
+        spans = ((span.end, span.rank, span.action) for span in self.exchanges)
+        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
+        return rank, action
+
+    @property
+    def overhead(self) -> tuple[float, ...]:
+        """Seconds of each rank's step that were the executor's own."""
+        return tuple(parts.overhead for parts in self.parts)
+
+    def measured_costs(self) -> Costs:
+        """Return the median seconds of each stage and op, and bytes where they were weighed, ready for `simulate`.
+
+        B's seconds stand as backward_input, with a backward_weight of 0, for stages that only ever ran B. Where a
+        backward ran its forward again, that one's seconds are `recompute`, and not part of it.
+        """
+        seconds, sizes = self.median_seconds(), stage_bytes(self.program, self._weights) if self._weights else {}
+        for stage, recomputes in enumerate(sizes.get("recompute", ())):
+            if recomputes:
+                less = seconds["backward_input"][stage] - seconds["forward"][stage]
+                seconds["backward_input"][stage] = max(less, 0.0)
+        return Costs(**seconds, **sizes)
+
+    def median_seconds(self) -> dict[str, Any]:
+        """Return forward, backward_input and backward_weight of every stage, as long as they took in the middle."""
+        seconds = {key: median(values) for key, values in self.action_seconds().items()}
+        return stage_costs(seconds, self.program.num_stages)
+
+    def action_seconds(self) -> dict[tuple[int, Op], list[float]]:
+        """Return the seconds of all actions by stage and op; overlapped pairs are left out."""
+        seconds: dict[tuple[int, Op], list[float]] = {}
+        for track in self.tracks:
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                if not action.parts:
+                    seconds.setdefault((action.stage, action.op), []).append(end - start)
+        return seconds
+
+
+def stage_costs(seconds: Mapping[tuple[int, Op], float], num_stages: int) -> dict[str, Any]:
+    """Return forward, backward_input and backward_weight of every stage; B counts as the former where it is not split.
+
+    >>> stage_costs({(0, Op.FORWARD): 1.0, (0, Op.BACKWARD): 2.0}, 1)
+    {'forward': [1.0], 'backward_input': [2.0], 'backward_weight': [0.0]}
+    """
+    stages = range(num_stages)
+    weight = [seconds.get((stage, Op.BACKWARD_WEIGHT), 0.0) for stage in stages]
+    whole = [seconds.get((stage, Op.BACKWARD)) for stage in stages]
+    split = [seconds.get((stage, Op.BACKWARD_INPUT)) for stage in stages]
+    return {
+        "forward": [seconds.get((stage, Op.FORWARD), 0.0) for stage in stages],
+        "backward_input": [
+            alone if alone is not None else max((full or 0.0) - later, 0.0)
+            for alone, full, later in zip(split, whole, weight, strict=True)
+        ],
+        "backward_weight": weight,
+    }

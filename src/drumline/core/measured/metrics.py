@@ -1,0 +1,107 @@
+"""The figures of one step, under the names that torchtitan uses where it has one; ours begin with pp/.
+
+time_metrics/end_to_end(s)           from the end of the step before to the end of this one, on rank 0
+time_metrics/data_loading(s)         what of it was spent on waiting for data, on the rank that waited longest
+pp/bubble                            idle share of the makespan over all ranks
+pp/stage{i}/busy_seconds             what the stage computed, on all ranks that have it
+pp/rank{r}/{part}_seconds            the rank's step by what it did: busy, transfer, wait, overhead, unexplained
+pp/rank{r}/{kind}_seconds            what happened before the step, since the last one: update, data, ..., outside
+pp/rank{r}/peak_pairs, peak_stash_bytes     what the rank held; bytes where they were weighed
+pp/edge{a}-{b}/peak_queue            the most messages that were made and not yet taken up
+pp/clock_error_seconds               with ranks on several hosts: how far off their clocks may be
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import cast
+
+from drumline.core.action import TIMED_OPS, Op
+from drumline.core.measured.align import Dial
+from drumline.core.measured.breakdown import NANO, Parts
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import BETWEEN, RECEIVES, Record
+from drumline.core.program import Program
+
+_PARTS = tuple(one.name for one in fields(Parts))
+
+
+def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial, ...] = ()) -> dict[str, float]:
+    """Return the figures of a step; those that need times of actions only if it was not captured."""
+    found = _of_period(records)
+    if not all(record.starts for record in records):
+        return found
+    timeline = Measured(program, tuple(records), dials=dials)
+    busy = [(sum(record.ends) - sum(record.starts)) * NANO for record in records]
+    ends = [[timeline.seconds(one.rank, moment) for moment in (one.starts[0], one.ends[-1])] for one in records]
+    last = max([end for _, end in ends] + [span.end for span in timeline.exchanges])
+    makespan, span = last - min(start for start, _ in ends), max(end - start for start, end in ends)
+    found["pp/makespan_seconds"] = makespan
+    found["pp/bubble"] = 1.0 - sum(busy) / (len(records) * makespan)
+    found["pp/span_bubble"] = 1.0 - sum(busy) / (len(records) * span)
+    found |= _of_stages(program, records)
+    for rank, parts in enumerate(timeline.parts):
+        found |= {f"pp/rank{rank}/{name}_seconds": getattr(parts, name) for name in _PARTS}
+        found[f"pp/rank{rank}/peak_pairs"] = max(records[rank].held)
+        if records[rank].is_weighed:
+            found[f"pp/rank{rank}/peak_stash_bytes"] = max(records[rank].peaks)
+    if timeline.clock_error:
+        found["pp/clock_error_seconds"] = timeline.clock_error
+    return found | _of_queues(timeline)
+
+
+def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
+    stages = defaultdict[int, int](int)
+    for row, record in zip(_stages(program), records, strict=True):
+        for stage, start, end in zip(row, record.starts, record.ends, strict=True):
+            stages[stage] += end - start
+    return {f"pp/stage{stage}/busy_seconds": nanoseconds * NANO for stage, nanoseconds in sorted(stages.items())}
+
+
+def _stages(program: Program) -> list[list[int]]:
+    """Return, per rank, the stage of each timed action."""
+    if "stages" not in program.compiled:
+        rows = ([one.stage for one in row if one.op in TIMED_OPS] for row in program.rows)
+        program.compiled["stages"] = list(rows)
+    return cast(list[list[int]], program.compiled["stages"])
+
+
+def _of_queues(timeline: Measured) -> dict[str, float]:
+    """Return each edge's deepest queue: right behind a message, those made by then without those taken up."""
+    edges = defaultdict[tuple[int, int], tuple[list[int], list[int]]](lambda: ([], []))
+    exchange = RECEIVES.index(Op.REDUCE_GRAD)
+    for record in timeline.records:
+        for _, _, op, _, source, made, *_, taken, _ in record.rows("messages"):
+            if op != exchange:
+                both = edges[source, record.rank]
+                both[0].append(timeline.common(source, made))
+                both[1].append(timeline.common(record.rank, taken))
+    return {
+        f"pp/edge{source}-{target}/peak_queue": max(
+            number - bisect_right(taken, moment) for number, moment in enumerate(made, start=1)
+        )
+        for (source, target), (made, taken) in sorted((edge, tuple(map(sorted, both))) for edge, both in edges.items())
+    }
+
+
+def _of_period(records: Sequence[Record]) -> dict[str, float]:
+    """Return where the time went from the end of the step before to the end of this one."""
+    whole = (records[0].end_ns - records[0].since_ns) * NANO
+    found = {"time_metrics/end_to_end(s)": whole}
+    longest = 0.0
+    for record in records:
+        passed = defaultdict[int, int](int)
+        for kind, start, end in record.rows("between"):
+            passed[kind] += end - start
+        outside = record.begin_ns - record.since_ns - sum(passed.values())
+        for kind, name in enumerate(BETWEEN):
+            if passed[kind]:
+                found[f"pp/rank{record.rank}/{name}_seconds"] = passed[kind] * NANO
+        found[f"pp/rank{record.rank}/outside_seconds"] = outside * NANO
+        longest = max(longest, passed[BETWEEN.index("data")] * NANO)
+    found["time_metrics/data_loading(s)"] = longest
+    found["time_metrics/data_loading(%)"] = 100.0 * longest / whole if whole > 0 else 0.0
+    return found

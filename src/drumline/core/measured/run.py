@@ -1,0 +1,284 @@
+"""A run that was recorded, read from its folder, also while it still grows.
+
+    config.json  plan.json  program.csv  environment.json      written once, by rank 0
+    rank0.jsonl  rank1.jsonl  ...                              a line per step, each by its own rank
+    metrics.jsonl                                              a line per step, by rank 0
+    ended.json                                                 when rank 0 has closed the run
+
+A line counts once it ends: what a killed rank left unfinished is not there. A step counts once every rank has its line.
+Every line and object names its run, so that files of two runs are told apart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import DrumlineError, RecordError, counted
+from drumline.core.files import MIB, Kind, is_there, named, opened, parse_object, read_object
+from drumline.core.measured.align import Dial, align
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import Record
+from drumline.core.measured.record_check import LINE, read_record
+from drumline.core.parsed import LARGEST, Parsed, shown
+from drumline.core.program import Program
+from drumline.core.prove.validate import validate
+
+FORMAT = 1
+_STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
+CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
+    "config.json",
+    "plan.json",
+    "program.csv",
+    "environment.json",
+    "metrics.jsonl",
+    "ended.json",
+)
+_OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file.
+
+    >>> rank_file(3)
+    'rank3.jsonl'
+    """
+    return f"rank{rank}.jsonl"
+
+
+def read_run(path: str | Path) -> Run:
+    """Return the run that a folder holds.
+
+    >>> read_run("no-such-folder")
+    Traceback (most recent call last):
+    drumline.core.errors.RecordError: no-such-folder is no folder; expected the folder that record= named
+    """
+    return Run(path)
+
+
+class Run:
+    """A recorded run. `steps` are the numbers of those that all ranks have written; it grows as the run does."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not is_there(path, _FOLDER) or not self.path.is_dir():
+            raise RecordError(f"{path} is no folder", expected="the folder that record= named")
+        if not is_there(self.path / CONFIG, _OBJECT):
+            raise RecordError(
+                f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"
+            )
+        self.config = self._object(CONFIG)
+        self.id = str(self.config["run"])
+        if self.config.get("format") != FORMAT:
+            raise RecordError(
+                f"{path} is a run in the format {shown(self.config.get('format'))}",
+                expected=f"{FORMAT}, which this version of drumline reads",
+            )
+        self.plan = self._object(PLAN)
+        self.environment = self._object(ENVIRONMENT)
+        self.program = self._program()
+        _check_plan(self.path / PLAN, self.plan, self.program)
+        self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
+        self._metrics = _Lines(self.path / METRICS, self.id)
+        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _LINES)]
+        if missing:
+            raise RecordError(
+                f"{path} has no record of rank {', '.join(missing)}",
+                expected=f"files of all {counted(self.program.num_ranks, 'rank')}",
+                fix="copy those that other hosts wrote into this folder",
+            )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.program.name!r}, num_steps={self.num_steps})"
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the steps that all ranks have written by now."""
+        first, *others = [lines.known() for lines in self._ranks]
+        return tuple(step for step in first if all(step in one for one in others))
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps all ranks have written by now."""
+        return len(self.steps)
+
+    def record(self, rank: int, step: int) -> Record:
+        """Return what one rank measured in a step."""
+        table = self._ranks[rank].read(step)
+        try:
+            return read_record(table, self.program, rank, step)
+        except RecordError as error:
+            raise RecordError(
+                f"the line of step {step} in {self._ranks[rank].path} is no record: {error.error}",
+                expected=error.expected,
+            ) from None
+
+    def timeline(self, step: int | None = None) -> Measured:
+        """Return what a step did on all ranks, the last one unless its number is given."""
+        steps = self.steps
+        if not steps:
+            raise RecordError(f"{self.path} has no step that all ranks have written yet", fix="wait for the first one")
+        if step is None:
+            step = steps[-1]
+        elif step not in steps:
+            raise RecordError(f"there is no step {step} in {self.path}", expected=f"one of {_ranges(steps)}")
+        records = self._records(step)
+        if not all(record.starts for record in records):
+            raise RecordError(f"step {step} was captured: its actions were not timed", fix="choose one that was not")
+        dials: tuple[Dial, ...] = ()
+        if len({record.clock for record in records}) > 1:
+            at = steps.index(step)
+            around = steps[max(at - _STEPS_AROUND, 0) : at + _STEPS_AROUND + 1]
+            dials = align([self._records(one) for one in around], around.index(step))
+        found = Measured(self.program, records, self._weighed, dials)
+        if not found.makespan > 0:
+            raise RecordError(f"step {step} in {self.path} took no time", expected="a step that ran")
+        return found
+
+    def _records(self, step: int) -> tuple[Record, ...]:
+        return tuple(self.record(rank, step) for rank in range(self.program.num_ranks))
+
+    @cached_property
+    def _weighed(self) -> tuple[Record, ...]:
+        """The first step's records, which are weighed unless it was captured: they say what every step holds."""
+        return self._records(self.steps[0])
+
+    def metrics(self, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the metrics of every step, as far as they are written, but for the first `since` of them."""
+        return [self._numbers(step) for step in islice(self._metrics.known(), since, None)]
+
+    def _numbers(self, step: int) -> dict[str, Any]:
+        """Return the metrics of a step: numbers by name, or None for what was not finite."""
+        found = self._metrics.read(step)
+        for name, value in found.items():
+            if name != "run" and value is not None:
+                if type(value) not in (int, float, bool) or len(name) > _LONGEST_NAME:
+                    raise RecordError(
+                        f"the line of step {step} in {self._metrics.path} has {shown(value)} as {name[:60]!r}",
+                        expected="numbers by their names",
+                    )
+                if not -LARGEST <= value <= LARGEST:
+                    found[name] = None  # as good as infinite
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether rank 0 has closed the run; one that was killed never says so."""
+        return is_there(self.path / ENDED, _OBJECT)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        if not is_there(path, _OBJECT):
+            raise RecordError(f"{path} is missing", expected="all files of the run in one folder")
+        found = read_object(path, _OBJECT)
+        if not isinstance(found.get("run"), str):
+            raise RecordError(f"{path} names no run", expected="the file as the run wrote it")
+        if name != CONFIG:
+            _check_run(path, found["run"], self.id)
+        return found
+
+    def _program(self) -> Program:
+        try:
+            program = Program.load(self.path / PROGRAM)
+        except DrumlineError as error:
+            raise RecordError(error.error, expected="the program as the run wrote it") from None
+        if violations := validate(program):
+            raise RecordError(
+                f"{self.path / PROGRAM} cannot have run: {violations[0]}", expected="the program as the run wrote it"
+            )
+        return Program(program.rows, str(self.plan.get("schedule")))
+
+
+_WROTE = "the file as the run wrote it"
+_FOLDER = Kind("run", RecordError, "the folder that record= named")
+_OBJECT = Kind("run", RecordError, _WROTE)
+_LINES = Kind("run", RecordError, _WROTE)
+_LONGEST_NAME = 200
+_MOST_STEPS = 10**7
+
+
+def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
+    """Refuse a plan whose parts are not what reports take them for."""
+    with named(path, _OBJECT):
+        table = Parsed(plan, _OBJECT)
+        table["schedule"].text()
+        if plan.get("blocks") is not None:
+            if len(table["blocks"].each()) != program.num_stages:
+                raise table["blocks"].refuse(f"the blocks of {counted(program.num_stages, 'stage')}")
+            for stage in table["blocks"].each():
+                for block in stage.each():
+                    block.text()
+        if plan.get("guessed_costs") is not None:
+            for cost in table["guessed_costs"].each():
+                cost.number()
+        predicted = plan.get("predicted")
+        if predicted is not None and table["predicted"].get("blocks") is not None and predicted["blocks"] is not None:
+            for block in table["predicted"]["blocks"].each():
+                for name in ("forward", "backward", "backward_input", "backward_weight"):
+                    block[name].number()
+
+
+class _Lines:
+    """A file of lines that may grow: where the line of each step is."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+        self._end = 0  # of the last complete line
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def known(self) -> Mapping[int, tuple[int, int]]:
+        """Return where the lines are by now, by step."""
+        if not is_there(self.path, _LINES):
+            return self._places
+        with opened(self.path, _LINES) as file:
+            if os.fstat(file.fileno()).st_size == self._end:
+                return self._places
+            file.seek(self._end)
+            while (line := file.readline(LINE.max_bytes)).endswith(b"\n"):
+                self._places[self._step(line)] = (self._end, len(line))
+                self._end += len(line)
+        if len(line) == LINE.max_bytes or len(self._places) > _MOST_STEPS:
+            most = f"a line of {LINE.max_bytes // MIB} MiB" if line else f"{_MOST_STEPS} steps"
+            raise RecordError(f"{self.path} has more than {most}", expected=_WROTE)
+        return self._places
+
+    def _step(self, line: bytes) -> int:
+        opening = _OPENING.match(line)
+        if opening is None:
+            raise RecordError(
+                f"line {len(self._places) + 1} of {self.path} is not one that a run wrote", fix="remove the line"
+            )
+        _check_run(self.path, opening[1].decode(errors="backslashreplace"), self.run)
+        return int(opening[2])
+
+    def read(self, step: int) -> dict[str, Any]:
+        """Return the line of a step."""
+        start, size = self._places[step]
+        with opened(self.path, _LINES) as file:
+            file.seek(start)
+            line = file.read(size)
+        try:
+            return parse_object(line, LINE)
+        except RecordError as error:
+            raise RecordError(
+                f"the line of step {step} in {self.path}: {error.error}", expected=error.expected
+            ) from None
+
+
+def _check_run(path: Path, found: str, run: str) -> None:
+    if found != run:
+        raise RecordError(
+            f"{path} belongs to the run {found}",
+            expected=f"{run}, as {CONFIG} says",
+            fix="give every run a folder of its own",
+        )
+
+
+def _ranges(steps: tuple[int, ...]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])

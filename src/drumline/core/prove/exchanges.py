@@ -1,0 +1,198 @@
+"""Checks of what happens to parameters and gradients: gather and release, exchange between copies, optimizer steps.
+
+The UPDATEs of a stage cut its microbatches into steps. Each step's gradients are made first; where the stage's
+gradients are exchanged at all they are exchanged once per step, behind the step's last backward and before its UPDATE;
+two copies of a stage take the same steps.
+
+    0B0 0B1 0REDUCE_GRAD 0UPDATE1   0B2 0B3 0REDUCE_GRAD 0UPDATE3
+    └──────── step 0 ──────────┘    └──────── step 1 ──────────┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import Action, Op
+from drumline.core.prove.index import Index, Place
+from drumline.core.prove.violation import Violation
+from drumline.core.simulate.columns import Flags
+from drumline.core.simulate.graph import CODE, OPS, Ints
+
+
+@dataclass
+class Ledger:
+    """Where one rank makes, exchanges and uses one stage's gradients, as positions in its row."""
+
+    made: dict[int, int] = field(default_factory=dict)
+    exchanges: list[int] = field(default_factory=list)
+    updates: list[tuple[int, int]] = field(default_factory=list)
+
+    @staticmethod
+    def of(code: Ints, microbatch: Ints, position: Ints) -> Ledger:
+        """Enter what stands in a row, in its order; of what is made twice the first counts."""
+        made, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
+        return Ledger(
+            dict(zip(microbatch[made][::-1].tolist(), position[made][::-1].tolist(), strict=True)),
+            position[_EXCHANGES[code]].tolist(),
+            list(zip(microbatch[updates].tolist(), position[updates].tolist(), strict=True)),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """The position of every step's last backward; what no UPDATE takes is a last step of its own."""
+        ends = [microbatch for microbatch, _ in self.updates]
+        last = np.full(len(ends) + 1, -1)
+        np.maximum.at(last, np.searchsorted(ends, list(self.made)), list(self.made.values()))
+        positions: list[int] = last[last >= 0].tolist()
+        return positions
+
+
+def _flags(ops: Iterable[Op]) -> Flags:
+    return np.isin(np.arange(len(OPS)), [CODE[op] for op in ops])
+
+
+_MAKES, _EXCHANGES, _UPDATES = _flags(rules.RELEASES), _flags({Op.REDUCE_GRAD}), _flags({Op.UPDATE})
+
+
+def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
+    """Return the ledger of every (rank, stage)."""
+    columns = index.program.columns
+    entered = np.flatnonzero((_MAKES | _EXCHANGES | _UPDATES)[columns.code])
+    entered = entered[np.lexsort((columns.stage[entered], columns.rank[entered]))]
+    rank, stage = columns.rank[entered], columns.stage[entered]
+    begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
+    books = zip(rank[begins].tolist(), stage[begins].tolist(), np.split(entered, begins[1:]), strict=True)
+    position = columns.position
+    return {
+        (on_rank, of_stage): Ledger.of(columns.code[book], columns.microbatch[book], position[book])
+        for on_rank, of_stage, book in (books if len(entered) else ())
+    }
+
+
+def check(index: Index) -> Iterator[Violation]:
+    """Yield every violation of parameter state, gradient exchange and updates."""
+    if index.ops & {Op.UNSHARD, Op.RESHARD}:
+        yield from _sharding(index)
+    if not index.ops & {Op.UPDATE, Op.REDUCE_GRAD} and not index.placement.mirrored:
+        return
+    books = ledgers(index)
+    for (rank, stage), ledger in sorted(books.items()):
+        yield from _updates(index, rank, stage, ledger)
+        yield from _exchanges(index, rank, stage, ledger)
+    yield from _between_copies(index, books)
+
+
+def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
+    """Return, per UPDATE, the other copy's exchange that must be posted before it can run."""
+    waits: dict[Place, list[Place]] = {}
+    if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
+        return waits
+    books = ledgers(index)
+    for (rank, stage), ledger in books.items():
+        for other in index.placement.ranks_of(stage) if stage < index.placement.num_stages else ():
+            theirs = books.get((other, stage))
+            if other != rank and theirs is not None:
+                for (_, at), mine, needed in zip(ledger.updates, ledger.exchanges, theirs.exchanges, strict=False):
+                    if mine < at:
+                        waits.setdefault(Place(rank, at), []).append(Place(other, needed))
+    return waits
+
+
+def _sharding(index: Index) -> Iterator[Violation]:
+    for rank, row in enumerate(index.program.rows):
+        managed = {action.stage for action in row if action.op is Op.UNSHARD}
+        gathered: set[int] = set()
+        for at, action in enumerate(row):
+            if action.op is Op.UNSHARD:
+                gathered.add(action.stage)
+            elif action.op is Op.RESHARD:
+                if action.stage not in gathered:
+                    yield Violation(rank, at, action, "releases parameters that were not gathered")
+                gathered.discard(action.stage)
+            elif managed and action.is_compute:
+                for part in action.work:
+                    if part.stage in managed and part.stage not in gathered:
+                        yield Violation(rank, at, part, f"runs while stage {part.stage} is not gathered")
+
+
+def _updates(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
+    """Check that every gradient reaches exactly one optimizer step, after it was made."""
+    row = index.program.rows[rank]
+    taken = -1
+    by_microbatch = sorted(ledger.made.items())
+    for microbatch, at in ledger.updates:
+        if microbatch <= taken:
+            yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which took its gradients")
+        if not ledger.made:
+            yield Violation(rank, at, row[at], f"updates a stage that rank {rank} does not train")
+        while by_microbatch and by_microbatch[0][0] <= microbatch:
+            _, made = by_microbatch.pop(0)
+            if made > at:
+                yield Violation(rank, at, row[at], f"runs before {row[made]}")
+        taken = max(taken, microbatch)
+    if by_microbatch and index.program.num_updates:
+        missing = Action(stage, Op.UPDATE, by_microbatch[-1][0])
+        yield Violation(rank, None, missing, "is missing: its gradients reach no optimizer step")
+
+
+def _exchanges(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
+    """Check that each step's gradients are exchanged once, behind its last backward and before its update."""
+    row = index.program.rows[rank]
+    action = Action(stage, Op.REDUCE_GRAD)
+    has_copy = stage < index.placement.num_stages and len(index.placement.ranks_of(stage)) > 1
+    if not ledger.made:
+        for at in ledger.exchanges:
+            yield Violation(rank, at, action, f"exchanges gradients that rank {rank} never makes")
+        return
+    if not ledger.exchanges and not has_copy:
+        return
+    steps = ledger.steps
+    for at in ledger.exchanges[len(steps) :]:
+        yield Violation(rank, at, action, "exchanges the same gradients again")
+    for step, last in enumerate(steps):
+        if step >= len(ledger.exchanges):
+            why = "has copies on two ranks" if has_copy else "exchanges its other steps"
+            yield Violation(rank, None, action, f"is missing: stage {stage} {why}")
+            continue
+        at = ledger.exchanges[step]
+        if at < last:
+            yield Violation(rank, at, action, f"runs before {row[last]}, whose gradients it exchanges")
+        if step < len(ledger.updates) and ledger.updates[step][1] < at:
+            update = ledger.updates[step][1]
+            yield Violation(rank, update, row[update], f"runs before {action} has exchanged its gradients")
+
+
+def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Iterator[Violation]:
+    """Check that the two copies of a stage take the same steps, and exchange in one order."""
+    if not index.placement.mirrored:
+        return
+    num_ranks, rows = index.program.num_ranks, index.program.rows
+    for stage in range(index.placement.num_stages):
+        pair = [(rank, books.get((rank, stage), Ledger())) for rank in index.placement.ranks_of(stage)]
+        steps = [[microbatch for microbatch, _ in ledger.updates] for _, ledger in pair]
+        if len(pair) == 2 and steps[0] != steps[1]:
+            taken = (
+                f"rank {rank} after microbatches {listed or 'none'}"
+                for (rank, _), listed in zip(pair, steps, strict=True)
+            )
+            yield Violation(
+                pair[0][0], None, None, f"the copies of stage {stage} take different steps: {', '.join(taken)}"
+            )
+    exchanges: dict[int, list[int]] = defaultdict(list)
+    for (rank, _), ledger in books.items():
+        exchanges[rank] += ledger.exchanges
+    for rank in range(num_ranks // 2):
+        here, there = ([(at, rows[one][at]) for at in sorted(exchanges[one])] for one in (rank, num_ranks - 1 - rank))
+        # What one of the two does not exchange at all is missing, and no matter of order.
+        common = {action for _, action in here} & {action for _, action in there}
+        pairs = zip(*([entry for entry in one if entry[1] in common] for one in (here, there)), strict=False)
+        for (_, mine), (at, theirs) in pairs:
+            if mine != theirs:
+                reason = f"is exchanged while rank {rank} exchanges stage {mine.stage}: one pair of ranks, two orders"
+                yield Violation(num_ranks - 1 - rank, at, theirs, reason)
+                break

@@ -1,0 +1,106 @@
+"""Checks of a program that spells its sends and receives out: each message once, in time, and in one order per edge."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from drumline.core import rules
+from drumline.core.action import SEND_OPS, Action
+from drumline.core.prove.index import Index, Place
+from drumline.core.prove.violation import Violation
+
+
+def sent_at(index: Index, producer: Action, place: Place) -> Place:
+    """Return where `producer`'s output leaves its rank: at its send, or at itself where sends are not spelled out."""
+    message = rules.message(producer, index.program.num_stages)
+    sends = index.transfers.get(message.send, []) if message else []
+    return next((send for send in sends if send.rank == place.rank and send.position >= place.position), place)
+
+
+def check(index: Index) -> Iterator[Violation]:
+    """Yield every violation of the messages; nothing for a compute-only program."""
+    if not index.program.has_communication:
+        return
+    yield from _stray(index)
+    for action, inputs in index.inputs.items():
+        place = index.places[action][0]
+        for needed in inputs:
+            # A stage's own work on two ranks is a matter of placement, and no message would mend it.
+            if needed[1].rank != place.rank and needed[0].stage != action.stage:
+                yield from _message(index, needed, (action, place))
+    yield from _orders(index)
+
+
+def _stray(index: Index) -> Iterator[Violation]:
+    """Find transfers that carry nothing: doubled, or without work at both ends on two ranks."""
+    for action, places in index.transfers.items():
+        for place in places[1:]:
+            reason = f"is posted again; it was at position {places[0].position}"
+            yield Violation(place.rank, place.position, action, reason)
+        made = index.first(rules.producers(action))
+        taken = _consumer(index, action)
+        place = places[0]
+        if made is None:
+            reason = f"carries what {rules.producers(action)[0]} never makes"
+            yield Violation(place.rank, place.position, action, reason)
+        elif taken is None:
+            yield Violation(place.rank, place.position, action, "carries what no action takes up")
+        elif made[1].rank == taken[1].rank:
+            reason = f"is needless: {made[0]} and {taken[0]} are both on rank {place.rank}"
+            yield Violation(place.rank, place.position, action, reason)
+        else:
+            sends = action.op in SEND_OPS
+            belongs = made[1].rank if sends else taken[1].rank
+            if place.rank != belongs:
+                reason = f"is on the wrong rank: {(made if sends else taken)[0]} is on rank {belongs}"
+                yield Violation(place.rank, place.position, action, reason)
+
+
+def _consumer(index: Index, transfer: Action) -> tuple[Action, Place] | None:
+    recv = rules.message_of(transfer).recv
+    producers = set(rules.producers(transfer))
+    for op in rules.NEEDS:
+        candidate = Action(recv.stage, op, recv.microbatch)
+        for alternatives in rules.needs(candidate, index.program.num_stages):
+            if producers & set(alternatives) and candidate in index.places:
+                return candidate, index.places[candidate][0]
+    return None
+
+
+def _message(index: Index, made: tuple[Action, Place], taken: tuple[Action, Place]) -> Iterator[Violation]:
+    message = rules.message(made[0], index.program.num_stages)
+    assert message is not None
+    for transfer, (action, place), early in ((message.send, made, True), (message.recv, taken, False)):
+        posted = index.transfers.get(transfer)
+        if posted is None:
+            reason = f"is missing: {taken[0]} on rank {taken[1].rank} needs {made[0]} of rank {made[1].rank}"
+            yield Violation(place.rank, None, transfer, reason)
+        elif posted[0].rank == place.rank and (posted[0].position < place.position) == early:
+            reason = f"is posted {'before' if early else 'after'} {action}"
+            yield Violation(place.rank, posted[0].position, transfer, reason)
+
+
+def _orders(index: Index) -> Iterator[Violation]:
+    """Compare, edge by edge, the order of sends with the order of their receives."""
+    sends: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for action, places in index.transfers.items():
+        if action.op not in SEND_OPS:
+            continue
+        recv = rules.message_of(action).recv
+        if recv in index.transfers:
+            sent, received = places[0], index.transfers[recv][0]
+            sends[sent.rank, received.rank].append((sent.position, recv))
+            receives[sent.rank, received.rank].append((received.position, recv))
+    for edge, listed in sends.items():
+        pairs = zip(sorted(listed, key=_first), sorted(receives[edge], key=_first), strict=True)
+        differing = next(((first, second) for first, second in pairs if first[1] != second[1]), None)
+        if differing is not None:
+            (_, expected), (at, posted) = differing
+            reason = f"is received where rank {edge[0]} sends {rules.message_of(expected).send}: one edge, two orders"
+            yield Violation(edge[1], at, posted, reason)
+
+
+def _first(entry: tuple[int, Action]) -> int:
+    return entry[0]

@@ -1,0 +1,182 @@
+"""Whether rows that spell their messages out run through on a channel with one queue per pair of ranks, or per rank.
+
+Compute goes on while messages are pending; they only stand in line for each other:
+
+    rank 0   0RECV_B0,0F0,0SEND_F0,0B0     its queue:  0RECV_B0  0SEND_F0
+    rank 1   1RECV_F0,1F0,1B0,1SEND_B0     its queue:  1RECV_F0
+
+A message moves when it stands first in its queue on both ranks. Here 0SEND_F0 stands behind 0RECV_B0, whose message
+rank 1 sends only once it has 0SEND_F0's: nothing moves any more, and following who waits for whom leads round a cycle.
+Everything here only ever becomes possible, never impossible again, so that one way of running the rows stands for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from drumline.core import rules
+from drumline.core.action import SEND_OPS, Action
+from drumline.core.channel import Queues
+from drumline.core.prove.index import Index, Place
+from drumline.core.prove.violation import Violation
+
+
+class Travel(NamedTuple):
+    """A message: where its send and its receive are posted."""
+
+    sent: Place
+    received: Place
+
+
+Waiter = int | Travel  # a rank that stands still, or a message that does not move
+
+
+def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues) -> Iterator[Violation]:
+    """Yield each cycle of ranks and messages that wait for each other; messages must be well-formed.
+
+    `needed` says per place which places of other ranks it waits for: where that is a send or a receive, it waits until
+    the message has moved, otherwise until the other rank has passed it.
+    """
+    replay = _Replay(index, needed, channel)
+    replay.run()
+    yield from replay.cycles()
+
+
+class _Replay:
+    """All rows, run as far as the channel lets them."""
+
+    def __init__(self, index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues) -> None:
+        self.rows = index.program.rows
+        self.needed = needed
+        self.channel = channel
+        self.travels: dict[Place, Travel] = {}
+        for action, places in index.transfers.items():
+            if action.op in SEND_OPS:
+                travel = Travel(places[0], index.transfers[rules.message_of(action).recv][0])
+                self.travels[travel.sent] = self.travels[travel.received] = travel
+        self.at = [0] * len(self.rows)
+        self.queues: dict[tuple[int, ...], deque[Travel]] = defaultdict(deque)
+        self.moved: set[Travel] = set()
+        self.waiting: dict[Place, list[int]] = defaultdict(list)
+
+    def run(self) -> None:
+        """Run every rank until it is done or waits for something that never comes."""
+        active = list(range(len(self.rows)))
+        while active:
+            rank = active.pop()
+            while self.at[rank] < len(self.rows[rank]):
+                if (blocker := self.blocker(rank)) is not None:
+                    self.waiting[blocker].append(rank)
+                    break
+                place = Place(rank, self.at[rank])
+                self.at[rank] += 1
+                if (travel := self.travels.get(place)) is not None:
+                    self.queues[self.key(travel, place)].append(travel)
+                    active += self.deliver(travel)
+                else:
+                    active += self.waiting.pop(place, ())
+
+    def blocker(self, rank: int) -> Place | None:
+        """Return the first of what a rank's next action waits for that has not happened."""
+        inputs = self.needed.get(Place(rank, self.at[rank]), ())
+        return next((place for place in inputs if not self.happened(place)), None)
+
+    def happened(self, place: Place) -> bool:
+        travel = self.travels.get(place)
+        return self.at[place.rank] > place.position if travel is None else travel in self.moved
+
+    def key(self, travel: Travel, end: Place) -> tuple[int, ...]:
+        """Return the queue in which a message stands at one of its ends."""
+        sends = end == travel.sent
+        return self.channel.key(end.rank, (travel.received if sends else travel.sent).rank, sends=sends)
+
+    def deliver(self, travel: Travel) -> list[int]:
+        """Move a message if it can, and those behind it; return the ranks that waited for them."""
+        woken: list[int] = []
+        tried = [travel]
+        while tried:
+            one = tried.pop()
+            queues = [self.queues[self.key(one, end)] for end in one]
+            if all(queue and queue[0] == one for queue in queues):
+                self.moved.add(one)
+                for queue, end in zip(queues, one, strict=True):
+                    queue.popleft()
+                    tried += [queue[0]] if queue else []
+                    woken += self.waiting.pop(end, ())
+        return woken
+
+    def cycles(self) -> Iterator[Violation]:
+        """Follow who waits for whom from every rank that stands still; report each cycle once."""
+        seen: set[Waiter] = set()
+        for start in (rank for rank, row in enumerate(self.rows) if self.at[rank] < len(row)):
+            path: list[Waiter] = []
+            waiter: Waiter = start
+            while waiter not in seen:
+                seen.add(waiter)
+                path.append(waiter)
+                waiter = self.waits_for(waiter)
+            if waiter in path:
+                yield self.violation(path[path.index(waiter) :])
+
+    def waits_for(self, waiter: Waiter) -> Waiter:
+        """Return what a rank that stands still or a message that does not move waits for."""
+        if isinstance(waiter, int):
+            place = self.blocker(waiter)
+            assert place is not None, "a rank that stands still waits for something"
+            return self.travels.get(place, place.rank)
+        unposted = self.unposted(waiter)
+        return unposted.rank if unposted is not None else self.before(waiter)[1]
+
+    def unposted(self, travel: Travel) -> Place | None:
+        return next((end for end in travel if self.at[end.rank] <= end.position), None)
+
+    def before(self, travel: Travel) -> tuple[Place, Travel]:
+        """Return the end at which a posted message is not the first of its queue, and which one is."""
+        heads = ((end, self.queues[self.key(travel, end)][0]) for end in travel)
+        return next((end, head) for end, head in heads if head != travel)
+
+    def violation(self, cycle: Sequence[Waiter]) -> Violation:
+        """Return a cycle as a violation at its first rank, or at a message where no rank takes part."""
+        at = next((number for number, one in enumerate(cycle) if isinstance(one, int)), 0)
+        turned = [*cycle[at:], *cycle[:at]]
+        first = turned[0]
+        place = Place(first, self.at[first]) if isinstance(first, int) else first.received
+        why = f"never {'runs' if isinstance(first, int) else 'arrives'}"
+        if any(isinstance(one, Travel) and self.unposted(one) is None for one in cycle):
+            why += f" on a channel with one queue per {self.channel.words}"
+        else:
+            why += ", ranks wait for each other"
+        return Violation(place.rank, place.position, self.action(place), f"{why}: {'; '.join(self.links(turned))}")
+
+    def links(self, cycle: Sequence[Waiter]) -> Iterator[str]:
+        for before, waiter in pairwise([cycle[-1], *cycle]):
+            if isinstance(waiter, int):
+                place, needed = Place(waiter, self.at[waiter]), self.needed_by(waiter)
+                yield f"rank {waiter} at {self.action(place)} (position {place.position}) waits for {needed}"
+            elif (missing := self.unposted(waiter)) is None:
+                end, head = self.before(waiter)
+                ahead = head.sent if head.sent.rank == end.rank else head.received
+                yield f"{self.action(end)} of rank {end.rank} waits behind its {self.action(ahead)}"
+            elif not isinstance(before, int):  # otherwise the rank's own link says it
+                other = waiter.received if missing == waiter.sent else waiter.sent
+                yield f"{self.action(other)} of rank {other.rank} waits for {self.shown(missing)}"
+
+    def needed_by(self, rank: int) -> str:
+        """Return what a rank waits for: a place that another has not come to, or a message that does not move."""
+        needed = self.blocker(rank)
+        assert needed is not None
+        travel = self.travels.get(needed)
+        missing = needed if travel is None else self.unposted(travel)
+        if missing is not None:
+            return self.shown(missing)
+        assert travel is not None
+        return f"{self.action(travel.sent)} of rank {travel.sent.rank}"
+
+    def shown(self, place: Place) -> str:
+        return f"{self.action(place)} of rank {place.rank} (position {place.position})"
+
+    def action(self, place: Place) -> Action:
+        return self.rows[place.rank][place.position]

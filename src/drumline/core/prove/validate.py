@@ -1,0 +1,256 @@
+"""The proof that a program computes everything once, in an order that cannot hang, within its memory.
+
+The proof is for a stated channel (see `channel`): a send completes only once its receive is posted, nothing is buffered
+between, and messages move in posting order per directed edge, per pair of ranks, or per rank. Compute goes on while a
+send is pending. On one queue per edge a rank can stand still for one reason only: its next action needs something that
+another rank has not sent yet. If no rank can go on and work is left, following "who waits for whom" leads round a
+cycle, and that is the deadlock. On fewer queues messages wait for each other, too: see `queues.py`.
+
+All violations are returned, not only the first; what follows from another violation is not reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.backwards import Backward
+from drumline.core.channel import Queues
+from drumline.core.costs import Costs
+from drumline.core.placement import Placement
+from drumline.core.program import Program
+from drumline.core.prove import exchanges, messages, queues, waits
+from drumline.core.prove.index import Index, Place
+from drumline.core.prove.violation import Violation
+from drumline.core.simulate.memory import holdings
+from drumline.core.timeline.idle import Limit
+
+
+def validate(
+    program: Program,
+    *,
+    placement: Placement | None = None,
+    limit: Limit | None = None,
+    costs: Costs | None = None,
+    channel: str = Queues.EDGE,
+) -> list[Violation]:
+    r"""Return every violation of `program`; an empty list is the proof that it can run.
+
+    `placement` states where stages belong (otherwise where most of their work is), `limit` what a rank may hold, in
+    pairs or in the bytes of `costs`. `channel` is the one that messages travel on: "edge" as in Drumline's own runs,
+    "pair" or "rank" as in PyTorch's over NCCL. It matters only where sends and receives are spelled out: without,
+    `lower` puts them in an order for any of the three.
+
+    >>> validate(Program.parse("0F0,0B0\n1F0,1B0"))
+    []
+    >>> for violation in validate(Program.parse("0B0,0F0\n1F0,1B0")):
+    ...     print(violation)
+    rank 0, position 0: 0B0 runs before 0F0
+    >>> early = Program.parse("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0")
+    >>> len(validate(early)), len(validate(early, channel="rank"))
+    (0, 1)
+    """
+    kind = Queues.of(channel)
+    if gaps := list(_gaps(program)):
+        return gaps
+    index = Index(program, placement or program.placement)
+    found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
+    broken = [*messages.check(index), *waits.check(index)]
+    found += [*broken, *exchanges.check(index)]
+    if kind is Queues.EDGE or broken or not index.transfers:
+        found += _deadlocks(index)
+    else:
+        found += queues.check(index, _remote_inputs(index), kind)
+    if limit:
+        found += _held(program, limit, costs or Costs())
+    return sorted(found, key=_by_place)
+
+
+def misplaced_or_misused(program: Program) -> bool:
+    """Whether a program that compiles breaks a rule all the same: of placement, parameter state, exchange or update.
+
+    >>> misplaced_or_misused(Program.parse("0F0,0B0,0UPDATE0,0REDUCE_GRAD"))
+    True
+    """
+    if program.agreed_placement is None:
+        return True
+    index = Index(program, program.placement)
+    return any(True for check in (exchanges.check, waits.check) for _ in check(index))
+
+
+def _by_place(violation: Violation) -> tuple[int, int]:
+    rank = -1 if violation.rank is None else violation.rank
+    return rank, -1 if violation.index is None else violation.index
+
+
+def _gaps(program: Program) -> Iterator[Violation]:
+    """Find stages or microbatches that nobody speaks of: with these nothing else can be counted."""
+    for what, numbers, name in (
+        ("stage", {part.stage for part in program.work()}, "stages"),
+        ("microbatch", {part.microbatch for part in program.work() if part.microbatch is not None}, "microbatches"),
+    ):
+        if not numbers:
+            yield Violation(None, None, None, f"the program names no {what}")
+        elif (count := max(numbers) + 1) > len(numbers):
+            missing = next(number for number in range(count) if number not in numbers)
+            yield Violation(
+                None,
+                None,
+                None,
+                f"{what} {missing} is missing on every rank, though {what} {count - 1} is there: "
+                f"{len(numbers)} of {count} {name} appear",
+            )
+
+
+def _shape(index: Index) -> Iterator[Violation]:
+    """Check that pairs are a forward and a backward, and that nothing is done twice."""
+    for rank, row in enumerate(index.program.rows):
+        for at, action in enumerate(row):
+            if action.parts and sorted(part.op for part in action.parts) != [Op.BACKWARD, Op.FORWARD]:
+                yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
+    for action, places in index.places.items():
+        for again in places[1:]:
+            first = places[0]
+            reason = f"runs again; it ran on rank {first.rank} at position {first.position}"
+            yield Violation(again.rank, again.position, action, reason)
+        if action.op in _HALVES and action._replace(op=Op.BACKWARD) in index.places:
+            place, whole = places[0], action._replace(op=Op.BACKWARD)
+            yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
+
+
+_HALVES = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+
+
+def _placed(index: Index) -> Iterator[Violation]:
+    """Check that every action stands on its stage's rank."""
+    if index.placement.num_ranks != index.program.num_ranks:
+        expected = f"the placement has {index.placement.num_ranks}"
+        yield Violation(None, None, None, f"the program has {index.program.num_ranks} ranks, {expected}")
+        return
+    for action, places in index.places.items():
+        home = index.home(action)
+        for place in places:
+            if place.rank != home:
+                lives = "is not part of the placement" if home is None else f"lives on rank {home}"
+                who = (
+                    f"stage {action.stage} for microbatch {action.microbatch}"
+                    if index.placement.mirrored
+                    else f"stage {action.stage}"
+                )
+                yield Violation(place.rank, place.position, action, f"is on the wrong rank: {who} {lives}")
+
+
+def _complete(index: Index) -> Iterator[Violation]:
+    """Check that no work is missing; what a frozen stage leaves out, it leaves out for all microbatches."""
+    kinds = index.program.backwards
+    for stage in index.stages:
+        for microbatch in index.microbatches:
+            forward, whole, first, second = (
+                Action(stage, op, microbatch) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            )
+            if forward not in index.places:
+                yield Violation(index.home(forward), None, forward, "is missing")
+            if kinds[stage] is Backward.NONE or whole in index.places:
+                continue
+            halves = first in index.places, second in index.places
+            if kinds[stage] is Backward.INPUT:
+                if not halves[0]:
+                    others = f"stage {stage} has it for other microbatches"
+                    yield Violation(index.home(first), None, first, f"is missing, though {others}")
+                continue
+            if not any(halves):
+                yield Violation(index.home(whole), None, whole, f"is missing, and so are {first} and {second}")
+            elif not all(halves):
+                missing, there = (second, first) if halves[0] else (first, second)
+                yield Violation(index.home(missing), None, missing, f"is missing, though {there} is there")
+
+
+def _ordered(index: Index) -> Iterator[Violation]:
+    """Check that what an action needs of its own rank stands before it."""
+    for action, inputs in index.inputs.items():
+        place = index.places[action][0]
+        for needed, at in inputs:
+            if at.rank == place.rank and at.position >= place.position:
+                how = "in one overlapped pair with" if at.position == place.position else "before"
+                yield Violation(place.rank, place.position, action, f"runs {how} {needed}")
+
+
+def _deadlocks(index: Index) -> Iterator[Violation]:
+    """Run all rows against the channel; where nothing moves, report each cycle of ranks that wait for each other."""
+    rows = index.program.rows
+    at = [0] * len(rows)
+    needed = _remote_inputs(index)
+    waiting: dict[Place, list[int]] = {}
+    active = list(range(len(rows)))
+    while active:
+        rank = active.pop()
+        while at[rank] < len(rows[rank]):
+            inputs = needed.get(Place(rank, at[rank]), ())
+            blocker = next((place for place in inputs if at[place.rank] <= place.position), None)
+            if blocker is not None:
+                waiting.setdefault(blocker, []).append(rank)
+                break
+            passed = Place(rank, at[rank])
+            at[rank] += 1
+            active += waiting.pop(passed, ())
+    stuck = {rank: place for place, ranks in waiting.items() for rank in ranks}
+    yield from _cycles(index, at, stuck)
+
+
+def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
+    """Return, per place, the places on other ranks that must be passed first.
+
+    What stands in the wrong order on its own rank is left out: it has been reported, and would hide the rest.
+    """
+    found: dict[Place, list[Place]] = {}
+    spelled = bool(index.transfers)
+    for action, inputs in index.inputs.items():
+        place = index.places[action][0]
+        if any(at.rank == place.rank and at.position >= place.position for _, at in inputs):
+            continue
+        remote = [(needed, at) for needed, at in inputs if at.rank != place.rank]
+        if remote:
+            sent = [messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
+            found.setdefault(place, []).extend(sent)
+    return found | exchanges.waits_for_exchange(index) | waits.waits(index)
+
+
+def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:
+    seen: set[int] = set()
+    for start in sorted(stuck):
+        path: list[int] = []
+        rank = start
+        while rank in stuck and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = stuck[rank].rank
+        if rank in path:
+            cycle = path[path.index(rank) :]
+            links = [_link(index, one, at[one], stuck[one]) for one in cycle]
+            first = cycle[0]
+            action = index.program.rows[first][at[first]]
+            yield Violation(first, at[first], action, f"never runs, ranks wait for each other: {'; '.join(links)}")
+
+
+def _link(index: Index, rank: int, at: int, needed: Place) -> str:
+    rows = index.program.rows
+    return (
+        f"rank {rank} at {rows[rank][at]} (position {at}) waits for "
+        f"{rows[needed.rank][needed.position]} of rank {needed.rank} (position {needed.position})"
+    )
+
+
+def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
+    """Check every rank's stash against the limit; the first action that breaks it is named."""
+    limit.check(costs)
+    for rank, holding in enumerate(holdings(program, costs)):
+        timed = [at for at, action in enumerate(program.rows[rank]) if action.op in TIMED_OPS]
+        for held, most, admits, unit in (
+            (holding.pairs, limit.max_activations, limit.admits_pairs, "pairs"),
+            (holding.bytes or (), limit.max_bytes, limit.admits_bytes, "bytes"),
+        ):
+            over = next((at for at, (during, _) in enumerate(held) if not admits(during)), None)
+            if over is not None:
+                where = timed[over]
+                reason = f"makes the rank hold {held[over][0]:g} {unit}, over the limit of {most:g}"
+                yield Violation(rank, where, program.rows[rank][where], reason)

@@ -1,0 +1,98 @@
+"""A program's rows as arrays, and who makes what each action needs: the first half of compiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import Op
+from drumline.core.backwards import Backward, backwards
+from drumline.core.program import Program
+from drumline.core.simulate.graph import CODE, PLACE, Ints, NotCompilable, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The rows' actions as arrays: timed ones are numbered through, the others know which timed one they follow."""
+
+    num_ranks: int
+    timed_rank: Ints
+    work: Work
+    stage: Ints
+    code: Ints
+    microbatch: Ints
+    rank: Ints
+    follows: Ints
+
+    @staticmethod
+    def of(program: Program) -> Cells:
+        """Sort a program's columns by what takes time and what does not; halves of pairs come last, two by two."""
+        columns = program.columns
+        timed = columns.timed
+        begins = timed & columns.heads
+        number = np.cumsum(begins) - 1
+        order = np.argsort(columns.paired, kind="stable")
+        work, other = order[timed[order]], np.flatnonzero(~timed)
+        first = np.searchsorted(columns.rank[begins], np.arange(columns.num_ranks))
+        follows = np.where(number[other] >= first[columns.rank[other]], number[other], -1)
+        return Cells(
+            columns.num_ranks,
+            columns.rank[begins],
+            Work(columns.stage[work], columns.code[work], columns.microbatch[work], number[work], columns.rank[work]),
+            columns.stage[other],
+            columns.code[other],
+            columns.microbatch[other],
+            columns.rank[other],
+            follows,
+        )
+
+
+def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
+    """Return, per plain action, which other makes its input from a neighbouring stage (-1: none is needed).
+
+    Checks along the way what the simulator relies on: nothing missing or twice, own-stage inputs earlier in the row.
+    """
+    place = PLACE[work.code]
+    computing = np.flatnonzero(place >= 0)
+    if len(computing) < num_stages * num_microbatches or np.any(work.microbatch[computing] < 0):
+        raise NotCompilable
+    size = num_stages * num_microbatches
+    where = np.full(len(rules.NEEDS) * size, -1, dtype=np.int64)
+    home = (place * size + work.stage * num_microbatches + work.microbatch)[computing]
+    where[home] = computing
+    if np.count_nonzero(where >= 0) != len(computing):
+        raise NotCompilable
+    forward, whole, first, second = (
+        where[PLACE[CODE[op]] * size : (PLACE[CODE[op]] + 1) * size] >= 0
+        for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    )
+    if not forward.all():
+        raise NotCompilable
+    if np.any(whole == first) or np.any(first != second):
+        # Not every stage trains; then frozen ones must be frozen for all microbatches.
+        kinds = backwards(work.stage, work.code, num_stages)
+        passed = np.repeat([kind is not Backward.NONE for kind in kinds], num_microbatches)
+        trained = np.repeat([kind is Backward.WHOLE for kind in kinds], num_microbatches)
+        twice = whole & (first | second)
+        if np.any((whole | first) != passed) or np.any((whole | second) != trained) or twice.any():
+            raise NotCompilable
+    producer = np.full(len(work.code), -1, dtype=np.int64)
+    for op, needed in rules.NEEDS.items():
+        consumers = np.flatnonzero(place == PLACE[CODE[op]])
+        for need in needed if len(consumers) else ():
+            stage = work.stage[consumers] + need.stage_offset
+            inside = (stage >= 0) & (stage < num_stages)
+            at, stage = consumers[inside], stage[inside]
+            pair = stage * num_microbatches + work.microbatch[at]
+            found = where[PLACE[CODE[need.ops[0]]] * size + pair]
+            for other in need.ops[1:]:
+                found = np.maximum(found, where[PLACE[CODE[other]] * size + pair])
+            if np.any(found < 0):
+                raise NotCompilable
+            if need.stage_offset:
+                producer[at] = found
+            elif np.any((work.rank[found] != work.rank[at]) | (work.node[found] >= work.node[at])):
+                raise NotCompilable
+    return producer

@@ -1,0 +1,151 @@
+"""Costs laid over a graph: how long every node takes, and how long after its need it may start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import Op
+from drumline.core.costs import Costs
+from drumline.core.simulate.graph import CODE, OPS, Floats, Graph, Ints, Messages
+
+_FIELDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.UPDATE: "update",
+}
+
+
+def work_seconds(graph: Graph, costs: Costs) -> Floats:
+    """Return the seconds of every plain action."""
+    seconds: Floats = _table(graph, costs)[graph.work.code, graph.work.stage]
+    factors = np.array(costs.factors(graph.num_microbatches))
+    return _scaled(graph, seconds, factors) if np.any(factors != 1.0) else seconds
+
+
+def work_seconds_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+    """Return the seconds of every plain action, one column per costs."""
+    tables = np.stack([_table(graph, costs) for costs in many], axis=2)
+    seconds: Floats = tables[graph.work.code, graph.work.stage]
+    if any(costs.microbatch_factor != 1.0 for costs in many):
+        return _scaled(graph, seconds, np.array([costs.factors(graph.num_microbatches) for costs in many]).T)
+    return seconds
+
+
+def _table(graph: Graph, costs: Costs) -> Floats:
+    """Return the seconds of every (op, stage) at a microbatch factor of 1."""
+    table = np.zeros((len(OPS), graph.num_stages))
+    for op, name in _FIELDS.items():
+        value = getattr(costs, name)
+        if isinstance(value, float | int):
+            table[CODE[op]] = value
+        elif value is not None:
+            table[CODE[op]] = costs.per_stage(name, graph.num_stages)
+    if costs.backward is None:
+        halves = CODE[Op.BACKWARD_INPUT], CODE[Op.BACKWARD_WEIGHT]
+        table[CODE[Op.BACKWARD]] = table[halves[0]] + table[halves[1]]
+    if costs.recompute is not False:
+        again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
+        for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            table[CODE[op]] += again
+    return table
+
+
+def _scaled(graph: Graph, seconds: Floats, factors: Floats) -> Floats:
+    """Return the seconds of compute actions times their microbatch's factor; updates take as long whatever it is."""
+    computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
+    seconds[computes] *= factors[graph.work.microbatch[computes]]
+    return seconds
+
+
+def level_work(graph: Graph, seconds: Floats) -> Floats:
+    """Return the same work spread evenly: every plain action takes its op's mean."""
+    level = seconds.copy()
+    for op in rules.NEEDS:
+        same = graph.work.code == CODE[op]
+        if same.any():
+            level[same] = seconds[same].mean()
+    return level
+
+
+def node_seconds(graph: Graph, costs: Costs, work: Floats) -> Floats:
+    """Return the seconds of every node (actions, pairs, messages, exchanges) from those of the plain actions.
+
+    `work` may have a second axis, samples; so has the result then.
+    """
+    seconds = np.zeros((graph.num_nodes, *work.shape[1:]))
+    fused, halves = _pairs(graph)
+    seconds[graph.work.node] = work
+    if len(fused):
+        seconds[fused] = work[halves].sum(axis=1)
+        if costs.overlapped is not None:
+            together = np.array(costs.per_stage("overlapped", graph.num_stages))[graph.work.stage[halves[:, 0]]]
+            factor = np.array(costs.factors(graph.num_microbatches))[graph.work.microbatch[halves]].mean(axis=1)
+            seconds[fused] = (together * factor).reshape(-1, *[1] * (work.ndim - 1))
+    crossings = graph.crossings
+    if len(crossings.node) and graph.messages is not Messages.LATENCY:
+        edges, which = _edges(graph)
+        speed = np.array([costs.edge(source, target).bytes_per_second for source, target in edges])[which]
+        moving = (message_bytes(graph, costs) / speed).reshape(-1, *[1] * (work.ndim - 1))
+        seconds[crossings.node] = moving
+        if graph.messages is Messages.BLOCKING:
+            seconds[crossings.recv_node] = moving
+    if len(graph.exchanges.node):
+        exchanged = np.array(costs.per_stage("reduce", graph.num_stages))[graph.exchanges.stage]
+        seconds[graph.exchanges.node] = exchanged.reshape(-1, *[1] * (work.ndim - 1))
+    return seconds
+
+
+def message_bytes(graph: Graph, costs: Costs) -> Floats:
+    """Return the bytes of every message: what crosses the boundary behind a stage, forwards and backwards alike."""
+    work, crossings = graph.work, graph.crossings
+    boundary = np.minimum(work.stage[crossings.producer], work.stage[crossings.consumer])
+    factor = np.array(costs.factors(graph.num_microbatches))[work.microbatch[crossings.producer]]
+    sizes: Floats = np.array(costs.per_stage("message_bytes", graph.num_stages))[boundary] * factor
+    return sizes
+
+
+def lags(graph: Graph, costs: Costs, seconds: Floats) -> Floats:
+    """Return how long after its need every node may start."""
+    if not len(graph.crossings.node) or (
+        costs.comm == 0 and not costs.edges and graph.messages is not Messages.BLOCKING
+    ):
+        return np.zeros(graph.num_nodes)
+    edges, which = _edges(graph)
+    latency = np.array([costs.edge(source, target).latency for source, target in edges])[which]
+    if graph.messages is Messages.BLOCKING:
+        # A receive runs beside its send, `latency` later, and not only after it.
+        latency = latency - seconds[graph.crossings.node]
+    waits: Floats = np.append(latency, 0.0)[graph.crossing]
+    return waits
+
+
+def latencies_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+    """Return the same for many costs at once where messages have no nodes, one column per costs."""
+    if not len(graph.crossings.node) or all(costs.comm == 0 and not costs.edges for costs in many):
+        return np.zeros((graph.num_nodes, 1))
+    edges, which = _edges(graph)
+    table = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])
+    waits: Floats = np.vstack([table[which], np.zeros(len(many))])[graph.crossing]
+    return waits
+
+
+def _pairs(graph: Graph) -> tuple[Ints, Ints]:
+    """Return the nodes of overlapped pairs, and the work indices of their two halves, forward first."""
+    work = graph.work
+    # Halves of pairs stand at the end of the work, two by two.
+    count = len(work.node) - sum(len(nodes) for nodes in graph.action_nodes)
+    halves = np.arange(len(work.node) - 2 * count, len(work.node)).reshape(-1, 2)
+    forward_first = work.code[halves[:, 0]] == CODE[Op.FORWARD]
+    halves = np.where(forward_first[:, None], halves, halves[:, ::-1])
+    return work.node[halves[:, 0]], halves
+
+
+def _edges(graph: Graph) -> tuple[list[tuple[int, int]], Ints]:
+    """Return the directed links that messages use, and which of them each message takes."""
+    coded, which = np.unique(graph.crossings.source * graph.num_ranks + graph.crossings.target, return_inverse=True)
+    return [divmod(one, graph.num_ranks) for one in coded.tolist()], which

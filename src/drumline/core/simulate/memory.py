@@ -1,0 +1,200 @@
+"""What a rank holds, action by action.
+
+A (stage, microbatch) pair is held from its F's start to its B's (split: W's) end; in an overlapped pair F counts before
+B. Where a stage is frozen it ends earlier: with I if that is all there is of the backward, with F if there is none. All
+of it follows from the rows alone, whatever the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.backwards import Backward
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.prove.versions import versions
+from drumline.core.simulate.graph import CODE, OPS, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One rank's memory: pairs and bytes while each timed action runs, and once it has ended.
+
+    Bytes are None where none are known. They are the stash, plus `static_bytes` (weights, gradients, optimizer), plus
+    what further weight versions and gradient buffers take.
+    """
+
+    pairs: Sequence[tuple[int, int]]
+    bytes: Sequence[tuple[float, float]] | None
+    static_bytes: float
+    peak_versions: int
+    peak_stash_bytes: float | None
+
+    @property
+    def peak_pairs(self) -> int:
+        """The most pairs held at once."""
+        return max((during for during, _ in self.pairs), default=0)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The most bytes held at once, or None where no bytes are known."""
+        if self.bytes is None:
+            return None
+        return max((during for during, _ in self.bytes), default=self.static_bytes)
+
+
+def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
+    r"""Return what every rank holds.
+
+    >>> [holding.peak_pairs for holding in holdings(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), Costs())]
+    [2, 1]
+    """
+    # Pairs and versions follow from the rows alone, so they are counted once per program.
+    if "holdings" not in program.compiled:
+        program.compiled["holdings"] = tuple(_counted(program))
+    counted = cast(tuple[Holding, ...], program.compiled["holdings"])
+    costs.check_counts(program.num_stages, program.num_microbatches)
+    if not costs.knows_bytes:
+        return counted
+    sizes, extra = Sizes.of(program, costs), versions(program, costs)
+    found = []
+    for rank, (row, plain) in enumerate(zip(program.rows, counted, strict=True)):
+        timed = [action for action in row if action.op in TIMED_OPS]
+        static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
+        stash = sizes.stash(timed)
+        beside = [(0.0, 0.0)] * len(stash) if extra is None else extra[rank].bytes
+        total = [(static + a + more, static + b + after) for (a, b), (more, after) in zip(stash, beside, strict=True)]
+        peak_stash = max((during for during, _ in stash), default=0.0)
+        found.append(Holding(plain.pairs, total, static, plain.peak_versions, peak_stash))
+    return tuple(found)
+
+
+def weighed_holdings(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> tuple[Holding, ...]:
+    r"""Return what every rank holds, bytes as they were counted while each timed action ran and once it had ended.
+
+    >>> program = Program.parse("0F0,0B0")
+    >>> [holding.peak_bytes for holding in weighed_holdings(program, [[(16, 16), (80, 0)]])]
+    [80.0]
+    """
+    found = []
+    for plain, each in zip(holdings(program, Costs()), weighed, strict=True):
+        sizes = [(float(during), float(after)) for during, after in each]
+        peak = max((during for during, _ in sizes), default=0.0)
+        found.append(Holding(plain.pairs, sizes, 0.0, plain.peak_versions, peak))
+    return tuple(found)
+
+
+def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Any]:
+    r"""Return what a microbatch holds in every stage, as fields of `Costs`: medians of what `weighed_holdings` takes.
+
+    A stage runs its forward again if its backward holds more than before it and after it.
+
+    >>> stage_bytes(Program.parse("0F0,0B0"), [[(16, 16), (80, 0)]])
+    {'activation_bytes': [80.0], 'held_until_weight_bytes': [80.0], 'recompute': [True], 'checkpoint_bytes': [16.0]}
+    """
+    changes: dict[tuple[int, Op], list[int]] = {}
+    recomputed: dict[int, list[int]] = {}
+    for row, sizes in zip(program.rows, weighed, strict=True):
+        before = 0
+        for action, (during, after) in zip((one for one in row if one.op in TIMED_OPS), sizes, strict=True):
+            changes.setdefault((action.stage, action.op), []).append(after - before)
+            if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+                more = during - before if during > max(before, after) else 0
+                recomputed.setdefault(action.stage, []).append(more)
+            before = after
+    stages = range(program.num_stages)
+    kept = [float(median(changes[stage, Op.FORWARD])) for stage in stages]
+    again = [float(median(recomputed.get(stage, [0]))) for stage in stages]
+    # Where I never ran, nothing is known to be freed before W.
+    freed = [float(median(changes.get((stage, Op.BACKWARD_INPUT), [again[stage]]))) for stage in stages]
+    return {
+        "activation_bytes": [first + more for first, more in zip(kept, again, strict=True)],
+        "held_until_weight_bytes": [first + change for first, change in zip(kept, freed, strict=True)],
+        "recompute": [more > 0 for more in again],
+        "checkpoint_bytes": kept,
+    }
+
+
+def _counted(program: Program) -> Iterator[Holding]:
+    extra = versions(program, Costs())
+    for rank, pairs in enumerate(_pairs(program)):
+        yield Holding(pairs, None, 0.0, 1 if extra is None else extra[rank].peak, None)
+
+
+def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:
+    """Yield, rank by rank, the pairs held while each timed action runs, and once it has ended."""
+    columns = program.timed_columns
+    begun = np.where(columns.code == CODE[Op.FORWARD], 1, 0)
+    ended = -_releasing(program)[columns.code, columns.stage]
+    first = np.flatnonzero(columns.heads)
+    more, less = (np.add.reduceat(change, first) if len(first) else first for change in (begun, ended))
+    bounds = np.cumsum(columns.lengths)[:-1]
+    for begins, ends in zip(np.split(more, bounds), np.split(less, bounds), strict=True):
+        after = np.cumsum(begins + ends)
+        yield list(zip((after - ends).tolist(), after.tolist(), strict=True))
+
+
+def _releasing(program: Program) -> Ints:
+    """Return 1 for each (op, stage) with whose end a pair is let go of."""
+    table = np.zeros((len(OPS), program.num_stages), dtype=np.int64)
+    table[[CODE[op] for op in rules.RELEASES]] = 1
+    table[CODE[Op.FORWARD]] = [kind is Backward.NONE for kind in program.backwards]
+    table[CODE[Op.BACKWARD_INPUT]] = [kind is Backward.INPUT for kind in program.backwards]
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes per stage: `change` is what each (op, stage) adds as it starts and as it ends, at a factor of 1."""
+
+    change: dict[tuple[Op, int], tuple[float, float]]
+    static: list[float]
+    factors: tuple[float, ...]
+
+    @staticmethod
+    def of(program: Program, costs: Costs) -> Sizes:
+        """Lay the costs over the stages of a program."""
+        stages = program.num_stages
+        full = costs.per_stage("activation_bytes", stages)
+        until_weight = full
+        if costs.held_until_weight_bytes is not None:
+            until_weight = costs.per_stage("held_until_weight_bytes", stages)
+        recomputes, checkpoint = costs.recomputes(stages), costs.per_stage("checkpoint_bytes", stages)
+        change: dict[tuple[Op, int], tuple[float, float]] = {}
+        for stage, kind in enumerate(program.backwards):
+            kept = checkpoint[stage] if recomputes[stage] else full[stage]
+            again = full[stage] - kept
+            change[Op.FORWARD, stage] = (kept, -kept if kind is Backward.NONE else 0.0)
+            change[Op.BACKWARD, stage] = (again, -full[stage])
+            more = max(until_weight[stage] - full[stage], 0.0)  # gradients that I makes for W, beyond what it frees
+            change[Op.BACKWARD_INPUT, stage] = (again + more, until_weight[stage] - full[stage] - more)
+            if kind is Backward.INPUT:
+                change[Op.BACKWARD_INPUT, stage] = (again, -full[stage])
+            change[Op.BACKWARD_WEIGHT, stage] = (0.0, -until_weight[stage])
+        parameters = (costs.per_stage(f"{what}_bytes", stages) for what in ("weight", "gradient", "optimizer"))
+        static = [
+            weight + (gradient + optimizer if kind is Backward.WHOLE else 0.0)
+            for kind, weight, gradient, optimizer in zip(program.backwards, *parameters, strict=True)
+        ]
+        return Sizes(change, static, costs.factors(program.num_microbatches))
+
+    def stash(self, timed: Sequence[Action]) -> list[tuple[float, float]]:
+        """Return the activation bytes held while each action runs, and once it has ended."""
+        held: list[tuple[float, float]] = []
+        size = 0.0
+        for action in timed:
+            during = size
+            for stage, op, microbatch, _ in action.parts or (action,):
+                more, less = self.change.get((op, stage), (0.0, 0.0))
+                factor = 1.0 if microbatch is None else self.factors[microbatch]
+                during += more * factor
+                size += (more + less) * factor
+            held.append((during, size))
+        return held

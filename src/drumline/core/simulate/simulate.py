@@ -1,0 +1,320 @@
+"""What a program costs: the times of every action, for given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.costs import Costs
+from drumline.core.errors import CostsError, ProgramError
+from drumline.core.program import Program
+from drumline.core.prove.validate import misplaced_or_misused, validate
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.simulate.assemble import compile_program
+from drumline.core.simulate.awaited import awaited
+from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.durations import (
+    lags,
+    latencies_many,
+    level_work,
+    message_bytes,
+    node_seconds,
+    work_seconds,
+    work_seconds_many,
+)
+from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
+from drumline.core.simulate.graph import OPS, Floats, Graph, Messages, NotCompilable
+from drumline.core.simulate.memory import Holding, holdings
+from drumline.core.timeline.idle import Limit
+from drumline.core.timeline.timeline import Inputs, Lane, Span, Timeline, Track, Transfer
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation(Timeline):
+    """A timeline that was computed: it knows its costs, and with them messages, memory and a balanced twin.
+
+    `ended` and `lag` are those of the graph's nodes, `work` the seconds of the plain actions where the costs alone do
+    not say them, `weighed` what ranks were measured to hold; what else there is to know is made when it is asked for.
+    """
+
+    program: Program
+    costs: Costs
+    graph: Graph
+    ended: Floats
+    lag: Floats
+    limit: Limit | None = None
+    work: Floats | None = None
+    weighed: Sequence[Holding] | None = None
+
+    @cached_property
+    def started(self) -> Floats:
+        """The nodes' starts."""
+        return starts_of(self.graph, self.ended, self.lag)
+
+    @cached_property
+    def starts(self) -> list[float]:
+        """The nodes' starts, as plain numbers."""
+        times: list[float] = self.started.tolist()
+        return times
+
+    @cached_property
+    def ends(self) -> list[float]:
+        """The nodes' ends, as plain numbers."""
+        times: list[float] = self.ended.tolist()
+        return times
+
+    @cached_property
+    def tracks(self) -> Sequence[Track]:
+        """Every rank's timed actions."""
+        found = []
+        for row, nodes in zip(self.program.rows, self.graph.action_nodes, strict=True):
+            actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
+            found.append(Track(actions, self.started[nodes].tolist(), self.ended[nodes].tolist()))
+        return found
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tracks' actions as arrays."""
+        return self.program.timed_columns
+
+    @cached_property
+    def exchanges(self) -> Sequence[Span]:
+        """The gradient exchanges."""
+        columns = self.graph.exchanges.rank, self.graph.exchanges.stage, self.graph.exchanges.node
+        return [
+            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], Lane.EXCHANGE)
+            for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min((float(self.started[nodes[0]]) for nodes in self.graph.action_nodes if len(nodes)), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action, message or exchange ends."""
+        return float(self.ended.max(initial=0.0))
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """The messages between ranks."""
+        graph = self.graph
+        crossings, work = graph.crossings, graph.work
+        sizes = message_bytes(graph, self.costs)
+        columns = (
+            np.where(crossings.node >= 0, crossings.node, -1),
+            work.node[crossings.producer],
+            work.node[crossings.consumer],
+            work.stage[crossings.producer],
+            work.code[crossings.producer],
+            work.microbatch[crossings.producer],
+            crossings.source,
+            crossings.target,
+            sizes,
+        )
+        found = []
+        for node, made, taken, stage, code, microbatch, source, target, size in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            finished = self.ends[made]
+            start, sent = (finished, finished) if node < 0 else (self.starts[node], self.ends[node])
+            arrived = sent + self.costs.edge(source, target).latency
+            message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
+            assert message is not None
+            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taken], size))
+        return found
+
+    @cached_property
+    def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
+        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
+        crossings, work = self.graph.crossings, self.graph.work
+        made = self.ended[work.node[crossings.producer]]
+        taken = self.started[work.node[crossings.consumer]]
+        edge = crossings.source * self.num_ranks + crossings.target
+        depths = {}
+        for one in np.unique(edge).tolist():
+            here = edge == one
+            time = np.concatenate([made[here], taken[here]])
+            change = np.repeat([1, -1], np.count_nonzero(here))
+            order = np.lexsort((change, time))
+            time, depth = time[order], np.cumsum(change[order])
+            last = np.append(time[1:] != time[:-1], True)
+            depths[divmod(one, self.num_ranks)] = list(zip(time[last].tolist(), depth[last].tolist(), strict=True))
+        return depths
+
+    @cached_property
+    def latest_inputs(self) -> Sequence[Inputs]:
+        """Per rank, where what each timed action needed last of another rank ran."""
+        crossings, work, actions = self.graph.crossings, self.graph.work, self.graph.action_nodes
+        index_of = np.full(self.graph.num_nodes, -1)
+        index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
+        producers, consumers = work.node[crossings.producer], work.node[crossings.consumer]
+        # Of several inputs the last one written counts: the one that ended last.
+        order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
+        rank, index = np.full((2, self.graph.num_nodes), -1)
+        rank[consumers[order]] = crossings.source[order]
+        index[consumers[order]] = index_of[producers[order]]
+        return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
+
+    @cached_property
+    def awaited(self) -> dict[tuple[int, int], Span]:
+        """Where a WAIT kept a rank, what it waited for, by the rank and index of the action behind it."""
+        return awaited(self)
+
+    def awaited_before(self, rank: int, index: int) -> Span | None:
+        """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if one did."""
+        return self.awaited.get((rank, index)) or super().awaited_before(rank, index)
+
+    @cached_property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which moving a message kept it from computing."""
+        crossings = self.graph.crossings
+        spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        if self.graph.messages is Messages.BLOCKING:
+            for index, transfer in enumerate(self.transfers):
+                recv = rules.message_of(transfer.action).recv
+                for rank, action, node in (
+                    (transfer.source, transfer.action, int(crossings.node[index])),
+                    (transfer.target, recv, int(crossings.recv_node[index])),
+                ):
+                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], Lane.TRANSFER))
+        return [sorted(row, key=lambda span: (span.start, span.end)) for row in spans]
+
+    @cached_property
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end."""
+        return holdings(self.program, self.costs) if self.weighed is None else self.weighed
+
+    @cached_property
+    def balanced(self) -> Timeline | None:
+        """The same program and work, were all stages and microbatches equally heavy; None where they are."""
+        seconds = work_seconds(self.graph, self.costs) if self.work is None else self.work
+        level = level_work(self.graph, seconds)
+        if np.allclose(level, seconds, rtol=1e-12, atol=0.0):
+            return None
+        return _timed(self.program, self.costs, self.graph, node_seconds(self.graph, self.costs, level))
+
+
+def simulate(
+    program: Program, costs: Costs | None = None, *, limit: Limit | None = None, factors: Floats | None = None
+) -> Simulation:
+    """Return the timeline of `program` under `costs`; every action starts as soon as what it waits for allows.
+
+    A `limit` changes no time: it lets the causes of idle time tell where holding more would have helped. `factors`
+    multiply the seconds of each compute and update action, as in `makespans`.
+
+    >>> from drumline.schedules import generate
+    >>> timeline = simulate(generate("1f1b", num_ranks=4, num_microbatches=8))
+    >>> timeline.makespan, round(timeline.bubble, 4), timeline.peak_activations
+    (33.0, 0.2727, (4, 3, 2, 1))
+    """
+    if not isinstance(program, Program):
+        raise ProgramError(f"{program!r:.60} is not a program", fix='dl.generate("1f1b", ...) makes one')
+    costs = costs or Costs()
+    if limit is not None:
+        limit.check(costs)
+    try:
+        graph = _compiled(program, costs)
+        work = work_seconds(graph, costs)
+        if factors is not None:
+            work = work * _by_work(graph, factors[None])[:, 0]
+        timed = _timed(program, costs, graph, node_seconds(graph, costs, work), limit)
+        return timed if factors is None else replace(timed, work=work)
+    except NotCompilable:
+        raise _invalid(program) from None
+
+
+def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floats | None = None) -> Floats:
+    """Return the makespan of one program under many costs at once.
+
+    Either pass a sequence of costs, or one and `factors`: an array (samples, compute and update actions) that
+    multiplies the seconds of each, row by row in order, the two halves of an overlapped pair apart.
+
+    >>> from drumline.schedules import generate
+    >>> program = generate("1f1b", num_ranks=2, num_microbatches=2)
+    >>> makespans(program, [Costs(), Costs(forward=2)]).tolist()
+    [9.0, 12.0]
+    """
+    many = [costs] if isinstance(costs, Costs) else list(costs)
+    if not many:
+        return np.empty(0)
+    kinds = {_messages(one) for one in many}
+    if len(kinds) > 1:
+        raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
+    try:
+        for one in many:
+            graph = _compiled(program, one)
+        ends = evaluate_many(graph, *_samples(graph, many, factors))
+    except NotCompilable:
+        raise _invalid(program) from None
+    latest: Floats = ends.max(axis=0)
+    return latest
+
+
+def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+    """Return seconds and lag of every node, one column per sample."""
+    if factors is None:
+        if graph.messages is Messages.LATENCY and all(one.overlapped is None and one.reduce == 0.0 for one in many):
+            return node_seconds(graph, many[0], work_seconds_many(graph, many)), latencies_many(graph, many)
+        seconds = [node_seconds(graph, one, work_seconds(graph, one)) for one in many]
+        waits = [lags(graph, one, cost) for one, cost in zip(many, seconds, strict=True)]
+        return np.stack(seconds, axis=1), np.stack(waits, axis=1)
+    if len(many) != 1:
+        raise CostsError(f"factors with {len(many)} Costs", expected="a single Costs")
+    work = work_seconds(graph, many[0])[:, None] * _by_work(graph, factors)
+    seconds_many = node_seconds(graph, many[0], work)
+    return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
+
+
+def _by_work(graph: Graph, factors: Floats) -> Floats:
+    """Return factors (samples, actions row by row) in the order of the graph's work, one column per sample."""
+    actions = len(graph.work.node)
+    if factors.ndim != 2 or factors.shape[1] != actions:
+        raise CostsError(f"factors has the shape {factors.shape}", expected=f"(samples, {actions}) and a single Costs")
+    by_row = np.empty(actions, dtype=np.int64)
+    by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)
+    ordered: Floats = factors.T[by_row]
+    return ordered
+
+
+def _messages(costs: Costs) -> Messages:
+    if not costs.has_finite_links:
+        return Messages.LATENCY
+    return Messages.LINKS if costs.overlap else Messages.BLOCKING
+
+
+def _compiled(program: Program, costs: Costs) -> Graph:
+    graph = compile_program(program, _messages(costs))
+    if not graph.plain and _misused(program):
+        raise NotCompilable
+    costs.check_counts(graph.num_stages, graph.num_microbatches)
+    for source, target in costs.edges:
+        if max(source, target) >= graph.num_ranks:
+            raise CostsError(
+                f"edges names {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, which the program has"
+            )
+    return graph
+
+
+def _misused(program: Program) -> bool:
+    """Check once per program what compiling does not."""
+    if "misused" not in program.compiled:
+        program.compiled["misused"] = misplaced_or_misused(program)
+    return bool(program.compiled["misused"])
+
+
+def _invalid(program: Program) -> InvalidProgram:
+    violations = validate(program)
+    assert violations, f"{program!r} passes the validator and yet cannot be simulated"
+    return InvalidProgram(program.name, violations)
+
+
+def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats, limit: Limit | None = None) -> Simulation:
+    lag = lags(graph, costs, seconds)
+    return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)

@@ -1,0 +1,1 @@
+"""What happened or would happen, whoever says so: spans, messages, idle seconds and their causes."""

@@ -1,0 +1,377 @@
+"""What happened, or would happen: spans on ranks, messages between them, and the figures that follow from both.
+
+The simulator and the executor both make timelines, so everything that reads one is written once.
+
+    makespan       first start to last end over all ranks
+    bubble         1 - busy / (ranks x makespan)
+    span_bubble    the same with the longest rank's own span in place of the makespan (the zero-bubble papers' figure)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from drumline.core import rules
+from drumline.core.action import Action, Op
+from drumline.core.program import Program
+from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.memory import Holding
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Idle, Limit
+
+
+class Lane(StrEnum):
+    """Where a span is drawn: a rank computes, exchanges gradients, or (with overlap off) moves a message itself."""
+
+    COMPUTE = "compute"
+    EXCHANGE = "exchange"
+    TRANSFER = "transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed action of one rank."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    lane: Lane = Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One message: `made` by its producer, on its way from `start` to `end`, taken up by its consumer at `consumed`."""
+
+    action: Action
+    source: int
+    target: int
+    made: float
+    start: float
+    end: float
+    consumed: float
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A time between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate" or "check"."""
+
+    rank: int
+    kind: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One rank's timed actions in order, with their starts and ends."""
+
+    actions: Sequence[Action]
+    starts: Sequence[float]
+    ends: Sequence[float]
+
+    @property
+    def span(self) -> float:
+        """First start to last end; what takes no time, such as gathering parameters for free, does not begin it."""
+        first = (start for start, end in zip(self.starts, self.ends, strict=True) if end > start)
+        return self.ends[-1] - next(first, self.ends[-1]) if self.ends else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where the latest input of each of a rank's timed actions ran: rank and index there, -1 where it had none."""
+
+    ranks: Sequence[int]
+    indices: Sequence[int]
+
+    def place(self, index: int) -> tuple[int, int] | None:
+        """Return (rank, index) of the input of the action at `index`, or None."""
+        return (self.ranks[index], self.indices[index]) if self.ranks[index] >= 0 else None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline(ABC):
+    r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
+
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0"))
+    >>> timeline.makespan, timeline.bubble, timeline.peak_activations
+    (6.0, 0.5, (1, 1))
+    """
+
+    program: Program
+
+    @property
+    @abstractmethod
+    def tracks(self) -> Sequence[Track]:
+        """Every rank's timed actions."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Sequence[Holding]:
+        """Per rank, what it holds after each start and end."""
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The tracks' actions as arrays."""
+        return Columns.of([track.actions for track in self.tracks])
+
+    @property
+    def exchanges(self) -> Sequence[Span]:
+        """The gradient exchanges."""
+        return ()
+
+    @property
+    def between(self) -> Sequence[Passed]:
+        """What ranks did since the step before, where that is known."""
+        return ()
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.program.name!r}, makespan={self.makespan:g}, bubble={self.bubble:.4f})"
+
+    @property
+    def transfers(self) -> Sequence[Transfer]:
+        """The messages between ranks."""
+        return ()
+
+    @property
+    def occupied(self) -> Sequence[Sequence[Span]]:
+        """Per rank, the spans in which moving a message kept it from computing."""
+        return [()] * self.num_ranks
+
+    @property
+    def limit(self) -> Limit | None:
+        """What a rank was allowed to hold, if anything was said."""
+        return None
+
+    @property
+    def balanced(self) -> Timeline | None:
+        """The same program were all stages and microbatches equally heavy; None where they are."""
+        return None
+
+    @property
+    def accounted(self) -> tuple[Idle, ...] | None:
+        """Every idle interval as it was measured; None where causes follow from the actions."""
+        return None
+
+    @property
+    def clock_error(self) -> float:
+        """How far the ranks' clocks may be apart, where they were measured by several."""
+        return 0.0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks took part."""
+        return self.program.num_ranks
+
+    def spans(self) -> Iterator[Span]:
+        """Yield every span of every rank, rank by rank in order of time; gradient exchanges come last."""
+        for rank, track in enumerate(self.tracks):
+            for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+                yield Span(rank, action, start, end)
+        yield from self.exchanges
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action starts."""
+        return min((track.starts[0] for track in self.tracks if track.starts), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action or exchange ends."""
+        last = (track.ends[-1] for track in self.tracks if track.ends)
+        return max((*last, *(span.end for span in self.exchanges)), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """First start to last end over all ranks."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computed."""
+        return tuple(math.fsum(track.ends) - math.fsum(track.starts) for track in self.tracks)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds of the makespan in which each rank did not compute."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest rank's own first start to last end."""
+        return max((track.span for track in self.tracks), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the makespan over all ranks."""
+        return self._idle_share(self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """Idle share of the longest rank's span: what the zero-bubble papers report."""
+        return self._idle_share(self.span)
+
+    def _idle_share(self, seconds: float) -> float:
+        return 1.0 - math.fsum(self.busy) / (self.num_ranks * seconds) if seconds > 0 else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs each rank held at once."""
+        return tuple(holding.peak_pairs for holding in self.memory)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """The most bytes each rank held at once: weights, gradients, optimizer and stash; None where unknown."""
+        if any(holding.peak_bytes is None for holding in self.memory):
+            return None
+        return tuple(holding.peak_bytes or 0.0 for holding in self.memory)
+
+    @cached_property
+    def peak_receive_bytes(self) -> tuple[float, ...]:
+        """The most bytes of messages each rank had under way to it or waiting, apart from what it holds."""
+        peaks = [0.0] * self.num_ranks
+        changes: list[list[tuple[float, float]]] = [[] for _ in peaks]
+        for transfer in self.transfers:
+            changes[transfer.target] += [(transfer.start, transfer.num_bytes), (transfer.consumed, -transfer.num_bytes)]
+        for rank, events in enumerate(changes):
+            held = 0.0
+            # What arrives at the moment another message is taken up needs a place of its own.
+            for _, change in sorted(events, key=lambda event: (event[0], -event[1])):
+                held += change
+                peaks[rank] = max(peaks[rank], held)
+        return tuple(peaks)
+
+    @cached_property
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`."""
+        return attribute(self, self.limit)
+
+    @cached_property
+    def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
+        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
+        changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
+        for transfer in self.transfers:
+            changes[transfer.source, transfer.target] += [(transfer.made, +1), (transfer.consumed, -1)]
+        depths: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        for edge, events in sorted(changes.items()):
+            depth = 0
+            curve: list[tuple[float, int]] = []
+            for time, change in sorted(events):
+                depth += change
+                if curve and curve[-1][0] == time:
+                    curve[-1] = (time, depth)
+                else:
+                    curve.append((time, depth))
+            depths[edge] = curve
+        return depths
+
+    @cached_property
+    def latest_inputs(self) -> Sequence[Inputs]:
+        """Per rank, where what each timed action needed last of another rank ran."""
+        return [
+            Inputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
+            for rank, track in enumerate(self.tracks)
+        ]
+
+    def _latest_input(self, rank: int, action: Action) -> tuple[int, int]:
+        found = self.inputs(rank, action)
+        return found[-1][1:3] if found else (-1, -1)
+
+    @cached_property
+    def located(self) -> dict[tuple[int, Op, int | None], tuple[int, int]]:
+        """Where each plain action ran, as (rank, index in its track), by (stage, op, microbatch)."""
+        where: dict[tuple[int, Op, int | None], tuple[int, int]] = {}
+        for rank, track in enumerate(self.tracks):
+            for index, action in enumerate(track.actions):
+                for part in action.parts or (action,):
+                    where[part[:3]] = (rank, index)
+        return where
+
+    def inputs(self, rank: int, action: Action) -> list[tuple[float, int, int, Action]]:
+        """Return what `action` needed of other ranks, as (end, rank, index, action), the latest last."""
+        found = []
+        for part in action.work:
+            for alternatives in rules.needs(part, self.program.num_stages):
+                for one in alternatives:
+                    place = self.located.get(one[:3])
+                    if place is not None and place[0] != rank:
+                        found.append((self.tracks[place[0]].ends[place[1]], *place, one))
+        return sorted(found, key=lambda entry: entry[:3])
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        r"""The chain of spans that makes the makespan what it is, first to last: shorten one of them to shorten it.
+
+        >>> from drumline.core.simulate.simulate import simulate
+        >>> [span.action for span in simulate(Program.parse("0F0,0B0\n1F0,1B0")).critical_path]
+        [0F0, 1F0, 1B0, 0B0]
+        """
+        path: list[Span] = []
+        place = self._last()
+        while place is not None:
+            if isinstance(place, Span):
+                path.append(place)
+                place = self._before_awaited(place)
+                continue
+            rank, index = place
+            track = self.tracks[rank]
+            path.append(Span(rank, track.actions[index], track.starts[index], track.ends[index]))
+            place = self._before(rank, index)
+        return tuple(reversed(path))
+
+    def _last(self) -> tuple[int, int] | Span | None:
+        """Return what ends last: a timed action, as (rank, index), or an exchange."""
+        ranks = [rank for rank, track in enumerate(self.tracks) if track.ends]
+        exchange = max(self.exchanges, key=lambda span: span.end, default=None)
+        if not ranks:
+            return exchange
+        rank = max(ranks, key=lambda one: self.tracks[one].ends[-1])
+        if exchange is not None and exchange.end > self.tracks[rank].ends[-1]:
+            return exchange
+        return rank, len(self.tracks[rank].ends) - 1
+
+    def _before(self, rank: int, index: int) -> tuple[int, int] | Span | None:
+        """Return what the action at (rank, index) started right behind."""
+        track = self.tracks[rank]
+        if index and track.ends[index - 1] >= track.starts[index]:
+            return rank, index - 1
+        awaited = self.awaited_before(rank, index)
+        if awaited is not None:
+            return awaited
+        latest = self.latest_inputs[rank].place(index)
+        return latest if latest is not None else ((rank, index - 1) if index else None)
+
+    def _before_awaited(self, awaited: Span) -> tuple[int, int] | None:
+        """Return the action, of either rank that takes part, that an exchange or a message started right behind."""
+        found = []
+        for rank in self._between(awaited.action):
+            index = bisect_right(self.tracks[rank].ends, awaited.start) - 1
+            if index >= 0:
+                found.append((self.tracks[rank].ends[index], rank, index))
+        return max(found)[1:] if found else None
+
+    def _between(self, awaited: Action) -> tuple[int, ...]:
+        """Return the ranks that take part in an exchange or a message."""
+        placement = self.program.placement
+        if awaited.microbatch is None:
+            return placement.ranks_of(awaited.stage)
+        message = rules.message_of(awaited)
+        return tuple(placement.rank_of(end.stage, awaited.microbatch) for end in (message.send, message.recv))
+
+    def awaited_before(self, rank: int, index: int) -> Span | None:
+        """Return the exchange that an UPDATE at (rank, index) waited for, if it did."""
+        action = self.tracks[rank].actions[index]
+        if not self.exchanges or action.op is not Op.UPDATE:
+            return None
+        start = self.tracks[rank].starts[index]
+        own = (span for span in self.exchanges if span.rank == rank and span.action.stage == action.stage)
+        return max((span for span in own if span.end <= start), key=lambda span: span.end, default=None)

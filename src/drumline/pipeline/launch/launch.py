@@ -1,0 +1,235 @@
+"""Local ranks from a script or a notebook: `launch(fn, ...)` returns what `fn` returned on each, rank 0 first.
+
+Every rank is a fresh Python process that gets `fn` by value, so `fn` and the classes it uses may stand in a notebook
+cell or a script without an `if __name__ == "__main__"` guard: neither is imported or run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTimeout, counted
+from drumline.pipeline.launch import by_value
+from drumline.pipeline.launch.blame import blame
+from drumline.pipeline.launch.ranks import Ranks
+from drumline.pipeline.launch.wire import Failure, Parts
+from drumline.pipeline.launch.worker import Task
+
+T = TypeVar("T")
+
+_SECONDS_OF_GRACE = 5.0
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    num_ranks: int = 2,
+    kwargs: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    timeout: float | None = None,
+    backend: str | None = None,
+    prefix: bool = True,
+    **named: Any,
+) -> list[T]:
+    """Run `fn(*args, **named)` on `num_ranks` local processes and return their results, rank 0 first.
+
+    Keywords that are not launch's own go to `fn`; those that have the same names go there by `kwargs`.
+
+    Each rank is in the default process group (`backend` is gloo unless given; with nccl, rank r takes device r) and
+    computes with `threads` threads. What it prints appears here, after `[rank 1] ` unless `prefix` is off.
+
+    If a rank fails, all are ended, and RankFailed names the rank, its error and its traceback; a DrumlineError that
+    every rank raised alike is raised itself. `timeout` bounds the whole call in seconds: past it each rank prints its
+    stacks and WaitTimeout names those that were not finished.
+
+    >>> def rank_of(word):
+    ...     import torch.distributed as dist
+    ...     return f"{word} {dist.get_rank()} of {dist.get_world_size()}"
+    >>> launch(rank_of, word="rank", num_ranks=2)
+    ['rank 0 of 2', 'rank 1 of 2']
+    """
+    kwargs = _named(named, kwargs or {})
+    _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
+    task = _packed(Task(fn, args, kwargs))
+    limit = None if timeout is None else time.monotonic() + timeout
+    with socket.create_server(("127.0.0.1", 0)) as listener, Ranks() as ranks:
+        port = listener.getsockname()[1]
+        for rank in range(num_ranks):
+            ranks.start(
+                lambda control: _command(control, threads=threads, backend=backend or "gloo"),
+                _environment(rank, num_ranks=num_ranks, port=port, threads=threads),
+                task,
+                prefix=f"[rank {rank}] " if prefix else "",
+            )
+        # The ranks end before their store does: without it they would complain.
+        with _store(listener, port, backend=backend, num_ranks=num_ranks), ranks:
+            failures = _wait(ranks, limit, timeout)
+            if failures:
+                raise _error(failures, num_ranks)
+            ranks.let_go()
+            parts = [rank.parts for rank in ranks]
+    return [_loaded(rank, one) for rank, one in enumerate(parts)]
+
+
+def _named(named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `fn` gets by name."""
+    for name in named:
+        if name in kwargs:
+            raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+    return {**named, **kwargs}
+
+
+def _check(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, num_ranks: int, threads: int, timeout: float | None
+) -> None:
+    for name, number in (("num_ranks", num_ranks), ("threads", threads)):
+        if number < 1:
+            raise LaunchError(f"{name} is {number}", expected="a count of 1 or more")
+    if timeout is not None and timeout <= 0:
+        raise LaunchError(f"timeout is {timeout}", expected="seconds above 0, or None for no limit")
+    if not callable(fn):
+        raise LaunchError(f"fn is {fn!r}", expected="a function", fix="pass it without calling it: launch(fn, *args)")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin that tells nothing of its arguments
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise LaunchError(f"{_name(fn)}{signature} cannot be called with the given arguments: {error}") from None
+
+
+def _packed(task: Task) -> Parts:
+    try:
+        return by_value.dumps(task)
+    except Exception as error:
+        named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
+        named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
+        found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
+        raise LaunchError(
+            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"
+        ) from error
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or repr(fn)
+
+
+def _command(control: int, *, threads: int, backend: str) -> list[str]:
+    """Return the command of a rank: it sees this process's modules and arguments, and never runs its main module."""
+    lines = [
+        "import sys",
+        f"sys.path[:] = {[os.fspath(one) for one in sys.path]!r}",
+        f"sys.argv[:] = {sys.argv!r}",
+        "from drumline.pipeline.launch.worker import main",
+        f"main({control}, parent={os.getpid()}, threads={threads}, backend={backend!r})",
+    ]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", "; ".join(lines)]
+
+
+def _environment(rank: int, *, num_ranks: int, port: int, threads: int) -> dict[str, str]:
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
+    }
+
+
+@contextlib.contextmanager
+def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks: int) -> Iterator[None]:
+    """Host the ranks' store on a socket that already listens, so that nobody else can take its port."""
+    import torch
+    from torch import distributed
+
+    dist: Any = distributed
+    if backend and "nccl" in backend and (found := torch.accelerator.device_count()) < num_ranks:
+        raise LaunchError(
+            f"{counted(num_ranks, 'rank')} of backend {backend} on {counted(found, 'device')}",
+            expected="a device for each rank",
+            fix='pass backend="gloo"',
+        )
+    listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore("127.0.0.1", port, **listening)
+    try:
+        yield
+    finally:
+        del store  # closes it; an error's traceback would keep it
+
+
+def _wait(ranks: Ranks, limit: float | None, timeout: float | None) -> dict[int, Failure]:
+    """Return once all ranks have finished, or a short while after the first that failed."""
+    failed_at: float | None = None
+    while not all(rank.is_finished for rank in ranks):
+        ranks.turn()
+        now = time.monotonic()
+        if failed_at is None and any(rank.failure for rank in ranks):
+            failed_at = now
+        if failed_at is not None and now > failed_at + _SECONDS_OF_GRACE:
+            break
+        if failed_at is None and limit is not None and now > limit:
+            late = [rank.number for rank in ranks if not rank.is_finished]
+            if late:
+                ranks.show_stacks()
+                names = ", ".join(map(str, late))
+                raise WaitTimeout(
+                    f"{'ranks' if len(late) > 1 else 'rank'} {names} did not finish within {timeout:g} s",
+                    fix="see their stacks above, or raise `timeout` if they are only slow",
+                )
+    return {rank.number: rank.failure for rank in ranks if rank.failure is not None}
+
+
+def _error(failures: Mapping[int, Failure], num_ranks: int) -> Exception:
+    """Return the one error that stands for all: the earliest that is not an echo of another."""
+    origin = min(failures, key=lambda rank: (failures[rank].echo, failures[rank].at))
+    first = failures[origin]
+    exception = _exception(first)
+    alike = len(failures) == num_ranks and all(one.kind == first.kind for one in failures.values())
+    error: Exception
+    if alike and isinstance(exception, DrumlineError) and not isinstance(exception, RankFailed):
+        error = exception
+        where = f"on every rank; rank {origin}'s traceback:"
+    elif isinstance(exception, RankFailed) and exception.rank not in failures:
+        error = exception  # of one that has not failed itself: it left
+        where = f"rank {origin}'s traceback:"
+    else:
+        error = RankFailed(origin, f"rank {origin} {first}")
+        error.__cause__ = exception
+        where = f"rank {origin}'s traceback:"
+        for rank in sorted(failures.keys() - {origin}):
+            error.add_note(f"rank {rank} then {failures[rank]}".partition("\n")[0])
+    if first.traceback:
+        error.add_note(f"{where}\n{first.traceback.rstrip()}")
+    return error
+
+
+def _exception(failure: Failure) -> BaseException | None:
+    if failure.exception is None:
+        return None
+    try:
+        loaded = by_value.loads(failure.exception)
+    except Exception:  # many exceptions cannot be made again from their arguments; the text is here anyway
+        return None
+    return loaded if isinstance(loaded, BaseException) else None
+
+
+def _loaded(rank: int, parts: Any) -> Any:
+    try:
+        return by_value.loads(parts)
+    except Exception as error:
+        raise LaunchError(f"what rank {rank} returned cannot be loaded: {type(error).__name__}: {error}") from error

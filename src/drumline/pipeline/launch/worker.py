@@ -1,0 +1,219 @@
+"""One rank that `launch` started: takes its task over a socket, runs it in a process group, sends the outcome back.
+
+    launch                                       rank
+      ── task: fn, args ─────────────────────►   imports torch, joins the process group, runs fn
+      ◄── outcome: what fn returned, or why not
+      ── "." once every rank has finished ───►   leaves the process group, exits
+      ── end of file: launch is gone ────────►   exits
+
+So no rank closes its connections while another still works, and none outlives `launch`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from drumline.core.errors import LaunchError, RankFailed
+from drumline.pipeline.launch import by_value
+from drumline.pipeline.launch.blame import blame
+from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Inbox, Parts, framed
+
+_PR_SET_PDEATHSIG = 1
+_SECONDS_TO_CLEAN_UP = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every rank is to run."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _Terminated(SystemExit):
+    """SIGTERM, as an exception: `finally` blocks run, and let go of shared memory and files."""
+
+
+def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
+    """Run one rank: `control` is its socket, `parent` the process that started it."""
+    signal.signal(signal.SIGINT, _leave_to_launch)
+    signal.signal(signal.SIGTERM, _terminate)
+    _die_with(parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = socket.socket(fileno=control)
+    connection.set_inheritable(False)
+    try:
+        code = _serve(connection, threads=threads, backend=backend)
+    except _Terminated:
+        code = -signal.SIGTERM
+    except (EOFError, OSError):  # launch is gone
+        code = 1
+    _exit(code)
+
+
+def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
+    inbox = Inbox()
+    while not inbox.read(connection):
+        pass
+    all_done = _watch(connection)
+    try:
+        outcome = _result(_run(inbox.parts, threads=threads, backend=backend))
+        _take_leave()
+    except _Terminated:
+        raise
+    except BaseException as error:
+        # Exits at once: the connections that close tell the other ranks.
+        _send(connection, [FAILED, *by_value.dumps(_failure(error), reply=True)])
+        return 1
+    _send(connection, [RETURNED, *outcome])
+    all_done.wait()
+    _leave_group()
+    return 0
+
+
+def _run(parts: Parts, *, threads: int, backend: str) -> Any:
+    _join_group(threads=threads, backend=backend)
+    try:
+        task: Task = by_value.loads(parts)
+    except Exception as error:
+        raise LaunchError(
+            f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
+            fix="every rank imports by name what the calling process imported: see that it finds the same modules",
+        ) from error
+    return task.fn(*task.args, **task.kwargs)
+
+
+def _join_group(*, threads: int, backend: str) -> None:
+    gc.disable()  # importing torch makes only objects that stay; a tenth of its time is spent looking for others
+    import torch
+    from torch import distributed
+
+    gc.enable()
+    gc.freeze()
+    dist: Any = distributed
+    torch.set_num_threads(threads)
+    rank = int(os.environ["RANK"])
+    if backend != "gloo" and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def _take_leave() -> None:
+    """Let other ranks know that nothing more comes from pipelines that are still open here."""
+    if (crews := sys.modules.get("drumline.pipeline.crew")) is not None:
+        crews.leave_all()
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _result(value: Any) -> Parts:
+    try:
+        return by_value.dumps(value, reply=True)
+    except Exception as error:
+        found = blame(value, "the result") or f"{type(error).__name__}: {error}"
+        raise LaunchError(
+            f"what fn returned cannot be sent back: {found}",
+            fix="return tensors, numbers, or a state_dict()",
+        ) from error
+
+
+def _failure(error: BaseException) -> Failure:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    try:
+        exception = tuple(bytes(part) for part in by_value.dumps(error, reply=True))
+    except Exception:  # whatever an exception may hold, its text arrives
+        exception = None
+    return Failure(
+        kind=type(error).__name__,
+        text=str(error),
+        at=time.monotonic(),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        exception=exception,
+        echo=_is_echo(error),
+    )
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Return whether an error only says that another rank is gone."""
+    from torch.distributed import DistError
+
+    return isinstance(error, RankFailed | DistError | ConnectionError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in ("closed by peer", "reset by peer"))
+    )
+
+
+def _send(connection: socket.socket, parts: Parts) -> None:
+    for run in framed(parts):
+        connection.sendall(run)
+
+
+def _watch(connection: socket.socket) -> threading.Event:
+    """Return an event that is set when all ranks are done; if `launch` is gone, end this process."""
+    all_done = threading.Event()
+
+    def watch() -> None:
+        if connection.recv(1):
+            all_done.set()
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_SECONDS_TO_CLEAN_UP)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launch-watch", daemon=True).start()
+    return all_done
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel send SIGTERM when the parent dies, however it dies; elsewhere the closed socket tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, the cleaning up is not to be interrupted
+    raise _Terminated
+
+
+def _leave_to_launch(_signal: int, _frame: FrameType | None) -> None:
+    """Ctrl-C reaches every process of a terminal; `launch` gets it too, and ends the ranks."""
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit without taking the interpreter apart, which costs torch 0.4 s."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)

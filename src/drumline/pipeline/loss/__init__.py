@@ -1,0 +1,1 @@
+"""How much each microbatch counts in the loss of the batch."""

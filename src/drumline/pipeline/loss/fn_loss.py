@@ -1,0 +1,207 @@
+"""How much the microbatches count where the loss is the user's function: by what it was seen to count.
+
+The function is watched while it runs on a microbatch of a new kind. If it is made of torch's own losses, means and
+sums, all microbatches are weighed by what these count; if it is not, they count by their rows, and the loss of the
+first step is compared with what the function makes of the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import ModelError
+from drumline.pipeline.loss.weighing import Count, Weighing, weighed
+from drumline.runtime.executor import Step
+from drumline.runtime.loss.counts import Counts, labels_counted, mixed_by
+from drumline.runtime.loss.terms import Terms, Walk
+from drumline.runtime.loss.watched import watched
+from drumline.runtime.values import joined, pack, unpack
+
+_IGNORED = -100  # the label that torch's losses leave out unless told otherwise
+_AFFORDABLE = 2**26  # bytes of outputs that are kept to compare the first step's loss
+_NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
+LossFunction = Callable[..., Tensor]
+
+
+def labels_weight(loss_fn: Any) -> Callable[[Any], Tensor] | None:
+    """Return what weighs a target where the loss is one of torch's own by labels, as a function or a module.
+
+    >>> weight = labels_weight(nn.CrossEntropyLoss(ignore_index=0))
+    >>> weight(torch.tensor([3, 0, 2]))
+    tensor(2)
+    """
+    given: dict[str, Any] = {}
+    while isinstance(loss_fn, functools.partial):
+        if loss_fn.args:
+            return None
+        given = {**loss_fn.keywords, **given}
+        loss_fn = loss_fn.func
+    if type(loss_fn) in (nn.CrossEntropyLoss, nn.NLLLoss):
+        given = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight, "reduction": loss_fn.reduction}
+    elif loss_fn not in (functional.cross_entropy, functional.nll_loss):
+        return None
+    if given.get("reduction", "mean") != "mean":
+        return None
+    ignored, weight = given.get("ignore_index", _IGNORED), given.get("weight")
+
+    def counted(target: Any) -> Tensor:
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return torch.tensor(len(target))
+        return labels_counted(target, ignored, weight)
+
+    return counted
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of the function for one kind of output and target."""
+
+    counts: Counts | None
+    num_outputs: int
+    terms: Terms
+
+
+class FnWeight:
+    """Weighs the microbatches of a step by what a loss function was seen to count."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+        self.direct = labels_weight(loss_fn)
+        self._seen: dict[Any, _Seen] = {}
+        self._by_target: dict[Any, _Seen] = {}
+        self._doubted = False
+        self._warned = False
+
+    def __call__(self, targets: Sequence[Any], rows: Sequence[int]) -> Weighing | None:
+        """Return the microbatches' shares; None where the function has to be watched on one of them first."""
+        if len(targets) == 1:
+            return Weighing([1.0])
+        if self.direct is not None:
+            return weighed([[_quiet(self.direct(one))] for one in targets], rows)
+        seen = [self._by_target.get(_kind(one)) for one in targets]
+        found = [one for one in seen if one is not None]
+        if not found:
+            return None
+        # One that was not watched has as many rows more or less, and is counted alike.
+        each = [one or found[0] for one in seen]
+        counts = [self._count(one, target, row) for one, target, row in zip(each, targets, rows, strict=True)]
+        if any(one is None for one in counts):
+            return weighed([[float(one)] for one in rows], rows)
+        made = weighed([one for one in counts if one is not None], rows)
+        if made.factors:
+            raise ModelError(
+                "loss_fn adds up means over different things, which differ from microbatch to microbatch",
+                expected="one thing that is counted, or a sum",
+                fix="pass loss_weight=, what a microbatch's target counts, or let the model compute the loss",
+            )
+        return made
+
+    def watch(self, loss_fn: LossFunction, output: Any, target: Any) -> Tensor:
+        """Call the function, or a copy of it, on a microbatch, and see what it counts."""
+        kind = (_kind(output), _kind(target))
+        if self.direct is not None or kind in self._seen:
+            return loss_fn(output, target)
+        loss, graph, num_outputs = watched(loss_fn, output, target)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            return loss
+        walk = Walk(graph, graph.inputs[num_outputs:])
+        terms = walk.terms(graph.outputs[0])
+        is_plain = bool(terms.known) and not terms.others
+        self._doubted |= not is_plain or bool(mixed_by(walk, terms))
+        seen = _Seen(Counts(graph, terms, str) if is_plain else None, num_outputs, terms)
+        self._seen[kind] = self._by_target[_kind(target)] = seen
+        if terms.others and not self._warned:
+            self._warn(terms, target)
+        return loss
+
+    @property
+    def counts_targets(self) -> bool:
+        """Whether shares may be others for other targets of the same shapes."""
+        terms = [term for seen in self._seen.values() for term in seen.terms.known]
+        return not terms or self.direct is not None or any(one.labels or one.divided is not None for one in terms)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether it was not seen that the function goes row by row, so that the first step's loss is compared."""
+        return self._doubted
+
+    def _count(self, seen: _Seen, target: Any, rows: int) -> list[Count | None] | None:
+        if seen.counts is None:
+            return None
+        tensors = pack(target)[0]
+        places = [torch.empty(0)] * seen.num_outputs
+        try:
+            counted = seen.counts.of([*places, *tensors])
+        except (RuntimeError, TypeError, IndexError):
+            return None
+        return [float(rows) if isinstance(one, int) else one for one in counted]  # elements are so many a row
+
+    def _warn(self, terms: Terms, target: Any) -> None:
+        self._warned = True
+        ignores = any(
+            not one.is_floating_point() and one.dim() and bool((one == _IGNORED).any()) for one in pack(target)[0]
+        )
+        if ignores or terms.known:
+            warnings.warn(
+                f"loss_fn goes through {', '.join(dict.fromkeys(terms.others))}, and what it counts is not known:"
+                " microbatches count by their rows. Pass loss_weight= if it leaves some of its targets out",
+                stacklevel=2,
+            )
+
+
+class Check:
+    """The first step's loss against what the function makes of the whole batch, where keeping that is affordable."""
+
+    def __init__(self, loss_fn: LossFunction, step: Step) -> None:
+        self.loss_fn = loss_fn
+        self.step = step
+        self.outputs: dict[int, Any] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.num_bytes = 0
+
+    def add(self, microbatch: int, output: Any, loss: Tensor) -> bool:
+        """Keep a microbatch's output, and once all are here compare; returns whether that was done, or never can."""
+        tensors, form = pack(output)
+        self.num_bytes += sum(one.nbytes for one in tensors)
+        if self.num_bytes > _AFFORDABLE:
+            self.outputs.clear()
+            return True
+        self.outputs[microbatch] = unpack([one.detach() for one in tensors], form)
+        self.losses[microbatch] = loss.detach()
+        if len(self.outputs) < len(self.step.targets):
+            return False
+        self._compare()
+        return True
+
+    def _compare(self) -> None:
+        order = sorted(self.outputs)
+        try:
+            with torch.no_grad():
+                whole = self.loss_fn(joined([self.outputs[one] for one in order]), self.step.target)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return  # what it takes cannot be put together again
+        parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
+        if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
+            raise ModelError(
+                f"the microbatches' losses make {parts:.6g}, and loss_fn of the whole batch is {float(whole):.6g}",
+                expected="a mean or a sum over rows: a loss that compares rows with each other needs all of them",
+                fix="pass loss_weight=, what a microbatch's target counts (len, to count by rows), or use"
+                " num_microbatches=1",
+            )
+
+
+def _quiet(count: Tensor) -> Count:
+    return float(count) if count.is_cpu else count
+
+
+def _kind(value: Any) -> Any:
+    tensors, form = pack(value)
+    return str(form), tuple((one.shape, one.dtype) for one in tensors)

@@ -1,0 +1,210 @@
+"""Models that compute their loss themselves, as Hugging Face's do when they are given `labels`."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.pipeline.loss.weighing import Weighing, weighed
+from drumline.runtime.batch import num_rows
+from drumline.runtime.blocks.pieces import Inputs, Kind, Loss, Plan
+from drumline.runtime.loss.counts import labels_counted, mixed_by
+from drumline.runtime.loss.terms import name_of
+
+_PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
+_WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in a model's output, if it has one: its `loss`, or what it returns alone or first.
+
+    >>> import torch
+    >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
+    tensor(2.)
+    """
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        found = output[0] if output else None
+    else:
+        found = getattr(output, "loss", output)
+    return found if isinstance(found, Tensor) and found.dim() == 0 else None
+
+
+def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
+    """Return the loss in a model's output; where it is needed and not there, say so."""
+    loss = loss_in(output)
+    if loss is None and needed:
+        raise ModelError(
+            f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
+            expected="a loss_fn and a target, or an output with a `loss`",
+            fix="pass loss_fn= to Pipeline, or labels= to step",
+        )
+    return loss
+
+
+class OwnWeight(TorchFunctionMode):
+    """How much a microbatch counts in a plain model's loss, its own or a function: by the labels that this gets.
+
+    It looks at a plain run, and at nothing that a pipeline is made of, so that a pipeline can be held against it.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.counts: list[float] = []
+
+    def __call__(self, inputs: Any, target: Any = None) -> float:
+        """Run the model once, without gradients, and return what its loss is a mean over: labels, or else rows.
+
+        A loss that adds up means over different counts is refused: no one weight is right for it.
+        """
+        self.counts = []
+        modes = [module for module in self.model.modules() if module.training]
+        for module in modes:
+            module.training = False
+        try:
+            with self, torch.no_grad(), torch.random.fork_rng(devices=[]):
+                output = self._run(inputs)
+                if self.loss_fn is not None:
+                    self.loss_fn(output, target)
+        finally:
+            for module in modes:
+                module.training = True
+        if len(set(self.counts)) > 1:
+            raise ModelError(
+                f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",
+                expected="one thing that is counted",
+            )
+        return self.counts[0] if self.counts else num_rows(inputs if target is None else target)
+
+    def _run(self, inputs: Any) -> Any:
+        if not isinstance(inputs, Inputs):
+            return self.model(inputs)
+        extra = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+        return self.model(*inputs.args, **{**extra, **inputs.kwargs})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what a loss by labels counts."""
+        if func in (nn.functional.cross_entropy, nn.functional.nll_loss):
+            given = inspect.signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            target = given.arguments["target"]
+            if given.arguments["reduction"] == "mean" and not target.is_floating_point():
+                weight = given.arguments["weight"]
+                self.counts.append(float(labels_counted(target, given.arguments["ignore_index"], weight)))
+        return func(*args, **(kwargs or {}))
+
+
+class OwnShares:
+    """How much the microbatches count where the model computes its loss itself: by what that loss really counts."""
+
+    def __init__(self, plan: Plan, piece: Any, num_last: int) -> None:
+        self.plan = plan
+        self.piece = piece  # the last one, where parameters are found that weigh classes
+        self._first = plan.num_pieces - num_last  # of the last stage
+        self._looked_at = False
+        self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
+
+    def __call__(self, microbatches: Sequence[Inputs], rows: Sequence[int], *, train: bool) -> Weighing:
+        """Return the microbatches' shares of the loss, and factors of its parts where one share is not enough."""
+        if len(microbatches) == 1:
+            return Weighing([1.0])
+        kinds = [self.plan.kind(one, train=train) for one in microbatches]
+        found = [self.plan.loss(kind) for kind, _ in kinds]
+        losses = [one for one in found if one is not None]
+        if len(losses) < len(found):
+            return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
+        self._look(losses[0], kinds[0][0], rows[0])
+        counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
+        made = self._weighed(counts, rows, others=bool(losses[0].terms.others))
+        if made.factors and min(losses[0].pieces) < self._first:
+            raise ModelError(
+                "the model's loss adds up means over different things, one of them in an earlier stage",
+                expected="parts of the loss that are all computed with the last stage",
+                fix=f"cut the model elsewhere, or pass {_WEIGHT}",
+            )
+        return made
+
+    def _weighed(self, counts: Sequence[Sequence[Any]], rows: Sequence[int], *, others: bool) -> Weighing:
+        """Return the shares by those parts that microbatches do not have each for itself."""
+        apart = self._apart
+        if not apart:
+            return weighed(counts, rows, others=others)
+        made = weighed([[one for at, one in enumerate(row) if at not in apart] for row in counts], rows, others=True)
+        factors = {}
+        for microbatch, found in made.factors.items():
+            each = iter(found)
+            factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
+        return Weighing(made.shares, factors)
+
+    def _look(self, loss: Loss, kind: Kind, rows: int) -> None:
+        """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
+        if self._looked_at:
+            return
+        terms = loss.terms
+        if not terms.known:
+            raise ModelError(
+                f"the model's loss comes out of {', '.join(terms.others[:3]) or 'nothing that was followed'}, and how"
+                " much of it each microbatch is cannot be told",
+                expected="means and sums over rows or tokens, added up",
+                fix=f"pass {_WEIGHT}; or a loss_fn=",
+            )
+        mixers = self._mixers(loss, kind, rows) if mixed_by(loss.walk, terms) else {}
+        pairs = [name for name, degree in mixers.values() if degree > 1]
+        if pairs or len(mixers) == len(terms.known):
+            raise ModelError(
+                f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
+                expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
+                fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
+            )
+        self._apart = set(mixers)
+        if names := dict.fromkeys([*terms.others, *(name for name, _ in mixers.values())]):
+            warnings.warn(
+                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
+                " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
+                stacklevel=2,
+            )
+        self._looked_at = True
+
+    def _mixers(self, loss: Loss, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
+        """Return the parts that bring rows together, seen on a batch of more rows: in which call, and in what degree.
+
+        Degree 1 brings rows down to a few numbers, degree 2 compares each with each.
+        """
+        shapes = tuple(
+            (torch.Size((_PROBE, *shape[1:])) if shape and shape[0] == rows else shape, dtype)
+            for shape, dtype in kind.shapes
+        )
+        walk, calls = loss.walk, loss.walk.graph.calls
+        every = range(len(loss.terms.known))
+        try:
+            other = self.plan.graph(kind._replace(shapes=shapes))
+        except DrumlineError:
+            return dict.fromkeys(every, ("a way that could not be followed", 1))
+        if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
+            return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
+        degrees = [_degree(value.num_bytes) for value in other.values]
+        found: dict[int, tuple[str, int]] = {}
+        for part, term in enumerate(loss.terms.known):
+            for at in walk.data_calls(term):
+                made = [degrees[value] for _, value in calls[at].makes]
+                data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]
+                if any(one > 1 for one in made):
+                    found[part] = (name_of(calls[at]), 2)
+                elif 0 in made and any(data) and part not in found:
+                    found[part] = (name_of(calls[at]), 1)
+        return found
+
+
+def _degree(num_bytes: int) -> int:
+    """Return how often the number of rows is in a size."""
+    return 2 if num_bytes % _PROBE**2 == 0 else 1 if num_bytes % _PROBE == 0 else 0

@@ -1,0 +1,122 @@
+"""From the model that a user has to the chain of blocks that is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.core.errors import BatchError, ModelError
+from drumline.pipeline.model.examples import guesses
+from drumline.pipeline.model.splits import found_split
+from drumline.runtime.batch import Split
+from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.blocks.cut import Block, Model, blocks_of
+from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.values import moved
+from drumline.runtime.watch.watch import refuse_hooks
+
+
+def is_chain(model: Model) -> bool:
+    """Whether the model is a list of blocks, each of which takes what the one before returns.
+
+    >>> is_chain(nn.Sequential(nn.ReLU())), is_chain(nn.Linear(2, 2))
+    (True, False)
+    """
+    if isinstance(model, nn.Sequential):
+        # Hooks on the whole of it run where it is called: then it is followed like any other model.
+        return type(model).forward is nn.Sequential.forward and not has_hooks(model)
+    return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own.
+
+    >>> has_hooks(nn.ReLU())
+    False
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(module)[kind] for kind in kinds)
+
+
+def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool) -> Any:
+    """Return what a step was called with as the value that the first block takes.
+
+    >>> inputs_for((1,), {"mask": None}, is_chain=False)
+    Inputs(args=(1,), kwargs={'mask': None})
+    """
+    if not kwargs and (not args or (len(args) == 1 and args[0] is None)):
+        return None
+    if not is_chain:
+        return Inputs(args, kwargs)
+    if kwargs or len(args) > 1:
+        given = [*(f"argument {number}" for number in range(2, len(args) + 1)), *kwargs]
+        raise BatchError(
+            f"step got {', '.join(given)}",
+            expected="one batch, the first block's only argument, and target=",
+            fix="put what belongs together into a tuple or a dict",
+        )
+    return args[0]
+
+
+def example_inputs(model: Model, example: Any) -> Any:
+    """Return an example as `step` would get it: of a dict by name, of a tuple one by one."""
+    if example is None or is_chain(model):
+        return example
+    if isinstance(example, Mapping):
+        return Inputs((), dict(example))
+    return Inputs(example if type(example) is tuple else (example,), {})
+
+
+def blocks_for(
+    model: Model,
+    example: Any,
+    device: torch.device,
+    *,
+    num_microbatches: int,
+    cuts: Sequence[str] | None = None,
+    split: Split | None = None,
+) -> list[Block]:
+    """Return the model's blocks; one that is not a chain is followed on the first microbatch of the example.
+
+    >>> [block.name for block in blocks_for(nn.Linear(2, 2), torch.ones(4, 2), torch.device("cpu"), num_microbatches=2)]
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: the model calls none of its modules; expected a model made of modules
+    """
+    if is_chain(model):
+        return blocks_of(model)
+    assert isinstance(model, nn.Module)
+    named = [cuts] if isinstance(cuts, str) else list(cuts or ())
+    inputs = example_inputs(model, example)
+    if inputs is None:
+        return _guessed(model, device, named)
+    how = found_split(model, split)(inputs)
+    microbatch = cut_batch(inputs, num_microbatches, what="the example", split=how)[0]
+    return pieces_of(model, moved(microbatch, device), device=device, cuts=named)
+
+
+def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> list[Block]:
+    """Follow a model of which there is no example on the first guess that its forward takes."""
+    fix = "pass example=, a batch as step will get it: a dict by name, a tuple in order, or one tensor"
+    first: ModelError | None = None
+    for guess in guesses(model):
+        try:
+            return pieces_of(model, moved(Inputs((), guess), device), device=device, cuts=cuts)
+        except ModelError as error:
+            first = first or error
+    kind = type(model).__name__
+    if first is None:
+        if isinstance(model, nn.Sequential) and has_hooks(model):
+            refuse_hooks(model)
+        raise ModelError(
+            f"the model is a {kind}, and there is no example of its inputs",
+            expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",
+            fix=fix,
+        )
+    raise ModelError(
+        f"there is no example of the inputs of {kind}, and its forward takes none that could be guessed: {first.error}",
+        expected=first.expected,
+        fix=fix,
+    ) from first

@@ -1,0 +1,128 @@
+"""A model of the user's own, from `FILE.py:NAME`: a function that returns (model, loss_fn, batch, target).
+
+A module that is no chain of blocks takes a dict as its arguments by name and a tuple as its arguments in order; for one
+that computes its loss itself, as Hugging Face's do, loss_fn and target are None.
+
+Every rank loads the file by itself, as `python FILE.py` would find it: modules beside it can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from drumline.core.errors import DrumlineError, ModelError, nearest
+from drumline.core.files import is_regular
+from drumline.pipeline.model.blocks import is_chain
+from drumline.runtime.blocks.cut import Model, blocks_of
+
+Maker = Callable[[], Any]
+
+
+class Material(NamedTuple):
+    """What a step needs."""
+
+    model: Model
+    loss_fn: Callable[..., Tensor] | None  # None for a model that computes its loss itself
+    batch: Any
+    target: Any
+
+
+def material_from(source: str | Maker) -> Material:
+    """Return what the function makes: `source` is the function itself, or `FILE.py:NAME`.
+
+    >>> material_from("no_such_file.py:make")
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: no_such_file.py: no such file; expected FILE.py:NAME, a function that returns ...
+    """
+    if not isinstance(source, str):
+        return _made(source, getattr(source, "__name__", repr(source)))
+    path, name = _parts(source)
+    with _beside(path):
+        module = _loaded(path)
+        maker = getattr(module, name, None)
+        if not callable(maker):
+            own = [key for key, one in vars(module).items() if callable(one) and not key.startswith("_")]
+            own = [key for key in own if getattr(getattr(module, key), "__module__", "") == module.__name__]
+            what = "is not a function" if hasattr(module, name) else "is not there"
+            raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")
+        return _made(maker, f"{path}:{name}")
+
+
+_EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
+
+
+def check_source(source: str) -> None:
+    """Refuse what names no function of a file, without running the file."""
+    _parts(source)
+
+
+def _parts(source: str) -> tuple[Path, str]:
+    file, _, name = source.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ModelError(f"the model is {source!r}", expected=_EXPECTED)
+    path = Path(file)
+    if not is_regular(path):
+        raise ModelError(f"{path}: {'not a file' if os.path.exists(path) else 'no such file'}", expected=_EXPECTED)
+    return path, name
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """Find modules that lie beside the file, as a script does."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _loaded(path: Path) -> ModuleType:
+    name = f"_model_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is not a Python file", expected=_EXPECTED)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their classes up there
+    try:
+        spec.loader.exec_module(module)
+    except DrumlineError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
+        ) from error
+    return module
+
+
+def _made(maker: Maker, name: str) -> Material:
+    try:
+        made = maker()
+    except DrumlineError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{name} failed with {type(error).__name__}: {error}", expected="a function that needs no arguments"
+        ) from error
+    if not isinstance(made, tuple | list) or len(made) != len(Material._fields):
+        what = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+        raise ModelError(f"{name} returned {what}", expected="(model, loss_fn, batch, target)")
+    material = Material(*made)
+    if is_chain(material.model):
+        blocks_of(material.model)  # refuses what cannot be cut
+    own = material.loss_fn is None and not is_chain(material.model)  # a model with a loss of its own
+    if not own and not callable(material.loss_fn):
+        raise ModelError(
+            f"{name} returned a {type(material.loss_fn).__name__} as loss_fn",
+            expected="(model, loss_fn, batch, target), with a function as loss_fn",
+        )
+    return material

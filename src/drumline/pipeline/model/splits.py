@@ -1,0 +1,105 @@
+"""How a batch's arguments are cut into microbatches: what the user says, and what can be told from the model.
+
+input_ids       (rows, length)       along its rows, as everything that nothing is said of
+position_ids    (3, rows, length)    along dimension 1: one of three positions for text and pictures
+pixel_values    (patches, numbers)   packed: as many patches to a row as its pictures have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import UsageError
+from drumline.runtime.batch import Split
+from drumline.runtime.blocks.cut import Model
+
+
+def check(split: Any) -> None:
+    """Refuse a split that does not say how arguments are cut.
+
+    >>> check({"position_ids": "rows"})
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: split says 'rows' of 'position_ids'; expected a dimension, None, or a function
+    """
+    if split is None:
+        return
+    if not isinstance(split, Mapping):
+        raise UsageError(f"split is {split!r:.80}", expected="a dict: how each argument is cut, by its name or place")
+    for name, how in split.items():
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise UsageError(f"split names {name!r}", expected="an argument's name, or its place")
+        if isinstance(how, bool) or not (how is None or isinstance(how, int) or callable(how)):
+            raise UsageError(f"split says {how!r} of {name!r}", expected="a dimension, None, or a function")
+
+
+def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | None]:
+    """Return what tells how a batch is cut: as the user said, and for the rest as the model's own layout is."""
+    config = getattr(model, "config", None)
+
+    def of(batch: Any) -> Split | None:
+        given = getattr(batch, "kwargs", None)
+        if not isinstance(given, Mapping):
+            return said
+        found = {**_positions(given), **_pictures(given, config), **(said or {})}
+        return found or None
+
+    return of
+
+
+def _positions(given: Mapping[str, Any]) -> Split:
+    """Positions of several kinds have their rows behind these."""
+    ids, positions = given.get("input_ids"), given.get("position_ids")
+    if not isinstance(ids, Tensor) or not isinstance(positions, Tensor) or positions.dim() != 3:
+        return {}
+    return {"position_ids": 1} if positions.shape[1:] == ids.shape and positions.shape[0] in (3, 4) else {}
+
+
+_PACKED = (
+    ("pixel_values", "image_grid_thw", "image_token_id"),
+    ("pixel_values_videos", "video_grid_thw", "video_token_id"),
+)
+
+
+def _pictures(given: Mapping[str, Any], config: Any) -> Split:
+    """Pictures whose patches are packed one after the other belong to the rows whose text has places for them."""
+    found: dict[str | int, Any] = {}
+    for pixels, grid, token in _PACKED:
+        sizes, ids, place = given.get(grid), given.get("input_ids"), getattr(config, token, None)
+        if not isinstance(sizes, Tensor) or not isinstance(ids, Tensor) or place is None or ids.dim() != 2:
+            continue
+        merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
+        patches = sizes.prod(-1)
+        owners = _owners(patches // merged, (ids == place).sum(-1))
+        if owners is None:
+            continue
+        rows = len(ids)
+        found[grid] = _counter(torch.bincount(owners, minlength=rows))
+        found[pixels] = _counter(torch.zeros(rows, dtype=torch.long).index_add_(0, owners, patches.cpu()))
+    return found
+
+
+def _counter(counts: Tensor) -> Callable[[Any], Tensor]:
+    return lambda given: counts
+
+
+def _owners(tokens: Tensor, places: Tensor) -> Tensor | None:
+    """Return the row that each picture belongs to: they fill the rows' places in order; None where they do not fit.
+
+    >>> _owners(torch.tensor([4, 2, 2]), torch.tensor([4, 0, 4]))
+    tensor([0, 2, 2])
+    """
+    row, left, found = -1, 0, []
+    room = places.tolist()
+    for count in tokens.tolist():
+        while left == 0 and row + 1 < len(room):
+            row += 1
+            left = room[row]
+        if count > left:
+            return None
+        left -= count
+        found.append(row)
+    return torch.tensor(found) if left == 0 and not any(room[row + 1 :]) else None

@@ -1,0 +1,1 @@
+"""What a pipeline notes of its steps, and where that is written."""

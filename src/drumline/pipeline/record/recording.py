@@ -1,0 +1,241 @@
+"""What becomes of what is measured: nothing, the last step's timeline, or a run in a folder.
+
+    step n ends      every rank tells its record
+    step n+1         where a rank waits for the first time, its line of step n is written, and by rank 0 the metrics of
+                     steps that all ranks have told of; where nobody waits, at the end
+
+Nobody waits for any of this, and writing takes time that a rank has. What a device has not passed by the end of its
+step is told and written with the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drumline.core.errors import RunError, UsageError
+from drumline.core.measured.align import Dial
+from drumline.core.measured.record import Record
+from drumline.core.program import Program
+from drumline.pipeline.assembly import Assembly
+from drumline.pipeline.balance import Balance
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.record.description import config_of, environment_of, plan_of
+from drumline.pipeline.record.gaps import Between
+from drumline.pipeline.record.metrics import line_of
+from drumline.pipeline.record.run_folder import RunFolder, problem
+from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.runtime.clock import Clock, NoClock
+from drumline.runtime.draft import END, LEAVE, Draft
+from drumline.runtime.executor import Executor
+
+T = TypeVar("T")
+_ENDED: Any = object()
+_SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
+
+
+class Recording:
+    """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
+
+    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.is_on = record is not False
+        self.folder: RunFolder | None = None
+        self._crew = crew
+        self._ranks = [channel.rank for channel in crew.channels]
+        self._executors: Sequence[Executor] = ()  # those that weigh what they hold in the first step alone
+        self._clocks: Sequence[Clock] = ()
+        self._has_clocks = False  # more than one: ranks on several hosts
+        self._dials: tuple[Dial, ...] = ()  # how they are read, and until when
+        self._read_until = 0.0
+        self._between = Between(())
+        self._late: Sequence[Draft] = ()  # of the last step, where the device had not passed it
+        self._unwritten: list[Record] = []
+        self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written
+        if not isinstance(record, bool):
+            self.folder = self._opened(Path(record))
+            crew.while_waiting, crew.at_failure = self.write, self.flush
+            _open.add(self)
+
+    def _opened(self, path: Path) -> RunFolder:
+        """Begin a run, on all ranks or on none."""
+        own = [(problem(path, [rank]), secrets.token_hex(6)) for rank in self._ranks]
+        told = self._crew.all_told("run", own)
+        for text, _ in told:
+            if text:
+                raise UsageError(
+                    text, expected="a folder without a run, or none yet", fix="name another folder for this run"
+                )
+        return RunFolder(path, told[0][1], self._ranks)
+
+    def describe(
+        self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
+    ) -> None:
+        """Write what is known before the first step; all ranks call it."""
+        if self.folder is not None:
+            own = environment_of(assembly.device)
+            told = self._crew.all_told("environment", [own] * len(self._crew.channels))
+            if 0 in self._ranks:
+                plan = plan_of(program, assembly, balance)
+                self.folder.describe(program, config_of(settings), plan, {"ranks": told})
+
+    def clock(self, clock: Clock) -> Clock:
+        """Return the clock that an executor is to use."""
+        return clock if self.is_on else NoClock()
+
+    def follow(self, executors: Sequence[Executor], *, weigh: bool) -> None:
+        """Measure from here on; without `weigh`, executors that can are to weigh what they hold in one step only."""
+        self._executors = [] if weigh else executors
+        self._clocks = [executor.clock for executor in executors]
+        self._between = Between(self._clocks)
+        if self.is_on:
+            numbers = self._crew.all_told("clocks", [clock.number for clock in self._clocks])
+            self._has_clocks = len(set(numbers)) > 1
+        if self._has_clocks:
+            self._crew.compare_clocks()
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> list[Draft]:
+        """Return drafts for a step that is called now."""
+        drafts = [Draft(rank, number) for rank in self._ranks]
+        for draft, clock, channel in zip(drafts, self._clocks, self._crew.channels, strict=True):
+            draft.clock = clock.number
+            if self._has_clocks:
+                draft.heard = [moment for one in channel.comparisons() for moment in one]
+        self._between.hand_over(drafts)
+        return drafts
+
+    def ran(self, drafts: Sequence[Draft]) -> None:
+        """Note that all rows of this process have ended and what was sent has left."""
+        self._spent(LEAVE, drafts)
+
+    def ended(self, drafts: Sequence[Draft]) -> None:
+        """Note that only the telling is left."""
+        self._spent(END, drafts)
+        self._between.ended(drafts)
+
+    def _spent(self, kind: int, drafts: Sequence[Draft]) -> None:
+        for draft, clock in zip(drafts, self._clocks, strict=True):
+            now = clock.now()
+            draft.spent(kind, draft.end_ns, now)
+            draft.end_ns = now
+
+    def during(self, kind: str) -> AbstractContextManager[None]:
+        """Count what runs inside, between steps, as `kind`."""
+        return self._between.during(kind) if self.is_on else nullcontext()
+
+    def data(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader does, and count the time that each batch takes to come."""
+        batches = iter(loader)
+        while True:
+            with self.during("data"):
+                batch = next(batches, _ENDED)
+            if batch is _ENDED:
+                return
+            yield batch
+
+    def enter(self, kind: str) -> None:
+        """Count what follows as `kind`, until `leave`."""
+        if self.is_on:
+            self._between.enter(kind)
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        if self.is_on:
+            self._between.leave()
+
+    def fill(self, each: Sequence[Told], drafts: Sequence[Draft]) -> None:
+        """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
+        if not self.is_on:
+            return
+        if self._late:
+            for told, record in zip(each, self.settled(self._late), strict=True):
+                told.late = record
+        self._late = drafts
+        if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, drafts, strict=True)):
+            self._late = ()
+            for told, draft in zip(each, drafts, strict=True):
+                told.record = draft.record()
+
+    def settled(self, drafts: Sequence[Draft]) -> list[Record]:
+        """Return the records of a step on this process's ranks; waits for the device."""
+        for draft, clock in zip(drafts, self._clocks, strict=True):
+            clock.settle(draft, wait=True)
+        return [draft.record() for draft in drafts]
+
+    # ---- the files ---------------------------------------------------------------------------------------------------
+
+    def add(self, tally: Tally, each: Sequence[Told]) -> None:
+        """Take in what the ranks of this process told of a step, to be written during the next one."""
+        if self.folder is None or not self.folder.is_open:
+            return
+        self.write()
+        self._unwritten += [record for told in each for record in (told.late, told.record) if record is not None]
+        for executor in self._executors:
+            executor.scale = None
+        if 0 in self._ranks:
+            self._waiting.append((tally, {}))
+
+    def write(self) -> None:
+        """Write the lines of earlier steps, and the metrics of those that all ranks have told of."""
+        if self._unwritten and self.folder is not None and self.folder.is_open:
+            self._write(self.folder)
+            self.folder.flush_if_due()
+
+    def _write(self, folder: RunFolder) -> None:
+        for record in self._unwritten:
+            folder.add_record(record)
+        self._unwritten = []
+        while self._waiting and self._waiting[0][0].is_complete:
+            tally, noted = self._waiting.pop(0)
+            if self._has_clocks and time.monotonic() > self._read_until:
+                self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
+            folder.add_metrics(tally.number, line_of(tally, noted, self._dials))
+
+    def note(self, **metrics: Any) -> None:
+        """Add metrics to the last step."""
+        if self._waiting:
+            self._waiting[-1][1].update(metrics)
+
+    def flush(self) -> None:
+        """Write all that is known out."""
+        if self.folder is not None and self.folder.is_open:
+            self._write(self.folder)
+            self.folder.flush()
+
+    def close(self) -> None:
+        """Write what is left, as far as it is known, and end the run."""
+        if self.folder is not None and self.folder.is_open:
+            if self._late:
+                self._unwritten += self.settled(self._late)
+                self._late = ()
+            if self._crew.alone and not self._crew.over:
+                for tally, _ in self._waiting:
+                    tally.told  # noqa: B018 - all ranks of one process have told, so that hearing waits for nobody
+            self._write(self.folder)
+            self.folder.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Refuse to say what was not recorded."""
+        if not self.is_on:
+            raise RunError("nothing was recorded: record=False", fix="make the pipeline with record=True or a folder")
+
+
+# Whoever forgets to close the pipeline, or only ends the process, has the run all the same.
+_open: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for recording in list(_open):
+        recording.close()

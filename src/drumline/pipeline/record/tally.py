@@ -1,0 +1,185 @@
+"""How a step went on every rank: told by each at its end, heard by whoever needs it.
+
+A rank does not wait at the end of a step. The loss, the check for NaN and the timeline wait when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import MismatchError, NonFiniteError, RunError
+from drumline.core.measured.align import Dial, align
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.record import Record
+from drumline.core.program import Program
+from drumline.pipeline.state.scaler import LossScaler
+from drumline.pipeline.state.unused import Unused
+from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
+
+_NUM_RECENT = 16
+
+
+@dataclass(slots=True)
+class Told:
+    """What one rank tells: its microbatches' parts of the loss, whether all was finite, and its record."""
+
+    microbatches: list[int] = field(default_factory=list)
+    losses: Sequence[float | Tensor] = ()
+    dtype: str = "float32"
+    finite: bool | Tensor = True
+    scale: float | None = None  # of the loss, as this rank knows it
+    unreached: list[str] | None = None  # parameters without gradient, where they were looked for
+    record: Record | None = None
+    late: Record | None = None  # of the step before, where the device had not passed that in time
+    num_rows: int = 0  # of the batch, where it is known
+    num_tokens: int = 0
+    train: bool = True
+    given: Given | None = None  # what the step was called with; not told where all ranks are in one process
+    followed: dict[str, str] = field(default_factory=dict)  # digests of what was written for new kinds of input
+
+
+@dataclass(eq=False)
+class Tally:
+    """All ranks' words on one step; `hear` is called once, when they are first needed."""
+
+    number: int
+    hear: Callable[[], list[Told]]
+    program: Program
+    scaler: LossScaler | None = None
+    own: Callable[[], list[Record]] | None = None  # where all ranks are here, their records once they are asked for
+    following: Tally | None = None  # the next step that trained
+
+    @cached_property
+    def told(self) -> list[Told]:
+        """What every rank told."""
+        return self.hear()
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether all ranks' words are here."""
+        return "told" in self.__dict__
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that will be known of the step is here."""
+        return self.is_heard and self.known_records is not None
+
+    @property
+    def records(self) -> tuple[Record, ...] | None:
+        """What every rank recorded, those of this process waited for; None as long as another has not told it."""
+        known = self.known_records
+        return tuple(self.own()) if known is None and self.own is not None else known
+
+    @property
+    def known_records(self) -> tuple[Record, ...] | None:
+        """The same without waiting for a device."""
+        found = [one.record for one in self.told]
+        if None in found and self.following is not None and self.following.is_heard:
+            found = [one or other.late for one, other in zip(found, self.following.told, strict=True)]
+        known = tuple(record for record in found if record is not None)
+        return known if len(known) == len(found) else None
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        """The batch's loss, its microbatches' parts added in their order; None where there was no target."""
+        parts = {number: part for one in self.told for number, part in zip(one.microbatches, one.losses, strict=True)}
+        if not parts:
+            return None
+        dtype = next(getattr(torch, one.dtype) for one in self.told if one.losses)
+        first, *others = (torch.as_tensor(parts[number], dtype=dtype) for number in sorted(parts))
+        for part in others:
+            first = first + part
+        return first
+
+    @cached_property
+    def timeline(self) -> Measured:
+        """What the ranks measured."""
+        records = self.records
+        if records is None:
+            raise RunError("a device has not passed the step yet", fix="run another one, or use check_finite=True")
+        if not all(record.starts for record in records):
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure")
+        return Measured(self.program, records)
+
+    @property
+    def unreached(self) -> set[str] | None:
+        """The parameters that got no gradient on any rank; None where nobody looked."""
+        if any(one.unreached is None for one in self.told[:1]):
+            return None
+        return {name for one in self.told for name in one.unreached or ()}
+
+    def check(self) -> None:
+        """Raise if the step must not be built on, on every rank alike."""
+        agree_on_mode([one.train for one in self.told], self.number)
+        agree_on_batch([one.given for one in self.told], self.number)
+        agree_on_followed([one.followed for one in self.told], self.number)
+        bad = [str(rank) for rank, one in enumerate(self.told) if not one.finite]
+        scales = sorted({one.scale for one in self.told if one.scale is not None})
+        if len(scales) > 1:
+            raise MismatchError(
+                f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
+                expected="the same scale on every rank",
+                fix="load the same state into pipe.scaler on all of them",
+            )
+        if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
+            raise NonFiniteError(
+                f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
+                expected="finite numbers; no optimizer has stepped",
+                fix="zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
+            )
+
+
+class Ledger:
+    """The tallies of all steps so far: those nobody has looked at, the last one, and one that was refused."""
+
+    def __init__(self, unused: str = "warn") -> None:
+        self.unused = Unused(unused)
+        self.last: Tally | None = None  # of the steps that trained
+        self.before: Tally | None = None  # the one before that
+        self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
+        self._open: list[Tally] = []
+        self._refused: Tally | None = None
+
+    def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
+        """Enter a step that has been told of; ranks that are `alone` in one process have one clock."""
+        self._open.append(tally)
+        if trained:
+            if self.last is not None:
+                self.last.following = tally
+            self.before, self.last = self.last, tally
+            if not alone:
+                self._recent.append(tally)
+            self._refused = None  # gradients add up, so this step's check covers what was there before
+
+    def timeline(self) -> Measured:
+        """Return the last step that all ranks know; without waiting for a device, that may be the one before."""
+        if self.last is None:
+            raise RunError("no step has run yet", fix="call step first")
+        known = self.last if self.last.records is not None or self.before is None else self.before
+        dials = self.dials(known)
+        return replace(known.timeline, dials=dials) if dials else known.timeline
+
+    def dials(self, tally: Tally) -> tuple[Dial, ...]:
+        """Return how the ranks' clocks are to be read in a step."""
+        records = tally.known_records
+        if records is None or len({record.clock for record in records}) == 1:
+            return ()
+        known = [(one, one.known_records) for one in self._recent if one.is_heard]
+        steps = [(one, each) for one, each in known if each is not None]
+        return align([each for _, each in steps], [one for one, _ in steps].index(tally))
+
+    def settle(self, *, until: int | None, gradients_left: Callable[[], bool]) -> None:
+        """Look at all steps, or those up to a number, and raise if one must not be built on."""
+        if until is None and self._refused is not None and gradients_left():
+            self._refused.check()
+        while self._open and (until is None or self._open[0].number <= until):
+            self._refused = self._open.pop(0)
+            self._refused.check()
+            self.unused.hear(self._refused.unreached)
+            self._refused = None

@@ -1,0 +1,121 @@
+"""State that several stages or several copies of one hold: a forward that changes it would be seen in another order.
+
+    one process     F(0) changes, F(3) reads │ F(0) changes, F(3) reads       microbatch by microbatch
+    a pipeline      F(0) changes │ F(0) changes │ F(0) changes, F(3) reads    stage 3 reads what later ones left
+
+So what a step's forwards have changed of it is refused, by value after the first steps and by version ever after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.stage import Stage
+from drumline.runtime.watch.fingerprint import PLAIN
+from drumline.runtime.weights.tied import Held, Place, Ties, places_in
+
+_BY_VALUE = 2  # steps whose tensors are compared by value: some change behind the versions' back
+
+
+class _Kept(NamedTuple):
+    held: Held
+    place: Place
+    block: str
+
+
+class Shared:
+    """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
+
+    def __init__(self, ties: Ties, stages: Sequence[Stage]) -> None:
+        self._kept = list(_kept(ties, stages))
+        self._doubled = [
+            (block.name, module)
+            for stage in stages
+            if len(ties.placement.ranks_of(stage.index)) > 1
+            for block in stage.blocks
+            for module in block.module.modules()
+        ]
+        self._num_steps = 0
+        self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
+        self._attributes: list[dict[str, Any]] = []
+
+    def before(self) -> None:
+        """Note what there is before a step."""
+        by_value = self._num_steps < _BY_VALUE
+        tensors = [one.place.tensor for one in self._kept]
+        self._before = [
+            (one, 0 if one is None else _version(one), None if one is None or not by_value else one.detach().clone())
+            for one in tensors
+        ]
+        self._attributes = [_plain(module) for _, module in self._doubled] if by_value else []
+        self._num_steps += 1
+
+    def after(self) -> None:
+        """Refuse what the step has changed."""
+        for one, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
+            now = one.place.tensor
+            changed = now is not tensor or (now is not None and _version(now) != version)
+            if changed or (copy is not None and now is not None and not torch.equal(copy, now)):
+                self._refuse(one)
+        for (name, module), attributes in zip(self._doubled, self._attributes, strict=False):
+            for key in (key for key, value in _plain(module).items() if attributes.get(key) != value):
+                raise ModelError(
+                    f"block {name!r} changes its attribute {key!r} in its forward",
+                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
+                    fix="choose a schedule in one direction, such as zb-v",
+                )
+        self._before = []
+
+    def _refuse(self, one: _Kept) -> None:
+        stages = ", ".join(map(str, one.held.stages))
+        raise ModelError(
+            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {stages} hold",
+            expected="buffers that change to belong to one stage, which sees all microbatches in order",
+            fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
+        )
+
+
+def _kept(ties: Ties, stages: Sequence[Stage]) -> Iterator[_Kept]:
+    for stage in stages:
+        seen: set[str] = set()
+        for block in stage.blocks:
+            for place in places_in(block):
+                held = ties.find(place.name)  # what several ranks hold is looked after where they exchange it
+                if held is not None and held.is_tied and not held.is_parameter and held.name not in seen:
+                    seen.add(held.name)
+                    yield _Kept(held, place, block.name)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {key: one for key, one in vars(module).items() if type(one) in PLAIN}
+
+
+def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
+    """Refuse a block that has another stage's buffer as a plain attribute: what changes there is not seen here."""
+    owners: dict[int, tuple[int, str]] = {}
+    stages = list(cuts)
+    for at, blocks in enumerate(stages):
+        for place in (one for block in blocks for one in places_in(block)):
+            if not place.is_parameter:
+                owners.setdefault(id(place.tensor), (at, place.name))
+    for at, blocks in enumerate(stages):
+        for block in blocks:
+            for module in block.module.modules():
+                for key, one in vars(module).items():
+                    owner, name = owners.get(id(one), (at, "")) if isinstance(one, Tensor) else (at, "")
+                    if owner != at:
+                        raise ModelError(
+                            f"block {block.name!r} has the buffer {name!r} of another stage as its attribute {key!r}",
+                            expected="buffers that are registered where they are used",
+                            fix=f"register it there too: self.register_buffer({key!r}, ...)",
+                        )

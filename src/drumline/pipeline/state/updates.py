@@ -1,0 +1,129 @@
+"""How parameters are updated: by any optimizer; or, where gradients were scaled or masters are kept, by ours alone.
+
+What `Pipeline.optimizer` makes is the torch optimizer that was asked for. Where a step of it may have to be skipped, or
+works on copies, this one instance has a `step` and a `zero_grad` of its own around torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drumline.core.errors import ModelError, RunError
+from drumline.pipeline.state.masters import Masters
+from drumline.pipeline.state.optimizer_state import Named, StateByName
+from drumline.pipeline.state.scaler import LossScaler, multiplied
+from drumline.runtime.executor import Step
+from drumline.runtime.precision import LOW, Precision
+
+
+class Updates:
+    """What stands between this process's gradients and its optimizers."""
+
+    def __init__(self, precision: Precision, *, master_weights: bool, settle: Callable[[], None]) -> None:
+        self.precision = precision
+        self.scaler = LossScaler() if precision.scales else None
+        self.masters = Masters() if master_weights else None
+        self._settle = settle
+        self._own: WeakSet[Optimizer] = WeakSet()
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take note of the parameters of all stages here."""
+        listed = list(parameters)
+        if self.masters is not None:
+            self.masters.follow(listed)
+        elif self.scaler is not None:
+            low = {str(one.dtype) for one in listed if one.dtype in LOW and one.requires_grad}
+            if low:
+                raise ModelError(
+                    f'precision="fp16" with parameters in {", ".join(sorted(low))}',
+                    expected="float32 parameters, whose gradients can be unscaled without loss",
+                    fix="use model.float(), or master_weights=True",
+                )
+
+    def begin(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+        """Before a step: set its scale; earlier steps' gradients are scaled alike, for new ones to be added to them."""
+        if self.scaler is not None:
+            step.scale = self.scaler.scale
+            multiplied([one.grad for one in parameters if one.grad is not None], self.scaler.scale)
+
+    def end(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+        """After a step: unscale the gradients."""
+        if self.scaler is not None:
+            multiplied([one.grad for one in parameters if one.grad is not None], 1.0 / step.scale)
+            self.scaler.ran(step.number)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would pass the scaler or the masters by."""
+        if optimizer in self._own or (self.scaler is None and self.masters is None):
+            return
+        what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
+        kind = type(optimizer).__name__
+        raise RunError(
+            f"a plain {kind} over the pipeline's parameters with {what}",
+            expected="an optimizer that the pipeline knows, "
+            + ("so that all ranks skip the same steps" if self.scaler is not None else "over the float32 copies"),
+            fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
+        )
+
+    def forget(self) -> None:
+        """Note that all gradients were set to zero."""
+        if self.scaler is not None:
+            self.scaler.forget()
+
+    def optimizer(
+        self,
+        kind: type[Optimizer],
+        parameters: Sequence[nn.Parameter],
+        settings: dict[str, Any],
+        named: Named = tuple,
+    ) -> Optimizer:
+        """Return an optimizer of the kind that was asked for, whose state goes by the names of what it updates."""
+        if not isinstance(kind, type):
+            raise RunError(
+                f"pipe.optimizer got {kind!r:.60}",
+                expected="an optimizer's class, as in pipe.optimizer(torch.optim.AdamW)",
+            )
+        of = (lambda one: one) if self.masters is None else self.masters.of
+        made = kind([{"params": [of(one) for one in parameters]}], **settings)
+        StateByName(named).attach(made)
+        if self.scaler is not None or self.masters is not None:
+            self._own.add(made)
+            # Bound methods, because learning-rate schedulers wrap what they find here by its function.
+            setattr(made, "step", MethodType(self._step, made))  # noqa: B010 - a method of this one instance
+            setattr(made, "zero_grad", MethodType(self._zero_grad(parameters), made))  # noqa: B010
+        return made
+
+    @property
+    def _step(self) -> Callable[..., Any]:
+        def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
+            """Step, unless a gradient on any rank is not finite."""
+            if closure is not None:
+                raise RunError("a closure for an optimizer's step", fix="call pipe.step before it instead")
+            self._settle()
+            if self.scaler is not None and not self.scaler.decide():
+                return
+            if self.masters is not None:
+                self.masters.take()
+            type(optimizer).step(optimizer)
+            if self.masters is not None:
+                self.masters.give()
+
+        return step
+
+    def _zero_grad(self, parameters: Sequence[nn.Parameter]) -> Callable[..., None]:
+        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+            """Forget the gradients, also of parameters that only follow their copies."""
+            type(optimizer).zero_grad(optimizer, set_to_none)
+            for one in parameters:
+                if one.grad is not None:
+                    one.grad = None if set_to_none else torch.zeros_like(one.grad)
+            self.forget()
+
+        return zero_grad

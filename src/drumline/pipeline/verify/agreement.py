@@ -1,0 +1,274 @@
+"""What ranks compare, so that none trains on something else than the others: graphs, code, weights, batches.
+
+Everything here is small and cheap: digests, counts, and a few elements of each tensor. Where two ranks differ, what
+they told says in what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import MismatchError
+from drumline.pipeline.crew import Crew
+from drumline.runtime.blocks.cut import Block, Model, blocks_of
+from drumline.runtime.blocks.pieces import Piece, Plan
+from drumline.runtime.blocks.value_names import function_name, short
+from drumline.runtime.values import pack
+
+_NUM_ELEMENTS = 8  # of each tensor are looked at
+Print = tuple[str, tuple[int, ...], bytes]  # a tensor's type, shape and some elements
+
+
+def plan_of(blocks: Iterable[Block]) -> Plan | None:
+    """Return how a model was followed, if it was."""
+    return next((block.module.plan for block in blocks if isinstance(block.module, Piece)), None)
+
+
+class Followed:
+    """The kinds of input that the blocks of this process were followed on, and which of them others have not heard of.
+
+    >>> Followed([]).fresh()
+    {}
+    """
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._plan = plan_of(blocks)
+        self._known = set() if self._plan is None else set(self._plan.written)
+
+    def fresh(self) -> dict[str, str]:
+        """Return a digest of what was written for each new kind of input."""
+        if self._plan is None or len(self._plan.written) == len(self._known):
+            return {}
+        new = {kind: short("\n".join(lines)) for kind, lines in self._plan.written.items() if kind not in self._known}
+        self._known.update(new)
+        return new
+
+
+_MENDS = {
+    "graph": "see that the forward does not depend on the rank or on the order of a set: use sorted(...)",
+    "code": "start all ranks from the same files, with the same settings",
+}
+
+
+def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
+    """Raise, alike on all ranks, unless all have the same lines; they are sent only where their digests differ."""
+    told = crew.all_told(what, [short("\n".join(lines))] * len(crew.channels))
+    if len(set(told)) > 1:
+        each = crew.all_told(f"{what} in full", [list(lines)] * len(crew.channels))
+        rank = next(rank for rank, one in enumerate(told) if one != told[0])
+        raise _different(what, rank, each[0], each[rank])
+
+
+def _different(what: str, rank: int, first: Sequence[str], second: Sequence[str]) -> MismatchError:
+    one, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
+    subject = "followed the model to another graph" if what == "graph" else f"have other {what} of the model"
+    return MismatchError(
+        f"ranks 0 and {rank} {subject}: {one!s:.160} and {other!s:.160}",
+        expected="the same model on every rank",
+        fix=_MENDS[what],
+    )
+
+
+def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
+    """Raise unless ranks that followed a new kind of input in this step wrote the same for it.
+
+    >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 followed the model to another graph for new inputs...
+    """
+    known: dict[str, tuple[int, str]] = {}
+    for rank, one in enumerate(told):
+        for kind, digest in one.items():
+            first, other = known.setdefault(kind, (rank, digest))
+            if other != digest:
+                raise MismatchError(
+                    f"step {step}: ranks {first} and {rank} followed the model to another graph for new inputs",
+                    expected="the same calls on every rank",
+                    fix=_MENDS["graph"],
+                )
+
+
+# ---- code and weights ------------------------------------------------------------------------------------------------
+
+
+def code_of(model: Model, *functions: Any) -> list[str]:
+    """Return what tells the model's code and settings from another's: its classes, their forwards, torch's own layers.
+
+    >>> code_of(nn.Sequential(nn.Dropout(0.1))) == code_of(nn.Sequential(nn.Dropout(0.2)))
+    False
+    """
+    modules = [(name, one) for name, one in _modules(model)]
+    kinds = dict.fromkeys(type(one) for _, one in modules)
+    lines = [f"{kind.__module__}.{kind.__qualname__} {_code(kind.forward)}" for kind in kinds]
+    lines += [
+        f"{name}: {type(one).__name__}({one.extra_repr()})"
+        for name, one in modules
+        if type(one).__module__.startswith("torch.nn.modules")
+    ]
+    return lines + [f"{_called(one)} {_code(one)}" for one in functions if one is not None]
+
+
+def _called(function: Any) -> str:
+    return function_name(function if hasattr(function, "__qualname__") else type(function))
+
+
+def _modules(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_modules()
+        return
+    for block in blocks_of(model):
+        yield from block.module.named_modules(prefix=block.name)
+
+
+def _code(function: Any) -> str:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else short(_text(code))
+
+
+def _text(code: CodeType) -> str:
+    constants = [_text(one) if isinstance(one, CodeType) else _constant(one) for one in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _constant(one: Any) -> str:
+    return str(sorted(map(repr, one))) if isinstance(one, frozenset) else repr(one)
+
+
+def weights_of(model: Model) -> dict[str, bytes]:
+    """Return a few elements of each parameter that has values, by name; those on the meta device have none."""
+    if isinstance(model, nn.Module):
+        named = list(model.named_parameters())
+    else:
+        named = [pair for block in blocks_of(model) for pair in block.named_parameters()]
+    return samples_of({name: one for name, one in named if not one.is_meta})
+
+
+@torch.no_grad()
+def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return a few elements of each tensor, as bytes; of a device's tensors together, so that it is asked once.
+
+    >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
+    False
+    """
+    picked = {name: _picked(one) for name, one in named.items()}
+    places: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, one in picked.items():
+        places.setdefault((one.device, one.dtype), []).append(name)
+    found: dict[str, bytes] = {}
+    for names in places.values():
+        together = torch.cat([picked[name] for name in names]).cpu()
+        for name, one in zip(names, torch.split(together, [picked[name].numel() for name in names]), strict=True):
+            found[name] = one.contiguous().view(torch.uint8).numpy().tobytes()
+    return {name: found[name] for name in named}
+
+
+def _picked(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1]
+
+
+def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str] | None:
+    """Return two ranks and the first name under which they have different values, None where they agree.
+
+    >>> first_difference([{"a": b"1"}, {}, {"a": b"2"}])
+    (0, 2, 'a')
+    """
+    known: dict[str, tuple[int, bytes]] = {}
+    for rank, one in enumerate(told):
+        for name, value in one.items():
+            first, other = known.setdefault(name, (rank, value))
+            if other != value:
+                return first, rank, name
+    return None
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a rank was called with: of every tensor its type and shape, and if it is on the host some elements.
+
+    >>> Given.of(torch.zeros(4, 2), None).batch[0][:2]
+    ('torch.float32', (4, 2))
+    """
+
+    batch: tuple[Print, ...]
+    target: tuple[Print, ...]
+
+    @staticmethod
+    def of(batch: Any, target: Any) -> Given:
+        """Return what tells this batch and target from others, without making the host wait for a device."""
+        return Given(_print(batch), _print(target))
+
+
+def _print(value: Any) -> tuple[Print, ...]:
+    tensors = () if value is None else pack(value)[0]
+    return tuple([(str(one.dtype), tuple(one.shape), _sample(one)) for one in tensors])
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return some elements as bytes; every step does this, so it goes by numpy, whose calls cost a tenth of torch's."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return b""
+    one = tensor.detach()
+    flat = (one.view(torch.int16) if one.dtype is torch.bfloat16 else one).numpy().reshape(-1)
+    found: bytes = flat[:: max(1, len(flat) // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1].tobytes()
+    return found
+
+
+def agree_on_batch(told: Sequence[Given | None], step: int) -> None:
+    """Raise unless all ranks that were given a batch or a target were given the same one.
+
+    >>> agree_on_batch([Given.of(torch.zeros(4, 2), None), Given.of(torch.zeros(3, 2), None)], 5)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: step 5: ranks 0 and 1 got different batches: float32(4, 2) and float32(3, 2)...
+    """
+    if all(one is None or one == told[0] for one in told):
+        return
+    for what in ("batch", "target"):
+        each = [(rank, getattr(one, what)) for rank, one in enumerate(told) if one is not None]
+        each = [(rank, one) for rank, one in each if one]
+        for rank, one in each[1:]:
+            _agree_on_tensors(what, step, (each[0][0], rank), each[0][1], one)
+
+
+def _agree_on_tensors(
+    what: str,
+    step: int,
+    ranks: tuple[int, int],
+    first: Sequence[Print],
+    second: Sequence[Print],
+) -> None:
+    kinds, others = ([f"{dtype}{shape}".removeprefix("torch.") for dtype, shape, _ in one] for one in (first, second))
+    differs = kinds != others
+    samples = [(one, other) for (*_, one), (*_, other) in zip(first, second, strict=False)]
+    if not differs and all(one == other or not one or not other for one, other in samples):
+        return
+    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "of the same shapes, with other numbers"
+    raise MismatchError(
+        f"step {step}: ranks {ranks[0]} and {ranks[1]} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
+        expected=f"the same {what} on every rank that gets one",
+        fix="seed and order the data alike on all ranks, or pass None to those without the first or the last stage",
+    )
+
+
+def agree_on_mode(trained: Sequence[bool], step: int) -> None:
+    """Raise unless all ranks called `step`, or all `eval_step`.
+
+    >>> agree_on_mode([True, False], 2)
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: call 2: rank 0 called step and rank 1 eval_step; expected the same on all ranks
+    """
+    if len(set(trained)) > 1:
+        raise MismatchError(
+            f"call {step}: rank {trained.index(True)} called step and rank {trained.index(False)} eval_step",
+            expected="the same on all ranks",
+        )

@@ -1,0 +1,227 @@
+"""A model trained without a pipeline, from the same start: what `verify` holds a pipeline against.
+
+The model runs by itself, unsplit, with its own hooks, modes and attributes. What the pipeline's cut adds is names: of
+the blocks, for their random numbers, and of each stage's parameters, for the order in which microbatches are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.core.program import Program
+from drumline.pipeline.assembly import device_of
+from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
+from drumline.pipeline.model.blocks import blocks_for, example_inputs
+from drumline.pipeline.model.file import Material
+from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.pipeline.verify.reference import accumulation_order
+from drumline.plan.cut.held_pairs import held_by
+from drumline.runtime.batch import cut as cut_batch
+from drumline.runtime.batch import num_rows, shares
+from drumline.runtime.blocks.cut import blocks_of, cut
+from drumline.runtime.randomness import HostChance, Randomness
+from drumline.runtime.values import moved, pack
+from drumline.runtime.weights.tied import Ties
+
+LEARNING_RATE = 0.01
+_ALIKE = 1e-5  # how far two runs of one model may be apart
+
+Named = Sequence[tuple[str, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """What one step left behind."""
+
+    loss: Tensor
+    gradients: Named
+    weights: Named
+
+
+@dataclass(frozen=True, slots=True)
+class CutOnce:
+    """How a pipeline cuts a model: what the reference has to know for its sums to come in the same order.
+
+    Only names: the reference runs nothing of what was cut.
+    """
+
+    counts: tuple[int, ...]  # of blocks, by stage
+    names: tuple[str, ...]  # of blocks
+    parameters: tuple[tuple[str, ...], ...]  # by stage; one that several share belongs to the first
+    is_tied: bool
+
+    @staticmethod
+    def of(material: Material, program: Program) -> CutOnce:
+        """Cut a model, which is of no further use."""
+        device = device_of(material.model)
+        blocks = blocks_for(material.model, material.batch, device, num_microbatches=program.num_microbatches)
+        stages = cut(blocks, program.num_stages, held=held_by(program))
+        seen: set[nn.Parameter] = set()
+        owned = []
+        for stage in stages:
+            here: dict[nn.Parameter, str] = {}
+            for name, one in (pair for block in stage for pair in block.named_parameters()):
+                here.setdefault(one, name)
+            owned.append(tuple(name for one, name in here.items() if one not in seen))
+            seen.update(here)
+        return CutOnce(
+            tuple(len(stage) for stage in stages),
+            tuple(block.name for block in blocks),
+            tuple(owned),
+            any(one.is_tied for one in Ties(stages, program.placement).tensors),
+        )
+
+
+class OneProcess:
+    """The model without a pipeline: `loss_fn(model(microbatch), target)` and backward(), microbatch by microbatch."""
+
+    def __init__(self, material: Material, program: Program, seed: int, known: CutOnce) -> None:
+        self._plain = Plain(material.model, known.names)
+        self._program = program
+        self._device = device = device_of(material.model)
+        named = self._plain.named_parameters()
+        first: dict[nn.Parameter, str] = {}
+        for name, one in named.items():
+            first.setdefault(one, name)
+        cut_up = dict.fromkeys(named[name] for stage in known.parameters for name in stage)
+        self._named = [(first[one], one) for one in (cut_up | dict.fromkeys(first))]  # those included that a cut lost
+        self._owned = [[named[name] for name in stage if named[name].requires_grad] for stage in known.parameters]
+        trainable = [one for _, one in self._named if one.requires_grad]
+        self._optimizer = torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE)
+        self._batch = moved(example_inputs(material.model, material.batch), device)
+        self._own = material.loss_fn is None
+        self._target = self._batch if self._own else moved(material.target, device)
+        self._loss_fn = material.loss_fn
+        model = material.model
+        self._weight = OwnWeight(model, material.loss_fn) if isinstance(model, nn.Module) else None
+        self._randomness = Randomness(seed, device)
+
+    def load(self, weights: Named) -> None:
+        """Go on from other weights."""
+        found = dict(weights)
+        with torch.no_grad():
+            for name, one in self._named:
+                if (value := found.get(name)) is not None:
+                    one.copy_(value)
+
+    def step(self) -> StepSeen:
+        """Run one step and update the weights."""
+        try:
+            if self._randomness.step == 0:
+                self._refuse_moods()
+            loss = self._run()
+        except DrumlineError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"the model fails in one process already, with {type(error).__name__}: {error}",
+                expected="blocks that each take what the one before returns, and a loss_fn(output, target)",
+            ) from error
+        self._randomness.step += 1
+        return stepped(loss, self._named, self._optimizer)
+
+    def _run(self) -> Tensor:
+        """Add every microbatch's gradients, in the order in which the program's stages add theirs."""
+        program = self._program
+        inputs = cut_batch(self._batch, program.num_microbatches)
+        targets = cut_batch(self._target, program.num_microbatches, what="the target")
+        parts = shares([self._counted(value, target) for value, target in zip(inputs, targets, strict=True)])
+        orders = [accumulation_order(program, stage) for stage in range(program.num_stages)]
+        in_order = all(order == sorted(order) for order in orders)
+        total: Tensor | None = None
+        found: list[dict[nn.Parameter, Tensor | None]] = []
+        with self._randomness.kept_aside():
+            for microbatch, (value, target, share) in enumerate(zip(inputs, targets, parts, strict=True)):
+                part = self._microbatch(microbatch, value, target, share)
+                total = part if total is None else total + part
+                if not in_order:
+                    found.append({one: one.grad for one in self._parameters})
+                    self._optimizer.zero_grad()
+        if not in_order:
+            self._add(orders, found)
+        assert total is not None
+        return total
+
+    def _counted(self, value: Any, target: Any) -> float:
+        """Return what a microbatch counts: what its loss is a mean over, as the plain model's calls tell."""
+        if self._weight is None:
+            return num_rows(target)
+        return self._weight(value) if self._own else self._weight(value, target)
+
+    def _microbatch(self, microbatch: int, value: Any, target: Any, share: float | Tensor) -> Tensor:
+        with self._plain.seeding(microbatch, self._randomness) as run:
+            output = run(value)
+            if not float(share):  # a mean over nothing, which is NaN
+                return torch.zeros((), device=self._device)
+            loss = self._loss(output, target)
+            weight = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+            if loss.requires_grad:
+                torch.autograd.backward(loss, weight)
+        return loss.detach() * weight
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [one for _, one in self._named if one.requires_grad]
+
+    def _add(self, orders: Sequence[Sequence[int]], found: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
+        """Add the microbatches' gradients stage by stage, each in its own order; what no stage has, as they came."""
+        apart = set(self._parameters).difference(*self._owned)
+        for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(found)))]:
+            for microbatch in order:
+                for one in mine:
+                    gradient = found[microbatch][one]
+                    if gradient is not None:
+                        one.grad = gradient if one.grad is None else one.grad.add_(gradient)
+
+    def _refuse_moods(self) -> None:
+        """Refuse a model that does something else each time: nothing could be compared with it."""
+        value = cut_batch(self._batch, self._program.num_microbatches)[0]
+        made = []
+        for _ in range(2):
+            with (
+                torch.no_grad(),
+                undisturbed(self._plain.modules),
+                self._randomness.kept_aside(),
+                HostChance().again(),
+                self._plain.seeding(0, self._randomness) as run,
+            ):
+                made.append([one.clone() for one in pack(run(value))[0]])
+        for one, other in zip(*made, strict=True):
+            if one.is_floating_point() and float((one - other).norm()) > _ALIKE * float(other.norm()):
+                raise ModelError(
+                    "the model returns something else each time it is called",
+                    expected="a forward that does the same every time, for inputs of the same kind",
+                    fix="look for what it does once only, or only sometimes, between its blocks",
+                )
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
+        assert loss is not None
+        return loss
+
+
+def stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> StepSeen:
+    """Update the weights, and return what the step left behind."""
+    gradients: Named = [(name, None if one.grad is None else one.grad.cpu().clone()) for name, one in named]
+    optimizer.step()
+    optimizer.zero_grad()
+    return StepSeen(loss.detach().cpu(), gradients, [(name, one.detach().cpu().clone()) for name, one in named])
+
+
+def fingerprint(material: Material) -> str:
+    """Return what tells one model and its data from another's."""
+    model = material.model
+    modules = [model] if isinstance(model, nn.Module) else [block.module for block in blocks_of(model)]
+    tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    digest = hashlib.blake2b(digest_size=16)
+    for one in (*tensors, *pack(material.batch)[0], *pack(material.target)[0]):
+        digest.update(f"{tuple(one.shape)} {one.dtype}".encode())
+        digest.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

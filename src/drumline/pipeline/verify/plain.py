@@ -1,0 +1,164 @@
+"""The model by itself, unsplit: its own forward with the user's hooks, modes and attributes, and none of our pieces.
+
+A pipeline seeds the random generators before each of its blocks. For the model by itself to draw the same numbers,
+hooks on those modules seed them when the forward comes by:
+
+    model(x) ──► [seed "embed"] embed ──► [seed "layers.0"] layers.0 ──► ...
+
+The hooks seed and do nothing else. A model that is a list of blocks has no forward: its blocks run one after another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.pipeline.model.blocks import is_chain
+from drumline.runtime.blocks.cut import Model, blocks_of
+from drumline.runtime.randomness import Randomness
+
+_TORCHS_OWN = {
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
+}  # fmt: skip
+
+
+class Plain:
+    """A model and the names of the blocks before which a pipeline seeds.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    >>> x = torch.ones(3, 2)
+    >>> with Plain(model, ["0", "1"]).seeding(0, Randomness(0, torch.device("cpu"))) as run:
+    ...     bool((run(x) == run(x)).all())
+    True
+    """
+
+    def __init__(self, model: Model, names: Sequence[str]) -> None:
+        self.model = model
+        self.names = list(names)
+        self._starts: dict[nn.Module, dict[int, str]] = {}  # the blocks' names, by module and by which call it is
+        if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+            return
+        if is_chain(model):
+            seen: Counter[nn.Module] = Counter()
+            for block in blocks_of(model):
+                seen[block.module] += 1
+                self._starts.setdefault(block.module, {})[seen[block.module]] = block.name
+            return
+        there = dict(model.named_modules(remove_duplicate=False))
+        for name in names:
+            base, _, number = name.partition("#")
+            self._starts.setdefault(there[base], {})[int(number or 1)] = name
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules of the model."""
+        if isinstance(self.model, nn.Module):
+            return list(self.model.modules())
+        return list(dict.fromkeys(one for block in blocks_of(self.model) for one in block.module.modules()))
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters under all of their names."""
+        if isinstance(self.model, nn.Module):
+            return dict(self.model.named_parameters(remove_duplicate=False))
+        named = (
+            block.module.named_parameters(prefix=block.name, remove_duplicate=False) for block in blocks_of(self.model)
+        )
+        return {name: one for each in named for name, one in each}
+
+    @contextmanager
+    def seeding(self, microbatch: int, randomness: Randomness) -> Iterator[Callable[[Any], Any]]:
+        """Yield what runs the model on a microbatch, its blocks seeded; a backward inside that runs one again, too."""
+        running: list[nn.Module] = []
+        calls: dict[nn.Module, list[str]] = {one: [] for one in self._starts}
+
+        def enter(module: nn.Module, *_: Any) -> None:
+            if not running:
+                known = calls[module]
+                if torch._C._current_graph_task_id() < 0:
+                    known.append(self._starts[module].get(len(known) + 1, ""))
+                    name = known[-1]
+                else:
+                    name = known.pop() if len(known) > 1 else known[0]
+                if name and name != self.names[0]:
+                    randomness.apply(microbatch, name)
+            running.append(module)
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        def run(value: Any) -> Any:
+            for each in calls.values():
+                each.clear()
+            return self._run(value, microbatch, randomness)
+
+        with ExitStack() as stack:
+            for module in self._starts:
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield run
+
+    def _run(self, value: Any, microbatch: int, randomness: Randomness) -> Any:
+        if not self._starts:
+            for block in blocks_of(self.model):
+                randomness.apply(microbatch, block.name)
+                value = block.module(value)
+            return value
+        assert isinstance(self.model, nn.Module)
+        randomness.apply(microbatch, self.names[0])
+        return self.model(value) if is_chain(self.model) else self.model(*value.args, **value.kwargs)
+
+
+@contextmanager
+def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give buffers, modes and attributes of modules back afterwards as they were."""
+    tables = [(module, dict(module._buffers)) for module in modules]
+    values = {id(one): (one, one.detach().clone()) for _, table in tables for one in table.values() if one is not None}
+    attributes = [({name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}) for module in modules]
+    inside = [_contents(one) for each in attributes for one in each.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for one, before in values.values():
+                if not _same_bits(one, before):
+                    one.copy_(before)
+        for module, table in tables:
+            module._buffers.clear()
+            module._buffers.update(table)
+        for module, before_it in zip(modules, attributes, strict=True):
+            for name in [name for name in vars(module) if name not in before_it and name not in _TORCHS_OWN]:
+                del module.__dict__[name]
+            module.__dict__.update(before_it)
+        for put_back in inside:
+            put_back()
+
+
+def _same_bits(one: Tensor, before: Tensor) -> bool:
+    return one.shape == before.shape and one.device == before.device and torch.equal(one, before)
+
+
+def _contents(value: Any) -> Callable[[], None]:
+    """Return what gives a list, a dict or a set its contents back."""
+    if type(value) in (list, deque):
+        items = list(value)
+
+        def put_back() -> None:
+            value.clear()
+            value.extend(items)
+
+        return put_back
+    if type(value) in (dict, set):
+        content = value.copy()
+
+        def refill() -> None:
+            value.clear()
+            value.update(content)
+
+        return refill
+    return lambda: None

@@ -1,0 +1,150 @@
+"""One microbatch through the model by itself, forward and backward, with nothing left behind: what pieces must equal.
+
+Gradients leave for the host as they are made and none stays in the model. Buffers, attributes, random generators and
+gradients of before are given back. The user's hooks run, since what they do is part of the model; those that run once a
+parameter's gradient has been added do not, since an optimizer may be in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.runtime.loss.sheet import Factors
+from drumline.runtime.precision import Precision
+from drumline.runtime.randomness import HostChance, Randomness
+from drumline.runtime.values import moved, pack, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One microbatch of a step: its number, what goes in, what is wanted, and what part of the loss it is.
+
+    `factors` are what the parts of a model's own loss are multiplied by.
+    """
+
+    microbatch: int
+    inputs: Any
+    target: Any
+    share: float
+    factors: Factors = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the model by itself made of a microbatch, on the host."""
+
+    output: Any
+    loss: Tensor
+    gradients: dict[nn.Parameter, Tensor]
+    drew: bool  # whether it drew random numbers of torch's
+    drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
+
+
+def plain_step(
+    plain: Plain,
+    given: Slice,
+    loss_fn: Callable[[Any, Any], Tensor | None],
+    *,
+    wanted: Sequence[nn.Parameter],
+    device: torch.device,
+    randomness: Randomness,
+    precision: Precision,
+    scale: float = 1.0,
+    multiplying: AbstractContextManager[object] | None = None,
+) -> Wanted:
+    """Run the microbatch, and return the gradients of the parameters that are `wanted`, with the loss times its share.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> seen = plain_step(
+    ...     Plain([model], ["0"]), Slice(0, torch.ones(3, 2), None, 1.0), lambda output, _: output.sum(),
+    ...     wanted=[model.weight], device=torch.device("cpu"), randomness=Randomness(0, torch.device("cpu")),
+    ...     precision=Precision(),
+    ... )
+    >>> seen.gradients[model.weight], model.weight.grad
+    (tensor([[3., 3.]]), None)
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    chance = HostChance()
+    inputs, target = moved(given.inputs, device), moved(given.target, device)
+    tensors, form = pack(inputs)
+    inputs = unpack([one.detach().clone() for one in tensors], form)  # a model may change them in place
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_on(device, plain.modules))
+        stack.enter_context(undisturbed(plain.modules))
+        stack.enter_context(_collected(plain, wanted, found))
+        stack.enter_context(randomness.kept_aside())
+        stack.enter_context(chance.again())
+        run = stack.enter_context(plain.seeding(given.microbatch, randomness))
+        with randomness.listening() as drawing, precision.autocast:
+            with multiplying or nullcontext():
+                output = run(inputs)
+            loss = loss_fn(output, target)
+            assert loss is not None, "a step that trains has a loss"
+            loss = precision.full(loss)
+        if loss.requires_grad:
+            weight = torch.as_tensor(given.share * scale, dtype=loss.dtype, device=loss.device)
+            torch.autograd.backward(loss, weight)
+        drew_elsewhere = chance.has_moved()
+    outputs, output_form = pack(output)
+    on_host = unpack([one.detach().cpu() for one in outputs], output_form)
+    return Wanted(on_host, loss.detach().cpu(), found, bool(drawing), drew_elsewhere)
+
+
+@contextmanager
+def _collected(plain: Plain, wanted: Sequence[nn.Parameter], found: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Let every gradient go where it belongs, the host or nowhere, and give back those of before."""
+    parameters = list(dict.fromkeys(plain.named_parameters().values()))
+    mine = set(wanted)
+    before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+
+    def taken(one: Tensor) -> None:
+        assert isinstance(one, nn.Parameter)
+        if one in mine and one.grad is not None:
+            made = one.grad.detach().to("cpu", copy=True)
+            found[one] = found[one] + made if one in found else made
+        one.grad = None
+
+    handles = []
+    try:
+        for one in parameters:
+            one.grad = None
+            one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            if one.requires_grad:
+                handles.append(one.register_post_accumulate_grad_hook(taken))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for one, gradient, hooks in before:
+            if hooks is not None:
+                one._post_accumulate_grad_hooks = hooks
+            one.grad = gradient
+
+
+@contextmanager
+def _on(device: torch.device, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have all of the model on a device, and give back what was elsewhere."""
+    tensors = [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
+    away = [(one, one.data) for one in dict.fromkeys(tensors) if one is not None and not _is_on(one, device)]
+    if any(one.is_meta for one, _ in away):
+        raise ModelError("part of the model is on the meta device", expected="all of it in memory")
+    try:
+        for one, data in away:
+            one.data = data.to(device)
+        yield
+    finally:
+        for one, data in away:
+            one.data = data
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)

@@ -1,0 +1,145 @@
+"""Named machines: devices by their data sheets, in nodes of eight with the links that such nodes have.
+
+A link carries the data sheet's bytes one way times what is reached of them. Peaks are those of dense products of 16-bit
+numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import PlanError, nearest
+from drumline.core.files import Kind, named, read_object
+from drumline.plan.cluster.machine.hardware import REACH, Cluster, Device, Link
+from drumline.plan.cluster.model.tables import checked, required
+
+_GIB = 2.0**30
+# As REACH, from the SC'21 paper: the first from the rows of its Table 1, the second from what it says of its largest
+# run, 892 GB/s between the two halves of a pipeline over 8 x 6 adapters of 25 GB/s each.
+NODE_REACH = 0.615
+NETWORK_REACH = 0.74
+# A Hopper's tensor cores outrun its power. From one row of Llama 3's table, 430 TFLOP/s on 8192 H100. There is no
+# published row for a B200, which is taken to be alike.
+HOPPER = replace(REACH, product=0.575)
+_KIND = Kind("machine", PlanError, "a JSON file that describes a machine")
+_NODE_LATENCY = 3e-6
+_NETWORK_LATENCY = 8e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device and the links that its nodes have: bytes a second of one device, one way, by the data sheet."""
+
+    device: Device
+    node_bytes_per_second: float
+    network_bytes_per_second: float
+    devices_per_node: int = 8
+    node_reach: float = NODE_REACH
+    network_reach: float = NETWORK_REACH
+
+    def cluster(self, num_devices: int) -> Cluster:
+        """Return a cluster of so many of them."""
+        return Cluster(
+            self.device,
+            num_devices,
+            self.devices_per_node,
+            Link(_NODE_LATENCY, self.node_bytes_per_second * self.node_reach),
+            Link(_NETWORK_LATENCY, self.network_bytes_per_second * self.network_reach),
+        )
+
+
+MACHINES = {
+    "a100-40": Machine(Device("A100 40 GB", 312e12, 40 * _GIB, 1.555e12, 108), 300e9, 25e9),
+    "a100-80": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 25e9),
+    "h100": Machine(Device("H100", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER), 450e9, 50e9),
+    "h200": Machine(Device("H200", 989e12, 140 * _GIB, 4.8e12, 132, HOPPER), 450e9, 50e9),
+    "h800": Machine(Device("H800", 989e12, 80 * _GIB, 3.35e12, 132, HOPPER), 200e9, 50e9),
+    "b200": Machine(Device("B200", 2250e12, 178 * _GIB, 8e12, 148, HOPPER), 900e9, 50e9),
+    # The machine that BLOOM was trained on: four Omni-Path links of 100 Gb/s for the eight devices of a node.
+    "jean-zay": Machine(Device("A100 80 GB", 312e12, 80 * _GIB, 2.039e12, 108), 300e9, 6.25e9),
+}
+
+
+def cluster(name: str, num_devices: int) -> Cluster:
+    """Return a cluster of a named machine, or of one that a JSON file describes.
+
+    >>> cluster("h100", 2048).devices_per_node
+    8
+    >>> cluster("h1000", 8)
+    Traceback (most recent call last):
+    drumline.core.errors.PlanError: unknown hardware 'h1000'; did you mean h100?
+    """
+    found = MACHINES.get(name.lower())
+    if found is None and name.endswith(".json"):
+        found = load(name)
+    if found is None:
+        raise PlanError(f"unknown hardware {name[:60]!r}", fix=nearest(name[:60], MACHINES))
+    return found.cluster(num_devices)
+
+
+def load(path: str | Path) -> Machine:
+    """Read a machine from a JSON file: an object with the numbers of its data sheet, as `machine` takes them."""
+    table = read_object(path, _KIND)
+    with named(path, _KIND):
+        return machine(table)
+
+
+def machine(table: Any) -> Machine:
+    """Return the machine that an object describes.
+
+    >>> mine = {"name": "mine", "flops_per_second": 1e14, "memory_bytes": 2e10, "memory_bytes_per_second": 1e12}
+    >>> mine |= {"node_bytes_per_second": 5e10, "network_bytes_per_second": 1e10, "reach": {"product": 0.7}}
+    >>> machine(mine).device.reach.product, machine(mine).devices_per_node
+    (0.7, 8)
+    >>> machine({"name": "mine", "flops_per_second": 1e14, "memory_bytes": 2e10})
+    Traceback (most recent call last):
+    drumline.core.errors.PlanError: memory_bytes_per_second of the machine is missing; expected a number
+    """
+    values = checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
+    reach = checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
+    needed = ("name", "flops_per_second", "memory_bytes", "memory_bytes_per_second", *list(_LINKS)[:2])
+    required(values, {name: (_DEVICE | _LINKS)[name] for name in needed}, "machine")
+    device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
+    found = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
+    for key, value in [*values.items(), *reach.items()]:
+        least, most = _BOUNDS.get(key, (1.0, 1e30))
+        if key != "name" and value > 0 and not least <= value <= most:
+            raise PlanError(f"{key} of the machine is {value:g}", expected=f"a number from {least:g} to {most:g}")
+    return found
+
+
+def machine_table(of: Machine) -> dict[str, Any]:
+    """Return the object that `machine` reads.
+
+    >>> machine(machine_table(MACHINES["h100"])) == MACHINES["h100"]
+    True
+    """
+    table = asdict(of)
+    return {**table.pop("device"), **table}
+
+
+_SHARE = (1e-6, 1.0)
+# Of numbers that are neither bytes nor operations; what lies outside makes times that are no numbers.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("product", "memory", "attention", "node_reach", "network_reach"), _SHARE),
+    "depth": (0.0, 1e9),
+    "launch_seconds": (0.0, 1.0),
+    "num_processors": (1, 1e9),
+    "devices_per_node": (1, 1e6),
+}
+_DEVICE: dict[str, type] = {
+    "name": str,
+    "flops_per_second": float,
+    "memory_bytes": float,
+    "memory_bytes_per_second": float,
+    "num_processors": int,
+}
+_LINKS: dict[str, type] = {
+    "node_bytes_per_second": float,
+    "network_bytes_per_second": float,
+    "devices_per_node": int,
+    "node_reach": float,
+    "network_reach": float,
+}

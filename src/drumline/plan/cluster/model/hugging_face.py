@@ -1,0 +1,119 @@
+"""A transformer from the `config.json` that stands beside its weights, read as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import PlanError
+from drumline.core.files import Kind, named, read_object
+from drumline.core.parsed import shown
+from drumline.plan.cluster.model.hugging_face_details import details_of
+from drumline.plan.cluster.model.transformer import Experts, Transformer
+
+# What stands in a config under different names.
+_NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+    "sequence": ("max_position_embeddings", "n_positions", "seq_length", "n_ctx"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "feedforward": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "head_width": ("head_dim",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
+    "expert_width": ("moe_intermediate_size",),
+    "num_shared": ("n_shared_experts", "num_shared_experts"),
+    "num_dense_layers": ("first_k_dense_replace",),
+}
+_KEYS = frozenset(key for keys in _NAMES.values() for key in keys)
+_KIND = Kind("config", PlanError, "the config.json of a Hugging Face model")
+# Far more than any model has, and few enough to plan for.
+_MOST_LAYERS, _MOST = 10_000, 2**31
+_NEEDED = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence")
+# The first families: two matrices in the feed-forward, biases everywhere, positions learned or none.
+_PLAIN = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "gpt_bigcode", "phi")
+_LEARNED = ("gpt2", "gpt_neo", "opt", "gpt_bigcode")
+
+
+def read_config(path: str | Path) -> Transformer:
+    """Return the transformer that a config file describes; its name is the folder's, or the file's."""
+    place = Path(path)
+    config = read_object(place, _KIND)
+    plain = place.stem if place.stem != "config" else place.resolve().parent.name
+    with named(path, _KIND):
+        return transformer_of(config, name=plain or "config")
+
+
+def transformer_of(config: Any, *, name: str) -> Transformer:
+    """Return the transformer that a config describes.
+
+    >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    ...          "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    ...          "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    >>> found = transformer_of(llama, name="mine")
+    >>> found.num_layers, found.gated, found.num_key_value_heads
+    (32, True, 8)
+    """
+    if not isinstance(config, Mapping):
+        raise PlanError(f"the config is a {type(config).__name__}", expected="an object")
+    if isinstance(config.get("text_config"), Mapping):  # of models that also see or hear
+        config = {**config, **config["text_config"]}
+    found = {key: _number(config, key) for key in _NAMES}
+    lacking = [key for key in _NEEDED if not found[key]]
+    if lacking:
+        raise PlanError(
+            f"the config of {name} has no {' or '.join(_NAMES[lacking[0]])}",
+            expected="the config.json of a decoder-only transformer",
+        )
+    family = str(config.get("model_type", ""))
+    plain = family in _PLAIN
+    experts = None
+    if found["num_experts"] > 1:
+        width = found["expert_width"] or found["feedforward"]
+        experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
+    details = details_of(config, read=_KEYS, gated=not plain)
+    shared = found["num_key_value_heads"]
+    latent = _whole(config, "kv_lora_rank", _MOST)
+    if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
+        width = found["head_width"] or max(found["hidden"] // found["num_heads"], 1)
+        narrow = latent + _whole(config, "qk_rope_head_dim", _MOST)
+        shared = 1
+        while 2 * shared * width < narrow:
+            shared *= 2
+    return Transformer(
+        name,
+        found["num_layers"],
+        found["hidden"],
+        found["num_heads"],
+        found["vocabulary"],
+        found["sequence"],
+        shared,
+        found["feedforward"],
+        gated=not plain,
+        tied=bool(config.get("tie_word_embeddings", plain)),
+        learned_positions=family in _LEARNED,
+        experts=experts,
+        num_dense_layers=found["num_dense_layers"] if experts else 0,
+        head_width=found["head_width"],
+        biased=plain,
+        dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
+        details=details,
+    )
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    most = _MOST_LAYERS if key in ("num_layers", "num_dense_layers", "num_experts") else _MOST
+    return next((_whole(config, name, most) for name in _NAMES[key] if config.get(name) is not None), 0)
+
+
+def _whole(config: Mapping[str, Any], name: str, most: int) -> int:
+    """Return a number of a config; 0 where it is not there, or null."""
+    value = config.get(name)
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise PlanError(f"{name} is {shown(value)}", expected=f"a whole number up to {most}")
+    return value

@@ -1,0 +1,93 @@
+"""How many parameters a transformer has, and where: in a layer's dense part, in its experts, at both ends."""
+
+from __future__ import annotations
+
+from drumline.plan.cluster.model.transformer import Transformer
+
+
+def attention_parameters(transformer: Transformer) -> int:
+    """Return the parameters of a layer's attention, its normalisation included."""
+    width = transformer.num_heads * transformer.head_width
+    keys = 2 * transformer.num_key_value_heads * transformer.head_width
+    biases = width + keys + transformer.hidden if transformer.biased else 0
+    return transformer.hidden * (2 * width + keys) + biases + _norm(transformer)
+
+
+def feedforward_parameters(transformer: Transformer, width: int) -> int:
+    """Return the parameters of a feed-forward block of this inner width, without its normalisation."""
+    biases = width + transformer.hidden if transformer.biased else 0
+    return (3 if transformer.gated else 2) * transformer.hidden * width + biases
+
+
+def dense_layer_parameters(transformer: Transformer) -> int:
+    """Return the parameters of a layer without experts.
+
+    >>> dense_layer_parameters(Transformer("gpt", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8))
+    49984
+    """
+    return (
+        attention_parameters(transformer)
+        + feedforward_parameters(transformer, transformer.feedforward)
+        + _norm(transformer)
+    )
+
+
+def shared_parameters(transformer: Transformer) -> int:
+    """Return what of a layer with experts every token uses: attention, the router, and the shared experts."""
+    experts = transformer.experts
+    assert experts is not None, "a transformer without experts"
+    return (
+        attention_parameters(transformer)
+        + _norm(transformer)
+        + transformer.hidden * experts.num_experts
+        + experts.num_shared * feedforward_parameters(transformer, experts.feedforward)
+    )
+
+
+def expert_parameters(transformer: Transformer) -> int:
+    """Return the parameters of one expert, or 0."""
+    return feedforward_parameters(transformer, transformer.experts.feedforward) if transformer.experts else 0
+
+
+def layer_parameters(transformer: Transformer, layer: int) -> int:
+    """Return all parameters of one layer."""
+    if layer < transformer.num_dense_layers or transformer.experts is None:
+        return dense_layer_parameters(transformer)
+    return shared_parameters(transformer) + transformer.experts.num_experts * expert_parameters(transformer)
+
+
+def embedding_parameters(transformer: Transformer) -> int:
+    """Return the parameters before the first layer."""
+    return transformer.hidden * (
+        transformer.vocabulary + (transformer.sequence if transformer.learned_positions else 0)
+    )
+
+
+def head_parameters(transformer: Transformer) -> int:
+    """Return the parameters after the last layer; the table of a tied one counts here only where it is a copy."""
+    return transformer.hidden * transformer.vocabulary + _norm(transformer)
+
+
+def num_parameters(transformer: Transformer) -> int:
+    """Return all parameters, a tied embedding once.
+
+    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> round(num_parameters(gpt) / 1e9, 1)
+    174.6
+    """
+    tied = transformer.hidden * transformer.vocabulary if transformer.tied else 0
+    layers = sum(layer_parameters(transformer, layer) for layer in range(transformer.num_layers))
+    return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
+
+
+def active_parameters(transformer: Transformer) -> int:
+    """Return the parameters that one token uses: all of them, but of the experts only those it goes to."""
+    if transformer.experts is None:
+        return num_parameters(transformer)
+    idle = transformer.experts.num_experts - transformer.experts.per_token
+    num_layers = transformer.num_layers - transformer.num_dense_layers
+    return num_parameters(transformer) - num_layers * idle * expert_parameters(transformer)
+
+
+def _norm(transformer: Transformer) -> int:
+    return (2 if transformer.biased else 1) * transformer.hidden

@@ -1,0 +1,84 @@
+"""A transformer as numbers: what a layer multiplies, keeps and sends follows from these alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.core.errors import PlanError
+from drumline.plan.cluster.model.details import PLAIN, Details
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer: `num_experts`, of which each token goes to `per_token`, and `num_shared` that all use."""
+
+    num_experts: int
+    per_token: int
+    feedforward: int
+    num_shared: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.num_experts:
+            raise PlanError(f"{self.per_token} of {self.num_experts} experts per token", expected="1 to all of them")
+        if self.feedforward < 1 or self.num_shared < 0:
+            raise PlanError(
+                f"experts of width {self.feedforward}, {self.num_shared} of them shared",
+                expected="a width of 1 or more, and no negative count",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A decoder of `num_layers` equal layers between an embedding and a head.
+
+    `feedforward` is the inner width of the dense layers; `gated` ones multiply two such projections. With `experts`,
+    the layers from `num_dense_layers` on have those instead. `biased` layers add a bias after every product, and
+    `dropout` keeps a mask of every place where it is applied. `details` is what a framework must be told beside sizes.
+
+    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> gpt.feedforward, gpt.head_width
+    (49152, 128)
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    vocabulary: int
+    sequence: int
+    num_key_value_heads: int = 0
+    feedforward: int = 0
+    gated: bool = False
+    tied: bool = True
+    learned_positions: bool = True
+    experts: Experts | None = None
+    num_dense_layers: int = 0
+    head_width: int = 0
+    biased: bool = True
+    dropout: bool = True
+    details: Details = PLAIN
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "num_heads", "vocabulary", "sequence"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="1 or more")
+        for name in ("num_key_value_heads", "feedforward", "head_width", "num_dense_layers"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} of {self.name} is {getattr(self, name)}", expected="no negative number")
+        if not self.feedforward:
+            object.__setattr__(self, "feedforward", 4 * self.hidden)
+        if not self.num_key_value_heads:
+            object.__setattr__(self, "num_key_value_heads", self.num_heads)
+        if self.num_heads % self.num_key_value_heads:
+            raise PlanError(
+                f"{self.num_heads} heads of {self.name} share {self.num_key_value_heads} keys and values",
+                expected="a number of key and value heads that divides the heads",
+            )
+        if not self.head_width:
+            object.__setattr__(self, "head_width", max(self.hidden // self.num_heads, 1))
+        if self.experts is None:
+            object.__setattr__(self, "num_dense_layers", self.num_layers)
+        elif self.num_dense_layers > self.num_layers:
+            raise PlanError(
+                f"{self.num_dense_layers} dense layers of {self.num_layers} in {self.name}", expected="no more than all"
+            )

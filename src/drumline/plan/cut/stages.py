@@ -1,0 +1,263 @@
+"""Cuts of a profiled model for one program and one size of microbatch: what each takes, and the best that fits.
+
+Where there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are where to begin (the shortest largest
+stage, and the shortest sum + (M - 1) x largest, of those whose every stage fits its rank), and boundaries are moved for
+as long as that makes the simulated step shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
+from typing import Any, cast
+
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.prove.frozen import prune
+from drumline.core.simulate.graph import Floats
+from drumline.core.simulate.simulate import makespans
+from drumline.plan.cut.exact import shortest_largest, shortest_step
+from drumline.plan.cut.peaks import Peaks
+from drumline.plan.cut.tables import OPS, CutTable, RunTable, line_at
+from drumline.plan.cut.timed import neighbours
+from drumline.plan.device.blocks import Profile
+from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.ranks import Ranks
+
+Counts = tuple[int, ...]
+
+_EVERY = 130  # so many cuts are all simulated
+_ROUNDS = 12  # of moving boundaries
+_TIMES = ("forward", "backward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A cut, the seconds of its step, every rank's peak, and by how much of the limits ranks are over it, summed."""
+
+    counts: Counts
+    seconds: float
+    rank_bytes: tuple[float, ...]
+    excess: float
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Less is better: what is over the limits first, then seconds."""
+        return self.excess, self.seconds
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A program, the blocks at its size of microbatch, and the stages that are recomputed."""
+
+    profile: Profile
+    program: Program
+    ranks: Ranks
+    overheads: Overheads
+    recompute: tuple[bool, ...]
+    optimizer_states: int = 2
+
+    def costs_for_search(self, counts: Counts) -> Costs:
+        """Return what the stages of a cut take where it is open which backwards are split: the tape counts with I."""
+        plain, taped = (self.costs(counts, split=share) for share in (0.0, 1.0))
+        names = ("forward", "backward_input")
+        stages = self.program.num_stages
+        (forward, own), (longer, _) = ([one.per_stage(name, stages) for name in names] for one in (plain, taped))
+        tape = [max(b - a, 0.0) for a, b in zip(forward, longer, strict=True)]
+        return replace(plain, backward_input=[one + more for one, more in zip(own, tape, strict=True)])
+
+    def costs(self, counts: Counts, *, messages: bool = True, split: float | None = None) -> Costs:
+        """Return what the stages of a cut take, handling included; without `messages`, as if those were free.
+
+        `split` is the share of forwards that keep a tape, the program's own unless given.
+        """
+        costs = self.profile.costs(
+            counts,
+            optimizer_states=self.optimizer_states,
+            placement=self.program.placement,
+            recompute=self.recompute,
+            split=split_share(self.program) if split is None else split,
+        )
+        homes = self.program.placement.homes
+        speeds = [self.ranks.speeds[home] for home in homes]
+        if set(speeds) != {1.0}:
+            slowed: dict[str, Any] = {
+                name: [one / speed for one, speed in zip(costs.per_stage(name, len(homes)), speeds, strict=True)]
+                for name in _TIMES
+            }
+            costs = replace(costs, **slowed)
+        if not messages:
+            free = replace(self.overheads, send=replace(self.overheads.send, seconds=0.0, seconds_per_byte=0.0))
+            free = replace(free, take=free.send, flight=0.0)
+            return replace(self._handled(costs, free), message_bytes=0.0)
+        costs = self._handled(costs, self.overheads)
+        if not self.ranks.edges:
+            return replace(costs, message_bytes=0.0)  # copying them is in the actions
+        edges = {ends: replace(edge, latency=edge.latency + costs.comm) for ends, edge in self.ranks.edges.items()}
+        return replace(costs, edges=edges)
+
+    def _handled(self, costs: Costs, overheads: Overheads) -> Costs:
+        """Return the costs with handling; what runs F again hands nothing on, so it has none for that."""
+        made, num_stages = overheads.added_to(costs, self.program), self.program.num_stages
+        if not any(self.recompute):
+            return made
+        before, after = (one.per_stage("forward", num_stages) for one in (costs, made))
+        twice = [(b - a) * again for a, b, again in zip(before, after, self.recompute, strict=True)]
+
+        def less(name: str) -> list[float]:
+            return [max(one - more, 0.0) for one, more in zip(made.per_stage(name, num_stages), twice, strict=True)]
+
+        return replace(made, backward=less("backward"), backward_input=less("backward_input"))
+
+    def trained(self, counts: Counts) -> tuple[bool, ...]:
+        """Return which stages have anything to train."""
+        layers = self.profile.layers
+        if all(one.trains for one in layers):
+            return (True,) * len(counts)
+        return tuple(any(one.trains for one in layers[i:j]) for i, j in pairwise(accumulate(counts, initial=0)))
+
+    def pruned(self, counts: Counts) -> Program:
+        """Return the program without the backwards that stages of this cut do not need."""
+        return self._of(self.trained(counts))[0]
+
+    def _of(self, trained: tuple[bool, ...]) -> tuple[Program, Peaks]:
+        """Return the program for stages of which these are trained, and its peaks, both made once."""
+        made = self.program.compiled
+        if ("peaks", trained) not in made:
+            program = prune(self.program, trained)
+            made["peaks", trained] = program, Peaks(program)
+        return cast(tuple[Program, Peaks], made["peaks", trained])
+
+    def cuts(self, many: Sequence[Counts]) -> list[Cut]:
+        """Return what each of these cuts takes, all timed at once."""
+        groups: dict[tuple[bool, ...], list[int]] = {}
+        for at, counts in enumerate(many):
+            groups.setdefault(self.trained(counts), []).append(at)
+        found: list[Cut | None] = [None] * len(many)
+        limits = np.array(self.ranks.limits)
+        for trained, places in groups.items():
+            program, peaks = self._of(trained)
+            table = CutTable(self.profile, program, [many[at] for at in places])
+            seconds = self._makespans(program, table) + [self._around(one) for one in table.gradients.max(axis=1)]
+            sizes = peaks.stash(table.sizes(self.recompute)) + table.static(self.optimizer_states)
+            over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
+            for at, one, size, excess in zip(places, seconds.tolist(), sizes.tolist(), over.tolist(), strict=True):
+                found[at] = Cut(many[at], one, tuple(size), excess)
+        return [one for one in found if one is not None]
+
+    def _makespans(self, program: Program, table: CutTable) -> Floats:
+        """Return the simulated step of every cut."""
+        if self.ranks.edges:
+            return makespans(program, [self.costs(counts) for counts in table.many])
+        speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
+        seconds = table.seconds(self.overheads, speeds, self.recompute, split=split_share(self.program))
+        ops, stages = _work(program)
+        unit = Costs(backward=1.0, comm=self.overheads.flight)
+        return makespans(program, unit, factors=seconds[ops, :, stages].T)
+
+    def around(self, costs: Costs, program: Program) -> float:
+        """Return what a step takes before its first action and behind its last one."""
+        gradients = costs.per_stage("gradient_bytes", program.num_stages)
+        held = (program.placement.stages_of(rank) for rank in range(program.num_ranks))
+        return self._around(max(sum(gradients[stage] for stage in stages) for stages in held))
+
+    def _around(self, gradient_bytes: float) -> float:
+        return self.overheads.begin + self.overheads.end.at(gradient_bytes)
+
+    def best(self) -> tuple[Cut, Cut]:
+        """Return the best cut within the limits and the best of all, which may be the same.
+
+        Where none was found within them, the first is the one that is over by the least.
+        """
+        num_blocks, num_stages = len(self.profile.layers), self.program.num_stages
+        if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
+            found = self.cuts(every_cut(num_blocks, num_stages))
+            return min(found, key=lambda one: one.order), min(found, key=lambda one: one.seconds)
+        even = tuple(
+            (stage + 1) * num_blocks // num_stages - stage * num_blocks // num_stages for stage in range(num_stages)
+        )
+        free = self._climbed(even, self.tables(limited=False), lambda one: one.seconds)
+        if free.excess == 0:
+            return free, free
+        return self._climbed(free.counts, self.tables(), lambda one: one.order), free
+
+    def _climbed(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
+        """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
+        starts = {begun, shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)}
+        best = min(self.cuts([one for one in starts if one is not None]), key=value)
+        alone = True  # single boundaries first: there are few of them
+        for _ in range(_ROUNDS):
+            around = self.cuts(list(dict.fromkeys(neighbours(best.counts, alone=alone))))
+            nearest = min(around, key=value, default=best)
+            if value(nearest) < value(best):
+                best, alone = nearest, True
+            elif alone:
+                alone = False
+            else:
+                break
+        return best
+
+    def tables(self, *, limited: bool = True) -> list[Floats]:
+        """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
+        program, num_blocks = self.program, len(self.profile.layers)
+        every = [(i, j) for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)]
+        firsts, ends = np.array(every).T
+        runs = RunTable(self.profile, firsts, ends)
+        (_, peaks), split = self._of((True,) * program.num_stages), split_share(program)
+        homes, last = program.placement.homes, program.num_stages - 1
+        found = []
+        for stage, home in enumerate(homes):
+            again = self.recompute[stage]
+            shares = (1 + again, 1 - split, split, split)  # of F, B, I and W
+            seconds = np.sum(
+                [runs.seconds(op, split=split) * share for op, share in zip(OPS, shares, strict=True)], axis=0
+            )
+            seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (2 + split)
+            for sizes, crosses in (
+                (runs.sent, stage < last and homes[stage + 1] != home),
+                (runs.received, stage > 0 and homes[stage - 1] != home),
+            ):
+                if crosses:
+                    seconds = seconds + (line_at(self.overheads.send, sizes) + line_at(self.overheads.take, sizes))
+            size = runs.kept(again), runs.full(again), runs.until_weight
+            held = np.max(
+                [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],
+                axis=0,
+            )
+            fits = held + runs.static(self.optimizer_states) <= (self.ranks.limits[home] if limited else math.inf)
+            table = np.full((num_blocks, num_blocks + 1), np.inf)
+            table[firsts, ends] = np.where(fits, seconds, np.inf)
+            found.append(table)
+        return found
+
+
+def _work(program: Program) -> tuple[list[int], list[int]]:
+    """Return op and stage of every plain action, row by row, made once."""
+    if "work" not in program.compiled:
+        parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
+        program.compiled["work"] = [op for op, _ in parts], [stage for _, stage in parts]
+    return cast(tuple[list[int], list[int]], program.compiled["work"])
+
+
+def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
+    """Return every cut of so many blocks.
+
+    >>> every_cut(3, 2)
+    [(1, 2), (2, 1)]
+    """
+    inner = combinations(range(1, num_blocks), num_stages - 1)
+    return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
+
+
+def split_share(program: Program) -> float:
+    """Return the share of the program's backwards that are split into I and W."""
+    if "split share" not in program.compiled:
+        ops = [part.op for part in program.work()]
+        halves = ops.count(Op.BACKWARD_INPUT)
+        program.compiled["split share"] = halves / max(halves + ops.count(Op.BACKWARD), 1)
+    return cast(float, program.compiled["split share"])

@@ -1,0 +1,227 @@
+"""What the blocks of a model take at one size of microbatch, as numbers: JSON, and the costs of any cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, pairwise
+
+from drumline.core.costs import Costs
+from drumline.core.errors import ModelError, PlanError
+from drumline.core.files import Kind, parse_object
+from drumline.core.parsed import LARGEST, Parsed
+from drumline.core.placement import Placement
+from drumline.plan.cut.chain import BlockCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of F, of the whole B, and of its halves I and W; `taped` is F where a tape is kept for I and W."""
+
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+    taped: float | None = None
+
+    def forward_for(self, *, split: float) -> float:
+        """Return the seconds of F where this share of the backwards is in halves.
+
+        >>> Times(2.0, 2.0, 1.0, 1.0, taped=3.0).forward_for(split=0.5)
+        2.5
+        """
+        return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
+
+    def total(self, *, split: float) -> float:
+        """Return the seconds of a microbatch, where this share of the backwards is in halves."""
+        back = (1 - split) * self.backward + split * (self.backward_input + self.backward_weight)
+        return self.forward_for(split=split) + back
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: seconds and bytes of one microbatch.
+
+    `activation_bytes` are kept from F on, beyond what the blocks before it keep; `held_until_weight_bytes` from I to W.
+    A stage that begins here holds `start_bytes` more: what it received. `weight_bytes` include buffers;
+    `gradient_bytes` are those of parameters that are trained; `output_bytes` is what the block hands on. What other
+    blocks hold too is in `tied`, as (name, bytes of weight, bytes of gradient): a rank has it once.
+
+    A stage that is recomputed keeps what it received and, of its last block, `checkpoint_bytes`; in its backward it
+    holds `again_bytes` of that block more than one that is not. `spreads` are half the distance between the quartiles
+    of each time.
+    """
+
+    name: str
+    times: Times
+    activation_bytes: int
+    held_until_weight_bytes: int
+    start_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    output_bytes: int
+    tied: tuple[tuple[str, int, int], ...] = ()
+    checkpoint_bytes: int = 0
+    again_bytes: int = 0
+    spreads: Times | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return self.gradient_bytes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What every block takes, and what calling any stage costs in itself. Times are medians over `num_runs`."""
+
+    layers: tuple[Layer, ...]
+    overhead: Times
+    device: str
+    num_runs: int
+
+    def costs(
+        self,
+        counts: Sequence[int],
+        *,
+        optimizer_states: int = 2,
+        placement: Placement | None = None,
+        recompute: Sequence[bool] | None = None,
+        split: float = 0.0,
+    ) -> Costs:
+        """Return the costs of the stages that a cut makes; what a stage receives counts as held, the batch does not.
+
+        The optimizer keeps `optimizer_states` tensors of every weight's size: 2 for Adam, 0 for plain SGD. With a
+        `placement` a tied weight counts in the first of the stages of a rank that hold it, without one in all of them.
+        Stages named by `recompute` hold what they received instead, and run F again before their backward. The share
+        `split` of forwards keeps a tape, as those do whose backwards are I and W.
+        """
+        ends = list(accumulate(counts, initial=0))
+        if ends[-1] != len(self.layers) or min(counts) < 1:
+            raise ModelError(f"counts are {list(counts)}", expected=f"1 or more each, {len(self.layers)} in all")
+        stages = [self.layers[i:j] for i, j in pairwise(ends)]
+
+        def seconds(op: str) -> list[float]:
+            return [getattr(self.overhead, op) + sum(getattr(one.times, op) for one in stage) for stage in stages]
+
+        def size(what: str) -> list[float]:
+            return [sum(getattr(one, what) for one in stage) for stage in stages]
+
+        weights, gradients = _static(stages, placement)
+        again = [False] * len(stages) if recompute is None else list(recompute)
+        kept = [stage[-1].checkpoint_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
+        received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
+        return Costs(
+            forward=[
+                self.overhead.forward_for(split=split) + sum(one.times.forward_for(split=split) for one in stage)
+                for stage in stages
+            ],
+            backward=seconds("backward"),
+            backward_input=seconds("backward_input"),
+            backward_weight=seconds("backward_weight"),
+            message_bytes=[*(float(stage[-1].output_bytes) for stage in stages[:-1]), 0.0],
+            activation_bytes=[
+                held + stage[0].start_bytes + more
+                for held, stage, more in zip(size("activation_bytes"), stages, twice, strict=True)
+            ],
+            held_until_weight_bytes=size("held_until_weight_bytes"),
+            recompute=tuple(again) if any(again) else False,
+            checkpoint_bytes=tuple(map(sum, zip(received, kept, strict=True))) if any(again) else 0.0,
+            weight_bytes=weights,
+            gradient_bytes=gradients,
+            optimizer_bytes=[optimizer_states * one for one in gradients],
+        )
+
+    def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
+        """Return the blocks as `partition` takes them, their backwards whole or split."""
+        return [
+            BlockCosts(
+                one.times.total(split=split),
+                one.activation_bytes,
+                one.held_until_weight_bytes,
+                one.start_bytes,
+                one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
+                tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in one.tied),
+            )
+            for one in self.layers
+        ]
+
+    def to_json(self) -> str:
+        """Return it as a JSON object.
+
+        >>> profile = Profile((), Times(1, 2, 1, 1), "cpu", 5)
+        >>> Profile.from_json(profile.to_json()) == profile
+        True
+        """
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
+        return profile_from(Parsed(parse_object(text, _KIND), _KIND))
+
+
+_KIND = Kind("profile", PlanError, "the JSON of a profile")
+_LAYER = tuple(one.name for one in fields(Layer))
+_BYTES = tuple(name for name in _LAYER if name.endswith("_bytes"))
+_TIMES = tuple(one.name for one in fields(Times))
+
+
+def profile_from(table: Parsed) -> Profile:
+    """Return the profile that a JSON object spells."""
+    table.only(one.name for one in fields(Profile))
+    return Profile(
+        tuple(map(_layer_from, table["layers"].each())),
+        _times_from(table["overhead"]),
+        table["device"].text(),
+        table["num_runs"].whole(),
+    )
+
+
+def _layer_from(table: Parsed) -> Layer:
+    table.only(_LAYER)
+    sizes = {name: table[name].whole() for name in _BYTES if name in table.value or not name.startswith(_LATER)}
+    tied, spreads = table.get("tied"), table.get("spreads")
+    return Layer(
+        table["name"].text(),
+        _times_from(table["times"]),
+        tied=() if tied is None else tuple(map(_tied_from, tied.each())),
+        spreads=None if spreads is None or spreads.value is None else _times_from(spreads, -LARGEST),  # rounding
+        **sizes,
+    )
+
+
+_LATER = ("checkpoint", "again")  # bytes that profiles of the first version did not have
+
+
+def _tied_from(row: Parsed) -> tuple[str, int, int]:
+    if len(row.each()) != 3:
+        raise row.refuse("a name, bytes of weights and bytes of gradients")
+    name, weight, gradient = row.each()
+    return name.text(), weight.whole(), gradient.whole()
+
+
+def _times_from(table: Parsed, least: float = 0.0) -> Times:
+    table.only(_TIMES)
+    taped = table.get("taped")
+    seconds = {name: table[name].number(least) for name in _TIMES if name != "taped"}
+    return Times(**seconds, taped=None if taped is None or taped.value is None else taped.number(least))
+
+
+def _static(stages: Sequence[Sequence[Layer]], placement: Placement | None) -> tuple[list[float], list[float]]:
+    """Return every stage's bytes of weights and of gradients, what is tied once for each rank."""
+    weights, gradients = [], []
+    ranks = [{stage} if placement is None else set(placement.ranks_of(stage)) for stage in range(len(stages))]
+    for stage, layers in enumerate(stages):
+        before = (stages[one] for one in range(stage) if ranks[one] & ranks[stage])
+        seen = {name for other in before for layer in other for name, _, _ in layer.tied}
+        weight, gradient = sum(one.weight_bytes for one in layers), sum(one.gradient_bytes for one in layers)
+        for name, again, trained in (tied for layer in layers for tied in layer.tied):
+            if name in seen:
+                weight, gradient = weight - again, gradient - trained
+            seen.add(name)
+        weights.append(float(weight))
+        gradients.append(float(gradient))
+    return weights, gradients

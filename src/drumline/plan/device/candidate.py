@@ -1,0 +1,214 @@
+"""One way to run a step: a program with its cut, what that takes item by item, and why another one is better."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.plan.cut.peaks import Peaks, Sizes
+from drumline.plan.cut.stages import Cut, Stages
+from drumline.plan.cut.tables import CutTable
+from drumline.plan.device.model_profile import ModelProfile
+from drumline.plan.device.plan import Plan, RankBytes, Seconds
+
+EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
+_MIB = 2**20
+_FIELD = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+}
+_SAID = {
+    "compute": "computing {} longer",
+    "recompute": "recomputing {} longer",
+    "executor": "more actions, {} longer",
+    "communication": "communication {} longer",
+    "bubble": "bubble {} longer",
+    "around": "begin and end {} longer",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program on its ranks, with a cut and microbatches of `rows`."""
+
+    stages: Stages
+    cut: Cut
+    rows: int
+    batch: int
+    searched: bool = False
+
+    @property
+    def program(self) -> Program:
+        """The program, with every backward."""
+        return self.stages.program
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank is within its limit."""
+        return self.cut.excess == 0
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted step."""
+        return self.cut.seconds
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What its stages take, handling of messages included."""
+        return self.stages.costs(self.cut.counts)
+
+    def timeline(self) -> Simulation:
+        """Return the step as it is predicted."""
+        return simulate(self.stages.pruned(self.cut.counts), self.costs)
+
+    @cached_property
+    def makespan(self) -> float:
+        """The predicted step without what comes before its first action and behind its last."""
+        return self.step_seconds - self.stages.around(self.costs, self.program)
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        """The bytes that go between ranks in a step, activations and gradients."""
+        layers, homes = self.stages.profile.layers, self.program.placement.homes
+        ends = list(accumulate(self.cut.counts))[:-1]
+        crossed = (
+            layers[end - 1].output_bytes for end, pair in zip(ends, pairwise(homes), strict=True) if len(set(pair)) > 1
+        )
+        return 2.0 * self.program.num_microbatches * sum(crossed)
+
+    @property
+    def peak(self) -> float:
+        """The bytes of the rank that holds most."""
+        return max(self.cut.rank_bytes)
+
+    @property
+    def largest_share(self) -> float:
+        """How much of its limit the fullest rank takes."""
+        return max(size / limit for size, limit in zip(self.cut.rank_bytes, self.stages.ranks.limits, strict=True))
+
+    @property
+    def over(self) -> tuple[int, float]:
+        """The rank that is over its limit by most, and by how many bytes."""
+        limits = self.stages.ranks.limits
+        each = [size - limit for size, limit in zip(self.cut.rank_bytes, limits, strict=True)]
+        rank = int(np.argmax(each))
+        return rank, each[rank]
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """The step, item by item."""
+        counts, ranks = self.cut.counts, self.program.num_ranks
+        program = self.stages.pruned(counts)
+        work = Counter((part.op, part.stage) for part in program.work())
+        plain = replace(self.stages, overheads=type(self.stages.overheads)()).costs(counts)
+
+        def total(ops: dict[Op, str]) -> float:
+            each = {op: plain.per_stage(name, program.num_stages) for op, name in ops.items()}
+            return sum(number * each[op][stage] for (op, stage), number in work.items() if op in each) / ranks
+
+        compute = total(_FIELD)
+        forward = plain.per_stage("forward", program.num_stages)
+        again = sum(
+            number * forward[stage]
+            for (op, stage), number in work.items()
+            if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and self.stages.recompute[stage]
+        )
+        free = simulate(program, self.stages.costs(counts, messages=False))
+        busy = sum(free.busy) / ranks
+        return Seconds(
+            compute=compute,
+            recompute=again / ranks,
+            executor=busy - compute - again / ranks,
+            communication=self.makespan - free.makespan,
+            bubble=free.makespan - busy,
+            around=self.step_seconds - self.makespan,
+        )
+
+    @cached_property
+    def rank_bytes(self) -> tuple[RankBytes, ...]:
+        """Every rank's peak, item by item."""
+        counts, stages = self.cut.counts, self.program.num_stages
+        program = self.stages.pruned(counts)
+        table, peaks = CutTable(self.stages.profile, program, [counts]), Peaks(program)
+        sizes, received = table.sizes(self.stages.recompute), table.runs.received
+        bare = Sizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
+        whole, own = peaks.stash(sizes)[0].tolist(), peaks.stash(bare)[0].tolist()
+        trained = [kind.name == "WHOLE" for kind in program.backwards]
+        weight, gradient, optimizer = (
+            self.costs.per_stage(f"{name}_bytes", stages) for name in ("weight", "gradient", "optimizer")
+        )
+        return tuple(
+            RankBytes(
+                sum(weight[one] for one in here),
+                sum(gradient[one] * trained[one] for one in here),
+                sum(optimizer[one] * trained[one] for one in here),
+                own[rank],
+                whole[rank] - own[rank],
+            )
+            for rank, here in enumerate(peaks.stages)
+        )
+
+    def plan(self, profile: ModelProfile, optimizer: str) -> Plan:
+        """Return it as a plan."""
+        starts = list(accumulate(self.cut.counts))[:-1]
+        limited = self.stages.ranks.is_limited
+        return Plan(
+            profile.model,
+            self.program,
+            self.cut.counts,
+            tuple(self.stages.profile.layers[start].name for start in starts),
+            self.batch,
+            self.rows,
+            self.stages.recompute,
+            self.seconds,
+            self.rank_bytes,
+            self.stages.ranks.limits if limited else None,
+            optimizer,
+            self.searched,
+        )
+
+    def why_not(self, best: Candidate) -> str:
+        """Return why another one was chosen."""
+        if not self.fits:
+            rank, size = self.over
+            return f"{size / _MIB:.1f} MiB too much on rank {rank}"
+        if self.step_seconds <= best.step_seconds:
+            more = self.peak - best.peak
+            if more > EQUAL * best.peak:
+                return f"<1% faster, holds {more / _MIB:.1f} MiB more"
+            if self.sent_bytes > best.sent_bytes:
+                return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
+            return "<1% faster"
+        mine, other = asdict(self.seconds), asdict(best.seconds)
+        most = max(mine, key=lambda name: mine[name] - other[name])
+        return _SAID[most].format(f"{(mine[most] - other[most]) * 1e3:.1f} ms")
+
+    def summary(self, best: Candidate | None = None) -> dict[str, Any]:
+        """Return it as plain values, with why `best` is better."""
+        placement = self.program.placement
+        found = {
+            "schedule": self.program.name,
+            "searched": self.searched,
+            "stages": self.program.num_stages,
+            "placement": [list(placement.stages_of(rank)) for rank in range(self.program.num_ranks)],
+            "microbatches": self.program.num_microbatches,
+            "microbatch_size": self.rows,
+            "counts": list(self.cut.counts),
+            "checkpoint": ["full" if again else "none" for again in self.stages.recompute],
+            "fits": self.fits,
+            "step_seconds": self.step_seconds,
+            "rank_bytes": list(self.cut.rank_bytes),
+            "sent_bytes": self.sent_bytes,
+        }
+        return found if best is None or best is self else {**found, "why_not": self.why_not(best)}

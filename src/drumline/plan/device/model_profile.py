@@ -1,0 +1,261 @@
+"""A model on a device as numbers: what `drumline profile` measures and saves, and all that a plan is made from.
+
+Sizes of microbatches that were not measured lie on straight lines between those that were; beyond them nothing is
+known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+
+from drumline.core.errors import PlanError
+from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
+from drumline.core.parsed import Parsed, shown
+from drumline.plan.device.blocks import Layer, Profile, Times, profile_from
+from drumline.plan.device.link_fit import Line
+from drumline.plan.device.overheads import Overheads
+
+FORMAT = "drumline profile"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which model was measured: its name, its number of parameters, and a hash of all names, shapes and kinds."""
+
+    name: str
+    num_parameters: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From one rank to another: the seconds of messages of some sizes, and the line that fits them."""
+
+    source: int
+    target: int
+    points: tuple[tuple[int, float], ...]
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """Seconds and bytes of every block by the rows of a microbatch, links between ranks, and the executor's own work.
+
+    Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. In a
+    pipeline blocks take longer than one by one, by a factor for each size (`paces`); `at` has that in it.
+    """
+
+    model: Identity
+    device: str
+    num_ranks: int
+    num_threads: int
+    sizes: tuple[tuple[int, Profile], ...]  # by rows, smallest first
+    overheads: Overheads = field(default_factory=Overheads)
+    links: tuple[Link, ...] = ()
+    transport: str = ""
+    paces: tuple[float, ...] = ()
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The blocks, at the smallest size."""
+        return self.sizes[0][1].layers
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The sizes of microbatches that were measured."""
+        return tuple(rows for rows, _ in self.sizes)
+
+    def at(self, rows: float) -> Profile:
+        """Return the blocks at a size of microbatch between the smallest and the largest that were measured.
+
+        >>> one, four = (Profile((), Times(rows, rows, rows, rows), "cpu", 5) for rows in (1.0, 4.0))
+        >>> found = ModelProfile(Identity("m", 0, ""), "cpu", 1, 1, ((1, one), (4, four)))
+        >>> found.at(2).overhead.forward
+        2.0
+        """
+        known = self.rows
+        if not known[0] <= rows <= known[-1]:
+            raise PlanError(
+                f"microbatches of {rows:g} rows",
+                expected=f"{known[0]} to {known[-1]}, which were measured",
+                fix=f"profile again with --microbatch-sizes {','.join(map(str, sorted({*known, math.ceil(rows)})))}",
+            )
+        place = bisect_left(known, rows)
+        before = place - 1 if known[place] > rows else place
+        (low, below), (high, above) = self.sizes[before], self.sizes[place]
+        share = (rows - low) / (high - low) if high > low else 0.0
+
+        def between(pair: Sequence[float]) -> float:
+            return (1 - share) * pair[0] + share * pair[1]
+
+        paces = self.paces or (1.0,) * len(known)
+        return _blend([below, above], between, pace=between((paces[before], paces[place])))
+
+    def to_json(self) -> str:
+        """Return it as the text of a JSON file."""
+        table = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": asdict(self.model),
+            "device": self.device,
+            "num_ranks": self.num_ranks,
+            "num_threads": self.num_threads,
+            "transport": self.transport,
+            "paces": self.paces,
+            "overheads": self.overheads.to_json(),
+            "links": [
+                {
+                    "from": one.source,
+                    "to": one.target,
+                    "points": one.points,
+                    "latency": one.line.seconds,
+                    "seconds_per_byte": one.line.seconds_per_byte,
+                }
+                for one in self.links
+            ],
+            "sizes": [{"rows": rows, "profile": asdict(profile)} for rows, profile in self.sizes],
+        }
+        return json.dumps(table, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> ModelProfile:
+        """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
+        table = parse_object(text, _KIND)
+        if table.get("format") != FORMAT:
+            raise PlanError("not a profile", expected=_EXPECTED)
+        if table.get("version") != VERSION:
+            raise PlanError(
+                f"a profile of version {shown(table.get('version'))}",
+                expected=f"version {VERSION}",
+                fix="measure it again with this drumline",
+            )
+        return _read(Parsed(table, _KIND))
+
+    @staticmethod
+    def load(path: str | Path) -> ModelProfile:
+        """Read a profile from a file."""
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return ModelProfile.from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+_EXPECTED = "a JSON file that `drumline profile --out FILE.json` wrote"
+_KIND = Kind("profile", PlanError, _EXPECTED, 16 * MIB)
+
+
+def is_profile(path: str | Path) -> bool:
+    """Whether a file says of itself that it is a profile, of whatever version, whole or damaged.
+
+    >>> is_profile("no-such-file.json")
+    False
+    """
+    try:
+        with opened(path, _KIND) as file:
+            return re.search(rf'"format"\s*:\s*"{FORMAT}"'.encode(), file.read(1000)) is not None
+    except PlanError:
+        return False
+
+
+def merged(profiles: Sequence[Profile]) -> Profile:
+    """Return the medians of what several ranks measured at once."""
+    return _blend(profiles, median)
+
+
+def identity_from(table: Parsed) -> Identity:
+    """Return the model that a JSON object names."""
+    table.only(one.name for one in fields(Identity))
+    return Identity(table["name"].text(), table["num_parameters"].whole(), table["fingerprint"].text())
+
+
+def _read(table: Parsed) -> ModelProfile:
+    sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
+    paces = tuple(one.number() for one in table["paces"].each())
+    if len(paces) not in (0, len(sizes)):
+        raise PlanError(f"{len(paces)} paces for {len(sizes)} sizes", expected="one for each")
+    if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
+        raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
+    names = [one.name for one in sizes[0][1].layers]
+    if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
+        raise PlanError("sizes with different blocks", expected="the same blocks at every size")
+    return ModelProfile(
+        identity_from(table["model"]),
+        table["device"].text(),
+        table["num_ranks"].whole(1),
+        table["num_threads"].whole(),
+        sizes,
+        Overheads.from_json(table["overheads"]),
+        tuple(map(_link_from, table["links"].each())),
+        table["transport"].text(),
+        paces,
+    )
+
+
+def _link_from(table: Parsed) -> Link:
+    points = []
+    for point in table["points"].each():
+        if len(point.each()) != 2:
+            raise point.refuse("bytes and seconds")
+        size, seconds = point.each()
+        points.append((size.whole(), seconds.number()))
+    line = Line(table["latency"].number(), table["seconds_per_byte"].number())
+    return Link(table["from"].whole(), table["to"].whole(), tuple(points), line)
+
+
+_TIMES = ("forward", "backward", "backward_input", "backward_weight")
+_BYTES = tuple(one.name for one in fields(Layer) if one.name.endswith("_bytes"))
+
+
+def _blend(profiles: Sequence[Profile], how: Callable[[Sequence[float]], float], *, pace: float = 1.0) -> Profile:
+    """Return one profile with every number made from those of several, which have the same blocks."""
+
+    def times(each: Sequence[Times]) -> Times:
+        taped = [one.taped for one in each if one.taped is not None]
+        told = {name: pace * how([getattr(one, name) for one in each]) for name in _TIMES}
+        return Times(**told, taped=pace * how(taped) if len(taped) == len(each) else None)
+
+    first = profiles[0]
+    if any([one.name for one in other.layers] != [one.name for one in first.layers] for other in profiles):
+        raise PlanError("profiles of different blocks", expected="the same model in all of them")
+    layers = []
+    for each in zip(*(one.layers for one in profiles), strict=True):
+        sizes = {name: round(how([getattr(one, name) for one in each])) for name in _BYTES}
+        spreads = [one.spreads for one in each if one.spreads is not None]
+        layers.append(
+            Layer(
+                each[0].name,
+                times([one.times for one in each]),
+                tied=each[0].tied,
+                spreads=times(spreads) if len(spreads) == len(each) else None,
+                **sizes,
+            )
+        )
+    return Profile(tuple(layers), times([one.overhead for one in profiles]), first.device, first.num_runs)
+
+
+def refuse_other(mine: Identity, other: Identity, what: str) -> None:
+    """Refuse a profile or plan of another model.
+
+    >>> refuse_other(Identity("a", 1, "x"), Identity("b", 2, "y"), "the plan")
+    Traceback (most recent call last):
+    drumline.core.errors.PlanError: the plan is of a (1 parameters), and this model is b (2 parameters); expected ...
+    """
+    if mine.fingerprint != other.fingerprint:
+        same = mine.name == other.name and mine.num_parameters == other.num_parameters
+        raise PlanError(
+            f"{what} is of {mine.name} ({mine.num_parameters:,} parameters), and this model is {other.name}"
+            f" ({other.num_parameters:,} parameters)" + (": names, shapes or what is trained differ" if same else ""),
+            expected="the model that was profiled",
+            fix="profile this model, and plan again",
+        )

@@ -1,0 +1,232 @@
+"""A plan: everything that was decided for one model on given ranks, and what it is predicted to take.
+
+`Pipeline(model, plan=...)` runs it. As a file it is JSON, with the program in its text form.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import PlanError, ProgramError
+from drumline.core.files import MIB, Kind, named, parse_object, read_text
+from drumline.core.parsed import LARGEST, Parsed, shown
+from drumline.core.program import Program
+from drumline.plan.device.model_profile import Identity, identity_from
+
+FORMAT = "drumline plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A step, each second in one item; the mean over ranks where they differ.
+
+    `compute` is F and the backward once, `recompute` the forwards that run again, `executor` what it adds to actions,
+    `bubble` waiting for other ranks, `communication` what the step would be shorter if messages took no time, `around`
+    what comes before the first action and behind the last.
+    """
+
+    compute: float
+    recompute: float
+    executor: float
+    communication: float
+    bubble: float
+    around: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return float(sum(getattr(self, one.name) for one in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """What a rank holds at its peak; `received` is what came from other stages and is kept for a backward."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    received: float
+
+    @property
+    def total(self) -> float:
+        """The peak."""
+        return float(sum(getattr(self, one.name) for one in fields(self)))
+
+    @property
+    def stash(self) -> float:
+        """What is held for backwards to come."""
+        return self.activations + self.received
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cuts, placement, schedule, microbatches and checkpointing, with the predicted step and every rank's peak.
+
+    `counts` are the blocks of each stage, `cuts` the names of those with which stages 1, 2, ... begin. `checkpoint`
+    says of each stage whether it is recomputed. `limits` are the bytes that each rank may hold, None without any.
+    """
+
+    model: Identity
+    program: Program
+    counts: tuple[int, ...]
+    cuts: tuple[str, ...]
+    batch: int
+    microbatch_size: int
+    checkpoint: tuple[bool, ...]
+    seconds: Seconds
+    rank_bytes: tuple[RankBytes, ...]
+    limits: tuple[float, ...] | None = None
+    optimizer: str = "adam"
+    searched: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """The program's name."""
+        return self.program.name
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it is for."""
+        return self.program.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches a step has."""
+        return self.program.num_microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages the rank with most of them holds."""
+        return max(len(self.program.placement.stages_of(rank)) for rank in range(self.num_ranks))
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted step."""
+        return self.seconds.total
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that ranks wait for each other."""
+        return self.seconds.bubble / self.seconds.total if self.seconds.total else 0.0
+
+    @cached_property
+    def pipeline_settings(self) -> dict[str, Any]:
+        """What `Pipeline` is given."""
+        full = {stage: "full" for stage, again in enumerate(self.checkpoint) if again}
+        return {"schedule": self.program, "balance": self.counts, "checkpoint": full or "none"}
+
+    def summary(self) -> dict[str, Any]:
+        """Return it as plain values, without the program's text."""
+        placement = self.program.placement
+        return {
+            "schedule": self.schedule,
+            "searched": self.searched,
+            "ranks": self.num_ranks,
+            "stages": self.program.num_stages,
+            "stages_per_rank": self.stages_per_rank,
+            "placement": [list(placement.stages_of(rank)) for rank in range(self.num_ranks)],
+            "batch": self.batch,
+            "microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "counts": list(self.counts),
+            "cuts": list(self.cuts),
+            "checkpoint": ["full" if again else "none" for again in self.checkpoint],
+            "optimizer": self.optimizer,
+            "step_seconds": self.step_seconds,
+            "bubble": self.bubble,
+            "seconds": asdict(self.seconds),
+            "rank_bytes": [{**asdict(one), "total": one.total} for one in self.rank_bytes],
+            "limits": None if self.limits is None else list(self.limits),
+        }
+
+    def to_json(self) -> str:
+        """Return it as the text of a JSON file."""
+        head = {"format": FORMAT, "version": VERSION, "model": asdict(self.model)}
+        return json.dumps({**head, **self.summary(), "program": self.program.format().split("\n")}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Return the plan that `to_json` wrote; raises PlanError with what is wrong."""
+        table = parse_object(text, _KIND)
+        if table.get("format") != FORMAT:
+            raise PlanError("not a plan", expected=_EXPECTED)
+        if table.get("version") != VERSION:
+            raise PlanError(
+                f"a plan of version {shown(table.get('version'))}",
+                expected=f"version {VERSION}",
+                fix="plan again with this drumline",
+            )
+        return _read(Parsed(table, _KIND))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a file."""
+        text = read_text(path, _KIND)
+        with named(path, _KIND):
+            return Plan.from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+_EXPECTED = "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote"
+_KIND = Kind("plan", PlanError, _EXPECTED, 16 * MIB)
+
+
+def _read(table: Parsed) -> Plan:
+    program = _program_from(table["program"], table["schedule"].text())
+    counts = tuple(one.whole(1) for one in table["counts"].each())
+    checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
+    cuts = tuple(one.text() for one in table["cuts"].each())
+    rank_bytes = tuple(RankBytes(**{name: one[name].number() for name in _ITEMS}) for one in table["rank_bytes"].each())
+    limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
+    stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
+    for name, given, (wanted, of) in (
+        ("counts", counts, stages),
+        ("checkpoint", checkpoint, stages),
+        ("cuts", (*cuts, ""), stages),
+        ("rank_bytes", rank_bytes, ranks),
+        ("limits", limits, ranks),
+    ):
+        if given is not None and len(given) != wanted:
+            raise PlanError(f"a damaged plan: {name} has {len(given)} items for {wanted} {of}", expected=_EXPECTED)
+    seconds = table["seconds"].only(_SECONDS)
+    return Plan(
+        identity_from(table["model"]),
+        program,
+        counts,
+        cuts,
+        table["batch"].whole(1),
+        table["microbatch_size"].whole(1),
+        checkpoint,
+        Seconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
+        rank_bytes,
+        limits,
+        table["optimizer"].text(),
+        table["searched"].flag(),
+    )
+
+
+def _program_from(rows: Parsed, name: str) -> Program:
+    lines = [row.text() for row in rows.each()]
+    try:
+        return Program.parse("\n".join(lines), name)
+    except ProgramError as error:
+        raise PlanError(f"a damaged plan: its program: {error.error}", expected=error.expected) from None
+
+
+def _is_full(one: Parsed) -> bool:
+    if one.value not in ("full", "none"):
+        raise one.refuse("full or none")
+    return bool(one.value == "full")
+
+
+_ITEMS = tuple(one.name for one in fields(RankBytes))
+_SECONDS = tuple(one.name for one in fields(Seconds))

@@ -1,0 +1,138 @@
+"""Change the program: how many microbatches a batch is cut into, or the schedule.
+
+more microbatches    fill and drain are shorter, since they take as long as a microbatch
+fewer                every action has overhead of its own, and there are fewer of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from drumline.core.action import Op
+from drumline.core.costs import Costs
+from drumline.core.errors import DrumlineError
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.advise.block_costs import OPS
+from drumline.report.advise.remedy import LEAST_GAIN, Remedy, predicted
+from drumline.report.run.observed import Observed
+from drumline.schedules import find, schedules
+
+_FACTORS = (4, 2, 1 / 2, 1 / 4)
+_MAX_ACTIONS = 50_000  # of a program that is tried; steps larger than that repeat themselves
+_HALVES = "if W takes half of B"
+_LINEAR = "if a microbatch takes as long as it has rows"
+
+
+def other_counts(seen: Observed) -> Iterator[Remedy]:
+    """Yield the number of microbatches that is predicted to be the best, where another one is."""
+    program, now = seen.run.program, seen.run.program.num_microbatches
+    best: tuple[float, int] = (LEAST_GAIN, now)
+    for factor in _FACTORS:
+        count = int(now * factor)
+        if not 1 <= count <= rows_of_batch(seen, most=4 * now):
+            continue
+        changed = _generated(program, program.name, count)
+        if changed is not None:
+            simulated = simulate(changed, _scaled(seen.costs, now / count))
+            best = max(best, (_gain(seen, simulated, count / now), count))
+    gain, count = best
+    if count == now:
+        return
+    settings = {"num_microbatches": count}
+    if count > now:
+        said = f"With {now} microbatches {seen.simulated.bubble:.0%} is bubble: cut the batch into {count}"
+    else:
+        share = seen.overhead / seen.measured.makespan
+        said = f"With {now} microbatches {share:.0%} is overhead: cut the batch into {count}"
+    yield Remedy("microbatches", f"{said}, {predicted(gain)}", gain, settings, _LINEAR)
+
+
+def other_schedule(seen: Observed) -> Iterator[Remedy]:
+    """Yield the schedule that is predicted to be the best, where another one is, and one that holds less."""
+    program = seen.run.program
+    if program.num_updates or program.placement.mirrored or _generated(program, program.name) != program:
+        return
+    split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
+    costs = seen.costs if split else _halved(seen.costs)
+    now = simulate(program, costs)
+    found = []
+    for name in schedules():
+        other = None if name == program.name else _generated(program, name)
+        if other is not None and _comparable(other, program):
+            found.append(simulate(other, costs))
+    yield from _faster(seen, now, found, "" if split else _HALVES)
+    yield from _smaller(now, found)
+
+
+def _faster(seen: Observed, now: Simulation, found: list[Simulation], assumes: str) -> Iterator[Remedy]:
+    gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in found]
+    # Of those that gain the same to a thousandth, the one that holds least.
+    gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
+    if gain >= LEAST_GAIN:
+        name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
+        memory = f", holding {holds} microbatches instead of {held}" if holds > held else ""
+        sentence = f"Run {name} in place of {now.program.name}, {predicted(gain)}{memory}"
+        yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
+
+
+def _smaller(now: Simulation, found: list[Simulation]) -> Iterator[Remedy]:
+    """Yield the schedule that holds least in the same time."""
+    as_fast = [one for one in found if one.makespan <= now.makespan * 1.005]
+    least = min(as_fast, key=lambda one: max(one.peak_activations), default=now)
+    held, holds = max(now.peak_activations), max(least.peak_activations)
+    if holds < held:
+        sentence = (
+            f"To save memory, run {least.program.name}: it holds {holds} microbatches, not {held}, in the same time"
+        )
+        yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
+
+
+def rows_of_batch(seen: Observed, *, most: int) -> int:
+    """Return how many rows a batch has, as far as the metrics tell; `most` where they do not."""
+    for one in seen.metrics:
+        rate, seconds = one.get("throughput(rows/s)"), one.get("time_metrics/end_to_end(s)")
+        if one["step"] == seen.step and rate and seconds:
+            return int(rate * seconds + 0.5)
+    return most
+
+
+def _gain(seen: Observed, changed: Simulation, actions: float) -> float:
+    """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
+    return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
+
+
+def _generated(program: Program, name: str, num_microbatches: int | None = None) -> Program | None:
+    """Return what a recipe makes for the program's counts, or others; None where there is no such recipe."""
+    try:
+        schedule, stages = find(name), program.num_stages // program.num_ranks
+        count = num_microbatches or program.num_microbatches
+        if 3 * count * program.num_stages > _MAX_ACTIONS:
+            return None
+        if (schedule.stages_per_rank > 1) != (stages > 1):
+            return None  # a recipe for several stages per rank, with one, is another schedule
+        return schedule.build(program.num_ranks, count, stages)
+    except DrumlineError:
+        return None
+
+
+def _comparable(other: Program, program: Program) -> bool:
+    """Whether another program trains the same stages on the same ranks, with the same result."""
+    return other.has_backward and not other.num_updates and other.placement == program.placement
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    scaled: dict[str, Any] = {op: [one * factor for one in _listed(getattr(costs, op))] for op in OPS}
+    return replace(costs, **scaled)
+
+
+def _halved(costs: Costs) -> Costs:
+    halves = [one / 2 for one in _listed(costs.backward_input)]
+    return replace(costs, backward_input=halves, backward_weight=halves)
+
+
+def _listed(value: object) -> list[float]:
+    assert isinstance(value, list), "measured costs are given per stage"
+    return value

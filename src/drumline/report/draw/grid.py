@@ -1,0 +1,226 @@
+"""A timeline in the terminal: one line per rank, time to the right.
+
+    rank 0 |F0 F1 .. .. .. B0--- F2 B1--- .. B2--- | idle 31% peak 2
+    rank 1 |.. F0 B0--- F1 B1--- F2 B2--- .. .. ..| ...
+
+Every column is the same stretch of time. Where labels do not fit the terminal, one letter per column stays: the op.
+With two stages on a rank the second one's letters are small; with more, labels carry the stage number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from drumline.core.action import Action, Op
+from drumline.core.timeline.timeline import Timeline
+
+_LETTERS = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.BACKWARD_INPUT: "I",
+    Op.BACKWARD_WEIGHT: "W",
+    Op.UPDATE: "U",
+    Op.UNSHARD: "G",
+    Op.RESHARD: "R",
+}
+
+# Okabe-Ito blue, green, orange, vermilion as 256-colour backgrounds, for even and odd microbatches.
+_COLOURS: dict[Op, tuple[int, int]] = {
+    Op.FORWARD: (75, 32),
+    Op.BACKWARD: (79, 36),
+    Op.BACKWARD_INPUT: (79, 36),
+    Op.BACKWARD_WEIGHT: (221, 214),
+    Op.UPDATE: (175, 175),
+    Op.OVERLAP: (147, 104),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Canvas:
+    """How time becomes columns."""
+
+    start: float
+    slot: float
+    num_slots: int
+    cell: int
+
+    def columns(self, start: float, end: float) -> tuple[int, int]:
+        """Return the first and one past the last column of a stretch of time."""
+        low = round((start - self.start) / self.slot) * self.cell
+        high = round((end - self.start) / self.slot) * self.cell
+        return max(low, 0), min(max(high, low), self.num_slots * self.cell)
+
+
+def grid(
+    timeline: Timeline,
+    *,
+    width: int = 100,
+    colour: bool = False,
+    window: tuple[float, float] | None = None,
+    figures: bool = True,
+    memory: bool = False,
+) -> str:
+    r"""Return the picture of a timeline, no line wider than `width`.
+
+    `figures` end each line with idle share and peak; `memory` adds a strip with the pairs that the rank holds.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> print(grid(simulate(Program.parse("0F0,0B0\n1F0,1B0"))))
+    rank 0 |F0 .. .. .. B0--- | idle 50% peak 1
+    rank 1 |.. F0 B0--- .. .. | idle 50% peak 1
+    """
+    start, end = window or (timeline.start, timeline.end)
+    name_of = _labels(timeline)
+    prefix, suffix = _margins(timeline, width, figures)
+    room = width - len(prefix[0]) - max(map(len, suffix)) - 2
+    canvas = _fit(timeline, start, end, name_of, max(room, 1))
+    lines = []
+    for rank in range(timeline.num_ranks):
+        body = _row(timeline, rank, canvas, name_of, colour)
+        lines.append(f"{prefix[rank]}|{body}|{suffix[rank]}".rstrip() if room > 0 else body)
+        if memory:
+            held = _held(timeline, rank, canvas)
+            lines.append(f"{'held'[: len(prefix[rank])]:<{len(prefix[rank])}}|{held}|" if room > 0 else held)
+    note = _note(timeline, canvas, window)
+    return "\n".join([*lines, *([note[:width]] if note else [])])
+
+
+def legend(timeline: Timeline) -> str:
+    """Return a line that explains the letters, or an empty one where capital letters say it all."""
+    per_rank = max(len(timeline.program.placement.stages_of(rank)) for rank in range(timeline.num_ranks))
+    if timeline.program.placement.mirrored:
+        return "Small letters: microbatches going up, on the rank's second copy."
+    return "Small letters: the rank's second stage." if per_rank == 2 else ""
+
+
+def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
+    """Return what stands before and behind each rank's line; narrow terminals do without."""
+    digits = len(str(timeline.num_ranks - 1))
+    prefix = [f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
+    makespan = timeline.makespan or 1.0
+    peak_digits = max((len(str(peak)) for peak in timeline.peak_activations), default=1)
+    suffix = [
+        f" idle {timeline.idle[rank] / makespan:>3.0%} peak {timeline.peak_activations[rank]:>{peak_digits}}"
+        for rank in range(timeline.num_ranks)
+    ]
+    if width < 60 or not figures:
+        suffix = [""] * timeline.num_ranks
+    if width < 30:
+        prefix = [f"{rank:<{digits}}" for rank in range(timeline.num_ranks)]
+    return prefix, suffix
+
+
+def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
+    placement = timeline.program.placement
+    stages = [placement.stages_of(rank) for rank in range(timeline.num_ranks)]
+
+    def one(rank: int, part: Action) -> str:
+        letter = _LETTERS.get(part.op, "?")
+        number = "" if part.microbatch is None else str(part.microbatch)
+        if placement.mirrored:
+            up = part.microbatch is not None and part.microbatch in placement.mirrored
+            return (letter.lower() if up else letter) + number
+        if len(stages[rank]) > 2:
+            return f"{part.stage}{letter}{number}"
+        return (letter.lower() if part.stage != stages[rank][0] else letter) + number
+
+    return lambda rank, action: "".join(one(rank, part) for part in action.work)
+
+
+def _fit(timeline: Timeline, start: float, end: float, name_of: Callable[[int, Action], str], room: int) -> _Canvas:
+    """Choose the slot and its width: labels if they fit, otherwise one letter per column."""
+    spans = [span for span in timeline.spans() if span.end > span.start and span.end > start and span.start < end]
+    slot = _common_unit([span.end - span.start for span in spans] + [span.start - timeline.start for span in spans])
+    length = end - start
+    if slot is not None and length > 0:
+        num_slots = math.ceil(length / slot - 1e-9)
+        widest = 1
+        for span in spans if num_slots * 2 <= room else ():
+            slots = max(round((span.end - span.start) / slot), 1)
+            widest = max(widest, math.ceil((len(name_of(span.rank, span.action)) + 1) / slots))
+        cell = max(widest, 2)
+        if num_slots * cell <= room:
+            return _Canvas(start, slot, num_slots, cell)
+        if num_slots <= room:
+            return _Canvas(start, slot, num_slots, 1)
+    return _Canvas(start, length / room if length > 0 else 1.0, room, 1)
+
+
+def _common_unit(seconds: list[float]) -> float | None:
+    """Return the longest time that all of `seconds` are multiples of, or None if there is no sensible one.
+
+    >>> _common_unit([2.0, 3.0]), _common_unit([0.5, 1.0]), _common_unit([1.0, math.pi])
+    (1.0, 0.5, None)
+    """
+    unit = min((one for one in seconds if one > 0), default=0.0)
+    for _ in range(64):
+        rests = [one - unit * round(one / unit) for one in seconds] if unit > 0 else []
+        worst = max((abs(rest) for rest in rests), default=0.0)
+        if unit > 0 and worst <= 1e-6 * unit:
+            return unit
+        unit = min((abs(rest) for rest in rests if abs(rest) > 1e-9 * unit), default=0.0)
+        if unit <= max(seconds, default=0.0) * 1e-4:
+            return None
+    return None
+
+
+def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int, Action], str], colour: bool) -> str:
+    labelled = canvas.cell > 1
+    text = [*(".." if canvas.cell > 1 else ".").ljust(canvas.cell)] * canvas.num_slots
+    paint: list[int | None] = [None] * len(text)
+    track = timeline.tracks[rank]
+    for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+        low, high = canvas.columns(start, end)
+        if high <= low:
+            continue
+        name = name_of(rank, action)
+        if labelled:
+            body = name[: high - low].ljust(high - low - 1, "-")[: high - low].ljust(high - low)
+        else:
+            body = _LETTERS.get(action.op, "X") * (high - low)
+            body = body.lower() if name[:1].islower() else body
+        text[low:high] = body
+        shade = _COLOURS.get(action.op)
+        number = action.work[0].microbatch or 0
+        paint[low:high] = [shade[number % 2] if shade else None] * (high - low)
+        if labelled and high - low > 1 and body.endswith(" "):
+            paint[high - 1] = None
+    return _painted(text, paint) if colour else "".join(text)
+
+
+def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
+    """Return the pairs held in every column: a number where labels fit, otherwise a digit, 9 standing for 9 or more."""
+    track, holding = timeline.tracks[rank], timeline.memory[rank]
+    text = [" "] * (canvas.num_slots * canvas.cell)
+    ends = [*track.starts[1:], timeline.end]
+    for index, (during, after) in enumerate(holding.pairs):
+        for low, high, held in (
+            (*canvas.columns(track.starts[index], track.ends[index]), during),
+            (*canvas.columns(track.ends[index], ends[index]), after),
+        ):
+            for at in range(low, high, canvas.cell):
+                shown = str(held) if canvas.cell > 1 else str(min(held, 9))
+                text[at : at + canvas.cell] = shown[: canvas.cell].ljust(canvas.cell)
+    return "".join(text)
+
+
+def _painted(text: list[str], paint: list[int | None]) -> str:
+    out, current = [], None
+    for character, shade in zip(text, paint, strict=True):
+        if shade != current:
+            out.append("\x1b[0m" if shade is None else f"\x1b[48;5;{shade};38;5;16m")
+            current = shade
+        out.append(character)
+    return "".join(out) + ("\x1b[0m" if current is not None else "")
+
+
+def _note(timeline: Timeline, canvas: _Canvas, window: tuple[float, float] | None) -> str:
+    shown = canvas.slot * canvas.num_slots
+    if window is not None:
+        return f"Shown: {canvas.start:g} to {canvas.start + shown:g} of {timeline.makespan:g}."
+    if canvas.cell == 1:
+        return f"Compressed: one column is {canvas.slot:.3g}. Labels need a wider terminal or a window."
+    return ""

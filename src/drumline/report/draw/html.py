@@ -1,0 +1,139 @@
+"""Timelines as one page: a single file with its own style, script and data, that asks for nothing from anywhere.
+
+The page's policy allows exactly the script and the style that are in it, by their hashes: were a name ever to slip
+through the escaping, the browser would still not run it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.draw.scene import document
+
+# In the order in which each needs what comes before it.
+_SCRIPTS = (
+    "model.js",
+    "surface.js",
+    "chart.js",
+    "panels.js",
+    "view.js",
+    "explain.js",
+    "pointers.js",
+    "viewer.js",
+)
+_UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+
+
+def page(
+    timelines: Iterable[Timeline],
+    *,
+    title: str | None = None,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    advice: str | None = None,
+) -> str:
+    """Return a page of timelines, stacked on one time axis; `rows` adds the picture of bubble against peak memory.
+
+    A row is a mapping with `name`, `bubble`, `peak_share` and `fits`; `advice` is a sentence to stand on top.
+
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> from drumline.schedules import generate
+    >>> text = page([simulate(generate("1f1b", num_ranks=4, num_microbatches=8))], title="1F1B & friends")
+    >>> text.startswith("<!doctype html>"), "<title>1F1B &amp; friends</title>" in text
+    (True, True)
+    """
+    return page_of(document(timelines, title=title, rows=rows, advice=advice))
+
+
+def page_of(data: Mapping[str, Any]) -> str:
+    """Return the page that shows a document as `scene.document` makes it.
+
+    >>> "opens from disk" in page_of({**document([]), "title": "opens from disk"})
+    True
+    """
+    return page_with(data)
+
+
+def page_with(
+    data: Mapping[str, Any],
+    *,
+    panel: str = "",
+    below: str = "",
+    style: str = "",
+    script: str = "",
+    extra: object = None,
+) -> str:
+    """Return the page with more on it: markup above and below the timelines, style, script, and data for that script.
+
+    A page with a script of its own may ask where it came from, and nobody else.
+
+    >>> "<p>hello</p>" in page_with(document([]), panel="<p>hello</p>")
+    True
+    """
+    styles, scripts = viewer_style() + style, viewer_script(script)
+    asks = " connect-src 'self';" if script else ""
+    parts = {
+        "policy": f"default-src 'none';{asks} img-src data:; style-src '{_hash(styles)}';"
+        f" script-src '{_hash(scripts)}'",
+        "title": escape(str(data["title"]).encode("utf-8", "replace").decode()),
+        "style": styles,
+        "script": scripts,
+        "panel": panel,
+        "below": below,
+        "data": json_for_script(data),
+        "extra": ""
+        if extra is None
+        else f'<script type="application/json" id="extra">{json_for_script(extra)}</script>',
+    }
+    return _PLACE.sub(lambda match: parts[match[1]], asset("page.html"))
+
+
+def viewer_style() -> str:
+    """Return the viewer's style sheet.
+
+    >>> "prefers-color-scheme: dark" in viewer_style()
+    True
+    """
+    return asset("viewer.css")
+
+
+def viewer_script(more: str = "") -> str:
+    """Return the viewer's script, all of its files and `more` in one scope.
+
+    >>> "window.drumline" in viewer_script()
+    True
+    """
+    body = "\n".join([*map(asset, _SCRIPTS), more])
+    return f'"use strict";\n{{\n{body}}}\n'
+
+
+def json_for_script(value: object) -> str:
+    r"""Return JSON that no HTML parser takes for markup.
+
+    >>> json_for_script({"name": "</script>"})
+    '{"name":"\\u003c/script\\u003e"}'
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_UNSAFE)
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def asset(name: str) -> str:
+    """Return one of the page's files.
+
+    >>> asset("page.html").startswith("<!doctype html>")
+    True
+    """
+    return files("drumline.report").joinpath("assets", name).read_text(encoding="utf-8")

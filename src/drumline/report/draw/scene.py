@@ -1,0 +1,214 @@
+"""A timeline as drawing data: plain lists that JSON can carry, shared by the SVG and the page.
+
+Boxes are columns, not objects, and columns are `packed`, so that 200,000 of them stay a few megabytes:
+
+    rows[0] = {"start": [0, 1, 4], "ticks": [1, 1, 2], "stage": [0, 0, 0], "op": [0, 0, 1], "microbatch": [0, 1, 0]}
+
+is 0F0, 0F1, 0B0 on rank 0. Times count from the timeline's start, so that several line up; those of boxes are whole
+ticks. An op is its place in `OPS`. Of an overlapped pair the columns hold the first half, and those of `second` the
+other, with the `index` of the box; `local` tells a rank's stages apart, 0 being its first.
+
+What explains a picture (`why`) takes longer than the picture, and may be left out and asked for later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from drumline.core.action import Op
+from drumline.core.placement import Placement
+from drumline.core.simulate.columns import Columns as ActionColumns
+from drumline.core.simulate.columns import Flags
+from drumline.core.simulate.graph import OPS as ALL_OPS
+from drumline.core.simulate.graph import Ints
+from drumline.core.timeline.idle import Cause
+from drumline.core.timeline.timeline import Timeline, Track
+from drumline.report.draw.explanations import SENTENCES, explanations
+from drumline.report.draw.packed import packed
+from drumline.report.draw.page_time import Clock, plain
+from drumline.report.draw.palette import SHADES
+
+Columns = dict[str, Any]
+
+
+class Words(NamedTuple):
+    """How an op is called in a legend, and what one action of it does."""
+
+    name: str
+    sentence: str
+
+
+OPS: dict[Op, Words] = {
+    Op.FORWARD: Words("forward", "Forward of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD: Words("backward", "Backward of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD_INPUT: Words("input gradient", "Input-gradient half of stage {stage} on microbatch {microbatch}"),
+    Op.BACKWARD_WEIGHT: Words("weight gradient", "Weight-gradient half of stage {stage} on microbatch {microbatch}"),
+    Op.UPDATE: Words("update", "Optimizer step of stage {stage} after microbatch {microbatch}"),
+    Op.UNSHARD: Words("unshard", "Gathering the parameters of stage {stage}"),
+    Op.RESHARD: Words("reshard", "Releasing the parameters of stage {stage}"),
+    Op.REDUCE_GRAD: Words("gradient exchange", "Exchanging the gradients of stage {stage}"),
+}
+_CODE_OF = np.array([list(OPS).index(op) if op in OPS else -1 for op in ALL_OPS])
+
+
+def document(
+    timelines: Iterable[Timeline],
+    *,
+    title: str | None = None,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    advice: str | None = None,
+    explained: bool = True,
+    names: Sequence[str] | None = None,
+    seconds: bool = False,
+) -> dict[str, Any]:
+    """Return all that a page of timelines shows; `rows` are points of a comparison, as `Row.summary` gives them.
+
+    What is not `explained` here can be asked of `explanations` later. Timelines have the names of their programs unless
+    `names` gives others; where their times are `seconds`, the page writes them with their unit.
+
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> from drumline.schedules import generate
+    >>> page = document([simulate(generate("1f1b", num_ranks=2, num_microbatches=2))])
+    >>> page["title"], len(page["timelines"]), page["points"]
+    ('1f1b: 2 ranks, 2 microbatches', 1, [])
+    """
+    scenes = [scene(timeline, explained=explained) for timeline in timelines]
+    for one, name in zip(scenes, names or (), strict=names is not None):
+        one["name"] = name
+    if title is None:
+        title = _titled(scenes)
+    return {
+        "title": title,
+        "advice": advice or "",
+        "seconds": seconds,
+        "ops": [
+            {"text": op.value, "name": words.name, "sentence": words.sentence, **SHADES[op]._asdict()}
+            for op, words in OPS.items()
+        ],
+        "causes": [cause.value for cause in Cause],
+        "sentences": {cause.value: sentence for cause, sentence in SENTENCES.items()},
+        "points": [_point(row) for row in rows or ()],
+        "timelines": scenes,
+    }
+
+
+def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
+    r"""Return one timeline's drawing data; without its explanations `why` is None.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> from drumline.report.draw.packed import unpacked
+    >>> drawn = scene(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
+    >>> unpacked(drawn["rows"][1]["start"]), drawn["why"]["rows"][1]["idle"]["words"][-1]
+    ([1, 2], 'the pipeline drains; 0B0 of rank 0 ends last')
+    """
+    program = timeline.program
+    clock = Clock.of(timeline)
+    rows = [
+        {**_figures(timeline, rank), **_times(timeline.tracks[rank], clock), **boxes}
+        for rank, boxes in enumerate(_boxes(timeline))
+    ]
+    for span in timeline.exchanges:
+        if span.end > span.start:
+            times = [span.start - clock.origin, span.end - span.start]
+            rows[span.rank]["exchanges"].append([*clock.lengths(times), span.action.stage])
+    return {
+        "name": program.name,
+        "stages": program.num_stages,
+        "microbatches": program.num_microbatches,
+        "placement": program.placement.name,
+        "boxes": sum(len(track.actions) for track in timeline.tracks),
+        "ticks_per_second": clock.ticks_per_second,
+        "makespan": clock.lengths([timeline.makespan])[0],
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peak_activations": max(timeline.peak_activations, default=0),
+        "peak_bytes": None if timeline.peak_bytes is None else max(timeline.peak_bytes, default=0.0),
+        "rows": rows,
+        "why": explanations(timeline) if explained else None,
+    }
+
+
+def further(placement: Placement, stage: Ints, microbatch: Ints) -> Ints:
+    """Return which of its rank's stages each (stage, microbatch) belongs to: 0 for the first, or for the first copy.
+
+    >>> further(Placement.v(num_ranks=2), np.array([0, 3]), np.array([0, 0])).tolist()
+    [0, 1]
+    """
+    if placement.mirrored:
+        return np.isin(microbatch, list(placement.mirrored)).astype(np.int64)
+    local = np.zeros(placement.num_stages, dtype=np.int64)
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        local[list(stages)] = range(len(stages))
+    return local[stage]
+
+
+def _figures(timeline: Timeline, rank: int) -> Columns:
+    peak_bytes = timeline.peak_bytes
+    return {
+        "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
+        "peak_activations": timeline.peak_activations[rank],
+        "peak_bytes": None if peak_bytes is None else peak_bytes[rank],
+        "exchanges": [],
+    }
+
+
+def _times(track: Track, clock: Clock) -> Columns:
+    start = clock.ticks(track.starts)
+    return {"start": packed(start), "ticks": packed(clock.ticks(track.ends) - start)}
+
+
+def _boxes(timeline: Timeline) -> Iterator[Columns]:
+    """Yield, rank by rank, what its boxes are."""
+    columns = timeline.columns
+    local = further(timeline.program.placement, columns.stage, columns.microbatch)
+    parts = {"stage": columns.stage, "op": _CODE_OF[columns.code], "microbatch": columns.microbatch, "local": local}
+    heads = columns.heads
+    firsts = _by_rank(parts, heads, columns)
+    seconds = _by_rank({"index": columns.position, **parts}, ~heads, columns)
+    for first, second in zip(firsts, seconds, strict=True):
+        yield {**first, "second": second}
+
+
+def _by_rank(columns: Mapping[str, Ints], chosen: Flags, of: ActionColumns) -> Iterator[Columns]:
+    """Yield the chosen entries of all columns, rank by rank."""
+    bounds = np.searchsorted(of.rank[chosen], np.arange(1, of.num_ranks))
+    split = [map(packed, np.split(column[chosen], bounds)) for column in columns.values()]
+    for texts in zip(*split, strict=True):
+        yield dict(zip(columns, texts, strict=True))
+
+
+def _titled(scenes: Sequence[dict[str, Any]]) -> str:
+    if len(scenes) != 1:
+        return f"{len(scenes)} timelines side by side"
+    return f"{scenes[0]['name']}: {len(scenes[0]['rows'])} ranks, {scenes[0]['microbatches']} microbatches"
+
+
+def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": str(row["name"]),
+        "bubble": float(row["bubble"]),
+        "peak_share": float(row["peak_share"]),
+        "fits": bool(row.get("fits", True)),
+    }
+
+
+def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
+    """Return round times from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(33, most=8)
+    [0, 5, 10, 15, 20, 25, 30]
+    >>> ticks(0.5, most=5)
+    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    """
+    if not extent > 0:
+        return [0]
+    power = math.floor(math.log10(extent / most))
+    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
+    count = math.floor(extent / (step * 10.0**power) + 1e-9)
+    return plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))

@@ -1,0 +1,222 @@
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: Chrome's JSON event format, gzipped.
+
+    process     one per rank
+    threads     compute; exchange of gradients; messages to each other rank; idle time by cause; of a measured step also
+                what came before it: waiting for data, the optimizer
+    flows       from the action that made a message to the one that took it up
+    counters    pairs and bytes held by the rank; messages waiting on each edge into it
+
+Perfetto drops slices that overlap on one thread without nesting, so times are whole nanoseconds, and messages or
+exchanges that are under way at once get threads of their own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from drumline.core import rules
+from drumline.core.action import Action
+from drumline.core.timeline.timeline import Timeline
+
+Event = dict[str, Any]
+
+_COMPUTE, _IDLE, _FIRST_LANE = 1, 2, 3
+
+
+def trace(timeline: Timeline, *, nanoseconds_per_unit: float = 1e9) -> bytes:
+    """Return the gzipped trace; a unit of the timeline is a second unless said otherwise.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> data = trace(simulate(Program.parse("0F0,0B0")))
+    >>> [event["name"] for event in json.loads(gzip.decompress(data))["traceEvents"] if event["ph"] == "X"]
+    ['0F0', '0B0']
+    """
+    document = {
+        "traceEvents": list(events(timeline, nanoseconds_per_unit)),
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "program": timeline.program.name,
+            "makespan": timeline.makespan,
+            "bubble": timeline.bubble,
+            "nanoseconds_per_unit": nanoseconds_per_unit,
+        },
+    }
+    # No time stamp in the header: equal timelines give equal files.
+    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
+
+
+def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1e9) -> bytes:
+    """Return one gzipped trace of several timelines, by their names: the ranks of each follow those of the one before.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> step = simulate(Program.parse("0F0,0B0"))
+    >>> found = json.loads(gzip.decompress(traces({"measured": step, "simulated": step})))["traceEvents"]
+    >>> [event["args"]["name"] for event in found if event["name"] == "process_name"]
+    ['measured, rank 0 (stage 0)', 'simulated, rank 0 (stage 0)']
+    """
+    found: list[Event] = []
+    first_rank = first_id = 0
+    for name, timeline in timelines.items():
+        for event in events(timeline, nanoseconds_per_unit):
+            moved = {**event, "pid": event["pid"] + first_rank}
+            if "id" in event:
+                moved["id"] = event["id"] + first_id
+            if event["name"] == "process_name":
+                moved["args"] = {"name": f"{name}, {event['args']['name']}"}
+            if event["name"] == "process_sort_index":
+                moved["args"] = {"sort_index": moved["pid"]}
+            found.append(moved)
+        first_rank += timeline.num_ranks
+        first_id += len(timeline.transfers)
+    document = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": {"timelines": list(timelines)}}
+    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
+
+
+def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
+    """Yield the trace's events, names of processes and threads first."""
+    clock = _Clock(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
+    lanes, messages, exchanges, between = _lanes(timeline, clock)
+    yield from _names(timeline, lanes)
+    for rank, track in enumerate(timeline.tracks):
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            yield clock.slice(rank, _COMPUTE, str(action), start, end, category=action.op.value)
+    for span, thread in zip(timeline.exchanges, exchanges, strict=True):
+        yield clock.slice(span.rank, thread, str(span.action), span.start, span.end, category="exchange")
+    for passed, thread in zip(timeline.between, between, strict=True):
+        yield clock.slice(passed.rank, thread, passed.kind, passed.start, passed.end, category="between steps")
+    for idle in timeline.causes:
+        yield clock.slice(
+            idle.rank, _IDLE, idle.cause.value, idle.start, idle.end, category="idle", args={"why": str(idle)}
+        )
+    yield from _transfers(timeline, clock, messages)
+    yield from _counters(timeline, clock)
+
+
+class _Clock:
+    """Turns times into whole nanoseconds, written as microseconds as the format wants."""
+
+    def __init__(self, start: float, nanoseconds_per_unit: float) -> None:
+        self.start = start
+        self.scale = nanoseconds_per_unit
+
+    def nanoseconds(self, time: float) -> int:
+        return round((time - self.start) * self.scale)
+
+    def at(self, time: float) -> float:
+        return self.nanoseconds(time) / 1000
+
+    def slice(
+        self, rank: int, thread: int, name: str, start: float, end: float, *, category: str, args: Event | None = None
+    ) -> Event:
+        low, high = self.nanoseconds(start), self.nanoseconds(end)
+        where = {"name": name, "cat": category, "pid": rank, "tid": thread, "ts": low / 1000}
+        if high > low:
+            return {**where, "ph": "X", "dur": (high - low) / 1000, "args": args or {}}
+        return {**where, "ph": "i", "s": "t", "args": args or {}}
+
+
+class _Lanes:
+    """Threads of one rank that fill up from the first: what runs at once never shares one."""
+
+    def __init__(self) -> None:
+        self.busy_until: dict[tuple[int, str], list[int]] = {}
+        self.numbers: dict[tuple[int, str], int] = {}
+        self.names: dict[int, dict[int, str]] = {}
+
+    def place(self, rank: int, name: str, start: int, end: int) -> int:
+        """Return the number of the first thread called `name` that is free."""
+        lanes = self.busy_until.setdefault((rank, name), [])
+        lane = next((at for at, until in enumerate(lanes) if until <= start), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        names = self.names.setdefault(rank, {})
+        numbered = name if lane == 0 else f"{name} ({lane + 1})"
+        if (rank, numbered) not in self.numbers:
+            self.numbers[rank, numbered] = _FIRST_LANE + len(names)
+            names[self.numbers[rank, numbered]] = numbered
+        return self.numbers[rank, numbered]
+
+
+def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[int], list[int]]:
+    """Return the threads of messages, exchanges and what was between steps, in order of their start."""
+    lanes = _Lanes()
+    messages, exchanges = [0] * len(timeline.transfers), [0] * len(timeline.exchanges)
+    for index in sorted(range(len(messages)), key=lambda at: timeline.transfers[at].start):
+        one = timeline.transfers[index]
+        messages[index] = lanes.place(
+            one.source, f"to rank {one.target}", clock.nanoseconds(one.start), clock.nanoseconds(one.end)
+        )
+    for index in sorted(range(len(exchanges)), key=lambda at: timeline.exchanges[at].start):
+        span = timeline.exchanges[index]
+        exchanges[index] = lanes.place(
+            span.rank, "exchange", clock.nanoseconds(span.start), clock.nanoseconds(span.end)
+        )
+    between = [
+        lanes.place(one.rank, "between steps", clock.nanoseconds(one.start), clock.nanoseconds(one.end))
+        for one in timeline.between
+    ]
+    return lanes, messages, exchanges, between
+
+
+def _names(timeline: Timeline, lanes: _Lanes) -> Iterator[Event]:
+    for rank in range(timeline.num_ranks):
+        stages = timeline.program.placement.stages_of(rank)
+        title = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
+        yield _meta(rank, 0, "process_name", {"name": title})
+        yield _meta(rank, 0, "process_sort_index", {"sort_index": rank})
+        threads = {_COMPUTE: "compute", _IDLE: "idle, by cause", **lanes.names.get(rank, {})}
+        for number, name in sorted(threads.items()):
+            yield _meta(rank, number, "thread_name", {"name": name})
+            yield _meta(rank, number, "thread_sort_index", {"sort_index": number})
+
+
+def _meta(rank: int, thread: int, name: str, args: Event) -> Event:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
+
+
+def _transfers(timeline: Timeline, clock: _Clock, threads: list[int]) -> Iterator[Event]:
+    for index, (transfer, thread) in enumerate(zip(timeline.transfers, threads, strict=True)):
+        args = {"bytes": transfer.num_bytes}
+        name = str(transfer.action)
+        yield clock.slice(transfer.source, thread, name, transfer.start, transfer.end, category="transfer", args=args)
+        made = _producer_start(timeline, transfer.action)
+        used = _next_start(timeline, transfer.target, transfer.consumed)
+        if made is not None and used is not None:
+            flow = {"name": name, "cat": "message", "id": index + 1, "tid": _COMPUTE}
+            yield {**flow, "ph": "s", "pid": transfer.source, "ts": clock.at(made)}
+            yield {**flow, "ph": "f", "bp": "e", "pid": transfer.target, "ts": clock.at(used)}
+
+
+def _producer_start(timeline: Timeline, send: Action) -> float | None:
+    for producer in rules.producers(send):
+        place = timeline.located.get((producer.stage, producer.op, producer.microbatch))
+        if place is not None:
+            return timeline.tracks[place[0]].starts[place[1]]
+    return None
+
+
+def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
+    """Return when the rank's next action starts: an arrow has to end inside a slice, and messages come before it."""
+    starts = timeline.tracks[rank].starts
+    at = bisect_left(starts, time)
+    return starts[at] if at < len(starts) else None
+
+
+def _counters(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+    for rank, (track, holding) in enumerate(zip(timeline.tracks, timeline.memory, strict=True)):
+        for name, held in (("pairs held", holding.pairs), ("bytes held", holding.bytes)):
+            for index, (during, after) in enumerate(held or ()):
+                yield _count(rank, name, clock.at(track.starts[index]), during)
+                yield _count(rank, name, clock.at(track.ends[index]), after)
+    for (source, target), curve in timeline.queue_depths.items():
+        for time, depth in curve:
+            yield _count(target, f"queue from rank {source}", clock.at(time), depth)
+
+
+def _count(rank: int, name: str, time: float, value: float) -> Event:
+    return {"ph": "C", "pid": rank, "tid": 0, "name": name, "ts": time, "args": {"value": value}}

@@ -1,0 +1,149 @@
+"""What a recorded run comes to: figures of one step, the ideal for its own action times, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drumline.core.prove.validate import validate
+from drumline.core.prove.violation import Violation
+from drumline.core.simulate.simulate import Simulation
+from drumline.core.timeline.idle import Cause, Idle
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.advise.stages import StageSeconds, replayed, slowest, stage_seconds
+from drumline.report.kineto.idle import Kept, Unsent
+from drumline.report.kineto.load import load
+from drumline.report.kineto.traces import NANO, Traced, Traces, described
+from drumline.report.summary import figures, summarize
+
+_POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
+_STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
+_WAITED = re.compile(r"(kernels of )?\d+(WAIT_SEND_[FB])\d+")
+
+
+@dataclass(frozen=True, repr=False)
+class Analysis:
+    """One recorded step, and what else its traces say."""
+
+    traces: Traces
+    timeline: Traced
+
+    def __repr__(self) -> str:
+        return f"Analysis(step={self.timeline.step}, {self.timeline!r})"
+
+    @cached_property
+    def violations(self) -> tuple[Violation, ...]:
+        """What the rules of a pipeline say against the rows that the traces show; empty where they agree."""
+        return tuple(validate(self.timeline.ran))
+
+    @cached_property
+    def ideal(self) -> Simulation | None:
+        """The same order and action times without transfer and overhead; None where the rows cannot run."""
+        return None if validate(self.timeline.program) else replayed(self.timeline)
+
+    @cached_property
+    def stages(self) -> tuple[StageSeconds, ...]:
+        """What a microbatch takes of each stage."""
+        return stage_seconds(self.timeline)
+
+    @property
+    def slowest(self) -> StageSeconds:
+        """The stage that takes longest."""
+        return slowest(self.stages)
+
+    @cached_property
+    def overhead(self) -> dict[str, list[float]]:
+        """The seconds of every rank's overhead, by what kept it; the largest first."""
+        found: dict[str, list[float]] = {}
+        for idle in self.timeline.causes:
+            if idle.cause is Cause.OVERHEAD:
+                ranks = found.setdefault(_kind(idle), [0.0] * self.timeline.num_ranks)
+                ranks[idle.rank] += idle.seconds
+        return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything as one object; times are in seconds."""
+        timeline, traces = self.timeline, self.traces
+        alignment = traces.alignment
+        return {
+            **summarize(timeline),
+            "step": timeline.step,
+            "step_seconds": timeline.step_seconds,
+            "steps": [
+                {"step": number, "step_seconds": one.step_seconds, **_shares(one)}
+                for number, one in traces.steps.items()
+            ],
+            "incomplete_steps": list(traces.incomplete),
+            "steps_by_flushes": traces.by_flushes,
+            "flushes": timeline.num_flushes,
+            "found_by": traces.found_by,
+            "traces": [str(path) for path in traces.paths],
+            "global_ranks": list(traces.global_ranks),
+            "other_pipelines": traces.num_others,
+            "kernel_seconds": None if timeline.kernel_seconds is None else list(timeline.kernel_seconds),
+            "overhead_by_kind": self.overhead,
+            "stage_seconds": [{**asdict(one), "total": one.total} for one in self.stages],
+            "slowest_stage": self.slowest.stage,
+            "ideal": None if self.ideal is None else {**figures(self.ideal), "spans": _spans(self.ideal)},
+            "clocks": {
+                "hosts": list(traces.hosts),
+                "shift_seconds": [shift * NANO for shift in alignment.shifts],
+                "error_seconds": [error * NANO if math.isfinite(error) else None for error in alignment.errors],
+                "contradiction_seconds": alignment.contradiction * NANO,
+                "in_words": described(traces),
+            },
+            "violations": [str(violation) for violation in self.violations],
+            "spans": _spans(timeline),
+            "intervals": [
+                {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": one.why}
+                for one in timeline.causes
+            ],
+            "transfers": [
+                {"send": str(one.action), "source": one.source, "target": one.target, "made": one.made}
+                | {"start": one.start, "end": one.end, "consumed": one.consumed, "bytes": one.num_bytes}
+                for one in timeline.transfers
+            ],
+        }
+
+
+def analyze(
+    paths: Sequence[str | Path], *, step: int | None = None, progress: Callable[[str], None] | None = None
+) -> Analysis:
+    """Return what traces of PyTorch's profiler, one per rank or a folder of them, say about one step of their pipeline.
+
+    Without `step` it is the one with the median makespan.
+
+    >>> analyze(["no-such-folder/rank0.json"])
+    Traceback (most recent call last):
+    drumline.core.errors.TraceError: no-such-folder/rank0.json cannot be read: No such file or directory; ...
+    """
+    traces = load(paths, progress=progress)
+    return Analysis(traces, traces.step(step))
+
+
+def _shares(timeline: Timeline) -> dict[str, float]:
+    return {"makespan": timeline.makespan, "bubble": timeline.bubble}
+
+
+def _spans(timeline: Timeline) -> list[dict[str, Any]]:
+    return [
+        {"rank": one.rank, "action": str(one.action), "start": one.start, "end": one.end} for one in timeline.spans()
+    ]
+
+
+def _kind(idle: Idle) -> str:
+    """Return what kept a rank, the same word for all microbatches."""
+    if isinstance(idle, Unsent):
+        return "made and not yet sent"
+    name = idle.what if isinstance(idle, Kept) else ""
+    if _POSTED.fullmatch(name):
+        return "posting messages"
+    if name.startswith("launching "):
+        return "launching kernels"
+    state = _STATE.fullmatch(name) or _WAITED.fullmatch(name)
+    return f"{state[1] or ''}{state[2]}" if state else name

@@ -1,0 +1,147 @@
+"""Which trace is which rank of the pipeline, and whether all of them are of one run.
+
+A trace names its rank and the process groups it is in. Where one of these is called pp (torchtitan: mesh_pp), it is the
+pipeline, and ranks beside it (data or tensor parallel) are others like it; otherwise all traces given are one pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drumline.core.errors import TraceError
+from drumline.core.files import is_regular
+from drumline.core.parsed import shown
+from drumline.report.kineto.events import Event, events
+
+_PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
+_RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
+ONE_RUN = "one trace of each rank, all of one run"
+# Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
+_QUOTE = "'"
+_MOST_RANKS = 10**6
+_APART_NS = 60 * 10**9
+
+
+class Member(NamedTuple):
+    """A trace, its rank among all processes, its host where that is known, and what else it says of the run."""
+
+    path: Path
+    rank: int
+    host: str | None
+    info: Mapping[str, Any]
+
+
+class Crew(NamedTuple):
+    """The traces of one pipeline in its order, and how many more pipelines the traces given would make."""
+
+    members: tuple[Member, ...]
+    num_others: int
+
+
+def trace_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that are meant: those given, and those in folders given.
+
+    >>> trace_files([Path("rank0.json"), Path("rank1.json")])
+    [PosixPath('rank0.json'), PosixPath('rank1.json')]
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not os.path.isdir(path):
+            found.append(path)
+            continue
+        try:
+            names = os.listdir(path)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}", expected="a folder of traces") from None
+        inside = sorted(path / one for one in names if one.endswith((".json", ".json.gz")) and is_regular(path / one))
+        if not inside:
+            deeper = sorted({one.parent for one in path.glob("*/*.json*")})
+            raise TraceError(
+                f"{path}: no trace in this folder",
+                expected="files that end in .json or .json.gz, one per rank",
+                fix=f"give {deeper[-1]}"
+                if deeper
+                else "record with torch.profiler's export_chrome_trace on every rank",
+            )
+        found += inside
+    return found
+
+
+def crew_of(paths: Sequence[Path]) -> Crew:
+    """Return the traces that make one pipeline; of several, the one with the lowest rank. Only their heads are read."""
+    members = sorted(map(_member, paths), key=lambda one: one.rank)
+    for one, other in pairwise(members):
+        if one.rank == other.rank:
+            raise TraceError(f"{one.path} and {other.path} are both of rank {one.rank}", expected=ONE_RUN)
+        for what in ("world_size", "backend"):
+            mine, theirs = one.info.get(what), other.info.get(what)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise TraceError(
+                    f"{what} is {shown(mine).strip(_QUOTE)} in {one.path}, but {shown(theirs).strip(_QUOTE)} in"
+                    f" {other.path}",
+                    expected=ONE_RUN,
+                )
+    groups = {one.rank: _pipeline(one) for one in members}
+    wanted = groups[members[0].rank]
+    if wanted is None:
+        return Crew(tuple(members), 0)
+    given = {one.rank: one for one in members}
+    if missing := [rank for rank in wanted if rank not in given]:
+        raise TraceError(
+            f"no trace of {_ranks(missing)}; the pipeline is {_ranks(wanted)}",
+            expected=ONE_RUN,
+            fix="give the traces of all ranks of the pipeline",
+        )
+    return Crew(tuple(given[rank] for rank in wanted), len(set(groups.values())) - 1)
+
+
+def check_recorded_together(members: Sequence[Member], bounds: Sequence[tuple[int, int]]) -> None:
+    """Refuse traces that were recorded at quite different times; `bounds` are their first start and last end."""
+    for other, (starts, stops) in zip(members, bounds, strict=True):
+        apart = max(starts - bounds[0][1], bounds[0][0] - stops)
+        if apart > _APART_NS:
+            raise TraceError(
+                f"{other.path} was recorded {apart / 1e9:.0f} s apart from {members[0].path}", expected=ONE_RUN
+            )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _member(path: Path) -> Member:
+    header: Event = {}
+    head = events(path, header)
+    next(head, None)
+    head.close()
+    said = header.get("distributedInfo")
+    info = said if isinstance(said, dict) else {}
+    rank = info.get("rank")
+    if type(rank) is not int or not 0 <= rank < _MOST_RANKS:
+        named = _RANK.search(path.name)
+        if named is None:
+            raise TraceError(
+                f"{path}: neither the trace nor its name says of which rank it is",
+                expected="distributedInfo in the trace, or a name like rank0.json",
+                fix="rename the file, or start the profiler after init_process_group",
+            )
+        rank = int(named[1])
+    host = header.get("host_name")
+    return Member(path, rank, host if isinstance(host, str) and host else None, info)
+
+
+def _pipeline(member: Member) -> tuple[int, ...] | None:
+    """Return the ranks of the group that is called pp, or None where none is."""
+    groups = member.info.get("pg_config")
+    for group in groups if isinstance(groups, list) else ():
+        if not isinstance(group, dict) or not _PIPELINE.search(str(group.get("pg_desc", ""))):
+            continue
+        ranks = group.get("ranks")
+        if isinstance(ranks, list) and member.rank in ranks and all(type(one) is int for one in ranks):
+            return tuple(dict.fromkeys(ranks))
+    return None

@@ -1,0 +1,253 @@
+"""One step of one rank: what it computed when, its ends of the messages, and what else kept its host.
+
+On the host alone, a label covers more than the compute: the wait for the input before it, the posting of the output
+behind it. On a device, the kernels that were launched under the label are the compute, whichever thread launched them
+(the profiler's own annotations of the device leave out those of autograd's threads).
+
+    label      ├── Forward 3 ─────────────────────────┤        ├─ PP:1B3 ─┤
+    host       posts, waits      │ computes │ posts            launches
+    device                                                          │ k k  k k │
+                                  └ 1F3 ────┘                        └ 1B3 ────┘
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from drumline.core import rules
+from drumline.core.action import TRANSFER_OPS, Action, Op
+from drumline.core.errors import TraceError
+from drumline.report.kineto.calls import Call
+from drumline.report.kineto.labels import Labelled
+from drumline.report.kineto.recording import Kernels, Mark, Recording
+
+
+class Ran(NamedTuple):
+    """An action that computed from `start` to `end`; on a device, kernels ran for `kernel_ns` of that.
+
+    `waiting` is from when on the host waited for its input, where its label tells; 0 otherwise.
+    """
+
+    action: Action
+    start: int
+    end: int
+    kernel_ns: int
+    waiting: int = 0
+
+
+class Half(NamedTuple):
+    """One end of a message: when it was posted, when it could move, when it was done (None: not known), its bytes."""
+
+    posted: int
+    begun: int
+    done: int | None
+    num_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host."""
+
+    start: int
+    end: int
+    order: tuple[Action, ...]
+    ran: tuple[Ran, ...]
+    halves: Mapping[Action, Half]
+    others: tuple[Mark, ...]
+    has_device: bool
+
+    def shifted(self, by: int) -> RankStep:
+        """Return the same on a clock that is `by` nanoseconds ahead."""
+        if not by:
+            return self
+        return replace(
+            self,
+            start=self.start + by,
+            end=self.end + by,
+            ran=tuple(
+                one._replace(start=one.start + by, end=one.end + by, waiting=one.waiting and one.waiting + by)
+                for one in self.ran
+            ),
+            halves={
+                action: half._replace(
+                    posted=half.posted + by, begun=half.begun + by, done=None if half.done is None else half.done + by
+                )
+                for action, half in self.halves.items()
+            },
+            others=tuple(one._replace(start=one.start + by, end=one.end + by) for one in self.others),
+        )
+
+
+def rank_step(recording: Recording, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
+    """Return what a rank did from `start` to `end`, of which `labelled` are the actions in order."""
+    computed = [one for one in labelled if one.action.is_compute]
+    calls = [call for call in recording.calls if start <= call.start < end]
+    spelled = any(one.action.op in TRANSFER_OPS for one in labelled)
+    try:
+        halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(computed, calls, num_stages, end))
+    except TraceError as error:
+        raise TraceError(f"{recording.path}: {error.error}", expected=error.expected, fix=error.fix) from None
+    device = recording.has_device
+    ran = _on_device(computed, recording.kernels) if device else _on_host(computed, halves, calls, num_stages)
+    return RankStep(
+        start,
+        end,
+        tuple(one.action for one in labelled),
+        tuple(_in_turn(ran)),
+        halves,
+        tuple(sorted(_others(recording, labelled, calls, start, end), key=lambda mark: mark.start)),
+        device,
+    )
+
+
+def _by_label(labelled: Sequence[Labelled], calls: Sequence[Call]) -> Iterator[tuple[Action, Half]]:
+    """Yield the messages' ends where sends and receives are labelled: the calls within the label."""
+    for action, start, end in labelled:
+        if action.op in TRANSFER_OPS:
+            sends = action.op in (Op.SEND_F, Op.SEND_B)
+            inside = [call for call in calls if start <= call.start <= end and call.sends == sends]
+            yield action, _half(inside) if inside else Half(start, start, None, None)
+
+
+def _by_neighbour(
+    computed: Sequence[Labelled], calls: Sequence[Call], num_stages: int, end: int
+) -> Iterator[tuple[Action, Half]]:
+    """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
+    receives = [call for call in calls if not call.sends]
+    sends = [call for call in calls if call.sends]
+    freed = 0
+    for one, after in pairwise([*computed, None]):
+        assert one is not None
+        awaited = [call for call in receives if freed <= call.start < one.end]
+        handed = [call for call in sends if one.start <= call.start < (after.start if after else end)]
+        need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
+        if one.action.op is Op.FORWARD:
+            if awaited and need is None:
+                raise _no_neighbour(f"{one.action} receives its input", "before", num_stages)
+            if handed and made is None:
+                raise _no_neighbour(f"the output of {one.action} is sent on", "behind", num_stages)
+        if awaited and need is not None:
+            yield need, _half(awaited)
+        if handed and made is not None:
+            yield made.send, _half(handed)
+        freed = one.end
+
+
+def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
+    return TraceError(
+        f"{what}, but no trace of a rank {where} it was given (of {num_stages} in all)",
+        expected="the traces of all ranks of one pipeline, and of no other",
+    )
+
+
+def _half(calls: Sequence[Call]) -> Half:
+    """Return several calls for one message, such as one per tensor, as one."""
+    dones = [call.done for call in calls]
+    sizes = [call.num_bytes for call in calls]
+    return Half(
+        min(call.start for call in calls),
+        max(call.begun for call in calls),
+        None if None in dones else max(done for done in dones if done is not None),
+        None if None in sizes else sum(size for size in sizes if size is not None),
+    )
+
+
+def _needs(action: Action, num_stages: int) -> Iterator[Action]:
+    """Yield the receives that bring what `action` needs of the stages beside its own."""
+    for part in action.work:
+        for alternatives in rules.needs(part, num_stages):
+            made = rules.message(alternatives[0], num_stages) if alternatives[0].stage != part.stage else None
+            if made is not None:
+                yield made.recv
+
+
+def _on_host(
+    computed: Sequence[Labelled], halves: Mapping[Action, Half], calls: Sequence[Call], num_stages: int
+) -> Iterator[Ran]:
+    """Yield each action from when its input had arrived to when its output is posted."""
+    for action, start, end in computed:
+        # Of an overlapped pair only the first half's wait is at the beginning.
+        inputs = (halves.get(need) for need in _needs(action.work[0], num_stages))
+        arrivals = [half.done for half in inputs if half is not None and half.done is not None]
+        begins = max([start, *(done for done in arrivals if done <= end)])
+        ends = min([end, *(call.start for call in calls if call.sends and begins < call.start <= end)])
+        yield Ran(action, begins, ends, ends - begins, start if begins > start else 0)
+
+
+def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
+    """Yield each action from its first kernel's start to its last one's end; one without kernels takes no time."""
+    freed = 0
+    for action, start, end in computed:
+        first, last = np.searchsorted(kernels.launch, (start, end + 1))
+        own = kernels.moves[first:last] == 0
+        starts, ends = kernels.start[first:last][own], kernels.end[first:last][own]
+        if len(starts):
+            yield Ran(action, int(starts.min()), int(ends.max()), _union(starts.tolist(), ends.tolist()))
+            freed = int(ends.max())
+        else:
+            yield Ran(action, max(start, freed), max(start, freed), 0)
+
+
+def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
+    """Return for how long at least one of these stretches lasted."""
+    total, until = 0, 0
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        total += max(end - max(start, until), 0)
+        until = max(until, end)
+    return total
+
+
+def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
+    """Yield the actions without overlaps: what still runs while the next one starts ends its own time."""
+    freed = 0
+    for one in ran:
+        start = max(one.start, freed)
+        end = max(one.end, start)
+        yield one._replace(start=start, end=end, kernel_ns=min(one.kernel_ns, end - start))
+        freed = end
+
+
+def _others(
+    recording: Recording, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
+) -> Iterator[Mark]:
+    """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
+    computed = [one for one in labelled if one.action.is_compute]
+    labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
+    named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, computed)]
+    yield from (*labels, *named)
+    yield from (Mark(f"posting a {'send' if call.sends else 'receive'}", call.start, call.end) for call in calls)
+    if recording.has_device:
+        yield from (Mark(f"launching {one.action}", one.start, one.end) for one in computed)
+        marks = sorted([*labels, *named], key=lambda mark: (mark.start, -mark.end))
+        yield from _other_kernels(recording.kernels, computed, marks, start, end)
+
+
+def _encloses(mark: Mark, computed: Sequence[Labelled]) -> bool:
+    """Whether a mark has a whole action in it: it names a stretch of the step then, and explains no gap in it."""
+    at = bisect_left(computed, mark.start, key=lambda one: one.start)
+    return at < len(computed) and computed[at].end <= mark.end
+
+
+def _other_kernels(
+    kernels: Kernels, computed: Sequence[Labelled], named: Sequence[Mark], start: int, end: int
+) -> Iterator[Mark]:
+    """Yield the kernels that no action launched, under the name of what did, where that has one."""
+    first, last = np.searchsorted(kernels.launch, (start, end))
+    outside = kernels.moves[first:last] == 0
+    for _, low, high in computed:
+        outside &= (kernels.launch[first:last] < low) | (kernels.launch[first:last] > high)
+    upcoming, open_marks = 0, list[Mark]()
+    for at in (np.flatnonzero(outside) + first).tolist():
+        launch = int(kernels.launch[at])
+        while upcoming < len(named) and named[upcoming].start <= launch:
+            open_marks.append(named[upcoming])
+            upcoming += 1
+        open_marks = [mark for mark in open_marks if mark.end >= launch]
+        name = f"kernels of {open_marks[-1].name}" if open_marks else "kernels outside of all actions"
+        yield Mark(name, int(kernels.start[at]), int(kernels.end[at]))

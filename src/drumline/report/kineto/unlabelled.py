@@ -1,0 +1,167 @@
+"""The actions of a schedule that puts no labels into its trace: PyTorch's Schedule1F1B, one stage on every rank.
+
+Where Python's frames were recorded (with_stack), they name each forward and backward of a microbatch. Where not,
+autograd's own links are there in every trace: from each forward op to its step in a backward.
+
+    ops of rank 0    f f f  s  f f f  s r  b b b  f f f  s r  b b b ...    f: forward op that has a backward, b: it
+                     └ F0 ┘    └ F1 ┘      └ B0 ┘ └ F2 ┘      └ B1 ┘       s, r: a message is sent, received
+
+A run of one kind, unbroken by a message, is one microbatch's. Whether that is so is not taken on trust: every link
+must lead from the n-th forward to the n-th backward, or the trace is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import TraceError
+from drumline.core.simulate.graph import Ints
+from drumline.report.kineto.labels import Labelled
+from drumline.report.kineto.recording import Recording
+
+_EXPECTED = "a schedule whose actions are labelled, or PyTorch's Schedule1F1B with one stage on every rank"
+_FIX = "record with PyTorch 2.9 or newer, which labels schedules of several stages on a rank"
+
+
+def unlabelled(recording: Recording, stage: int, start: int, end: int) -> list[Labelled]:
+    """Return the forwards and backwards that a rank with the one stage `stage` ran from `start` to `end`."""
+    forwards, backwards = _found(recording, start, end)
+    _check_counts(recording, forwards, backwards)
+    _check_links(recording, forwards, backwards)
+    return _in_order(stage, forwards, backwards)
+
+
+def until_the_end(recording: Recording, stage: int) -> list[Labelled]:
+    """Return the same of a whole trace, which may end within a step; of stage 0, forwards still under way, too."""
+    start, end = recording.bounds
+    forwards, backwards = _found(recording, start, end + 1)
+    _check_links(recording, forwards, backwards)
+    if stage == 0 and not recording.frames:
+        forwards = [*forwards, *_under_way(recording)]
+    return _in_order(stage, forwards, backwards)
+
+
+def _under_way(recording: Recording) -> list[tuple[int, int]]:
+    """Return the forwards behind the last one with a link: each a run of ops that a send follows.
+
+    Their backwards were to come when the trace ended, so that autograd has no link for them. The first stage sends
+    nothing but what its forwards made; on others a send may follow a backward.
+    """
+    links = recording.links
+    linked = links.forward[np.isin(links.forward[:, 0], links.pairs[:, 0])]
+    after = int(linked[:, 0].max(initial=0))
+    ops = links.forward[(links.forward[:, 0] > after) & ~_covered(links.forward[:, 0], links.backward)]
+    tokens = sorted(
+        [(*one, "F") for one in ops.tolist()]
+        + [(*one, "B") for one in links.backward.tolist()]
+        + [(call.start, call.start, "s" if call.sends else "r") for call in recording.calls if call.start > after]
+    )
+    found: list[tuple[int, int]] = []
+    run: tuple[int, int] | None = None
+    sent = False  # behind the last forward with a link, whose own last ops may have none
+    for low, high, kind in tokens:
+        if kind == "F":
+            run = (low, high) if run is None else (run[0], max(run[1], high))
+            continue
+        if kind == "s" and run is not None and sent:
+            found.append(run)
+        sent, run = sent or kind == "s", None
+    return found
+
+
+def _in_order(stage: int, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]) -> list[Labelled]:
+    found = [
+        Labelled(Action(stage, op, number), *stretch)
+        for op, stretches in ((Op.FORWARD, forwards), (Op.BACKWARD, backwards))
+        for number, stretch in zip(count(), stretches, strict=False)
+    ]
+    return sorted(found, key=lambda one: one.start)
+
+
+def _found(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return from when to when forwards and backwards ran; refuse a trace that begins with a backward."""
+    forwards, backwards = _sought(recording, start, end)
+    if backwards and (not forwards or backwards[0] < forwards[0]):
+        raise TraceError(
+            f"{recording.path}: it begins within a step: its first backward comes before any forward",
+            expected="a trace that begins between two steps",
+            fix="start the profiler before schedule.step(), or call its step() behind every step",
+        )
+    return forwards, backwards
+
+
+def _sought(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    frames = [mark for mark in recording.frames if start <= mark.start < end]
+    if frames:
+        if any("backward_weight" in mark.name for mark in frames):
+            raise TraceError(f"{recording.path}: split backwards without labels", expected=_EXPECTED, fix=_FIX)
+        forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
+        backwards = [(one.start, one.end) for one in frames if ": backward" in one.name]
+        return forwards, backwards
+    return _runs(recording, start, end)
+
+
+def _runs(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the runs of forward ops and of backward steps that no message breaks."""
+    links = recording.links
+    engine = links.backward[(links.backward[:, 0] >= start) & (links.backward[:, 0] < end)]
+    linked = np.unique(links.pairs[:, 0])
+    ops = links.forward[np.isin(links.forward[:, 0], linked)]
+    ops = ops[(ops[:, 0] >= start) & (ops[:, 0] < end) & ~_covered(ops[:, 0], engine)]
+    tokens = sorted(
+        [(*one, "F") for one in ops.tolist()]
+        + [(*one, "B") for one in engine.tolist()]
+        + [(call.start, call.start, "") for call in recording.calls if start <= call.start < end]
+    )
+    runs: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
+    before = ""
+    for low, high, kind in tokens:
+        if kind and kind == before:
+            runs[kind][-1] = (runs[kind][-1][0], max(runs[kind][-1][1], high))
+        elif kind:
+            runs[kind].append((low, high))
+        before = kind
+    return runs["F"], runs["B"]
+
+
+def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which moments lie within one of these stretches: forwards that run again inside a backward."""
+    if not len(stretches):
+        return np.zeros(len(moments), dtype=bool)
+    latest = np.maximum.accumulate(stretches[:, 1])
+    at = np.searchsorted(stretches[:, 0], moments, side="right") - 1
+    covered: np.ndarray[tuple[int], np.dtype[np.bool_]] = (at >= 0) & (latest[np.maximum(at, 0)] > moments)
+    return covered
+
+
+def _check_counts(
+    recording: Recording, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
+) -> None:
+    if backwards and len(forwards) != len(backwards):
+        error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
+        raise TraceError(error, expected=_EXPECTED, fix=_FIX)
+
+
+def _check_links(
+    recording: Recording, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
+) -> None:
+    """Refuse a trace whose n-th backward is not that of its n-th forward."""
+    made, used = recording.links.pairs.T
+    ahead, behind = _places(forwards, made), _places(backwards, used)
+    crossed = np.flatnonzero((ahead >= 0) & (behind >= 0) & (ahead != behind))
+    if len(crossed):
+        error = f"{recording.path}: backward {behind[crossed[0]]} belongs to forward {ahead[crossed[0]]}"
+        raise TraceError(f"{error}, and there are no labels", expected=_EXPECTED, fix=_FIX)
+
+
+def _places(stretches: Sequence[tuple[int, int]], moments: Ints) -> Ints:
+    """Return in which stretch each moment lies, -1 for none."""
+    if not stretches:
+        return np.full(len(moments), -1)
+    bounds = np.array(stretches, dtype=np.int64)
+    at = np.searchsorted(bounds[:, 0], moments, side="right") - 1
+    return np.where((at >= 0) & (moments <= bounds[np.maximum(at, 0), 1]), at, -1)

@@ -1,0 +1,1 @@
+"""Plans and profiles to look at: text, page and charts."""

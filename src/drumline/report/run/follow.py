@@ -1,0 +1,94 @@
+"""A run's metrics as they come, to whoever wants them: the terminal, TensorBoard, Weights & Biases, or your own.
+
+    for line in lines(run): ...            every step's metrics once, in order, until the run has ended
+    follow(run, writer)                    the same, into a writer
+
+The run writes files and knows nothing of this. It says when it has ended; one that was killed does not, and is taken
+for ended when nothing has come for `quiet` seconds, and for ten times as long as its longest step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from drumline.core.measured.run import Run
+
+QUIET = 60.0
+SECONDS = "time_metrics/end_to_end(s)"
+
+
+class Writer(Protocol):
+    """Takes metrics step by step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step."""
+
+    def close(self) -> None:
+        """Write out what is left."""
+
+
+def follow(
+    run: Run,
+    *writers: Writer,
+    quiet: float = QUIET,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.monotonic,
+) -> int:
+    """Hand every step's metrics to the writers until the run has ended; return how many steps there were.
+
+    With `quiet=0` these are the ones that are there by now.
+    """
+    count = 0
+    try:
+        for line in lines(run, quiet=quiet, sleep=sleep, now=now):
+            if line is None:
+                continue
+            count += 1
+            for writer in writers:
+                writer.write(line["step"], scalars(line))
+    finally:
+        for writer in writers:
+            writer.close()
+    return count
+
+
+def lines(
+    run: Run,
+    *,
+    quiet: float = QUIET,
+    every: float = 0.5,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the metrics of every step once, and None whenever there is nothing new."""
+    known, last, longest = 0, now(), 0.0
+    while True:
+        ended = run.has_ended  # before reading: what was written until then is found
+        metrics = run.metrics(since=known)
+        for line in metrics:
+            longest = max(longest, line.get(SECONDS) or 0.0)
+            yield line
+        known += len(metrics)
+        if not quiet:
+            return
+        if metrics:
+            last = now()
+        elif ended or now() - last >= max(quiet, 10 * longest):
+            return
+        yield None
+        sleep(every)
+
+
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is a number in a step's line, but for the step itself.
+
+    >>> scalars({"run": "abc", "step": 3, "loss": 0.5, "grad_norm": None})
+    {'loss': 0.5}
+    """
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }

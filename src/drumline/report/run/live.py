@@ -1,0 +1,154 @@
+"""A run that goes on, in a few lines of text that are drawn again with every step.
+
+first: 1f1b, 2 ranks, 2 stages, 8 microbatches
+step 39   loss 1.006   802 rows/s   638 ms a step   bubble 24.9%
+loss      ▇▆▅▃▂▁▁
+rank 0    ███████████████▒▒▒▒▒▒▒▒▒▒░·   busy 57%
+rank 1    █████████████████████████▒·   busy 91%
+0 -> 1    ▮▮                            2 messages at most
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from drumline.core.errors import counted
+from drumline.core.program import Program
+from drumline.report.advise.remedy import duration
+from drumline.report.run.follow import SECONDS
+
+_LOSS = "loss_metrics/global_avg_loss"
+_RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
+_PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
+_EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
+
+
+class Marks(NamedTuple):
+    """The characters of bars and curves: a part each, then nothing, a message, and heights from low to high."""
+
+    parts: str
+    nothing: str
+    message: str
+    heights: str
+
+
+FINE = Marks("█▒░·!", " ", "▮", "▁▂▃▄▅▆▇█")
+ASCII = Marks("#=-.!", " ", "#", "_.-=^")
+
+
+class Live:
+    """What is known of a run by now: its last line, and the losses of the lines before."""
+
+    def __init__(self, name: str, program: Program, *, marks: Marks = FINE) -> None:
+        self.name = name
+        self.program = program
+        self.marks = marks
+        self.line: dict[str, Any] = {}
+        self._losses: deque[float] = deque(maxlen=400)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in a step's metrics."""
+        self.line = line
+        if line.get(_LOSS) is not None:
+            self._losses.append(line[_LOSS])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the last step as an object: what is shown, and all metrics."""
+        return {
+            "name": self.name,
+            "run": self.line.get("run"),
+            "step": self.line.get("step"),
+            "loss": self.line.get(_LOSS),
+            "bubble_per_rank": [self._bubble(rank) for rank in range(self.program.num_ranks)],
+            "queues": {f"{source}->{target}": depth for (source, target), depth in self._queues().items()},
+            "metrics": self.line,
+        }
+
+    def row(self) -> str:
+        """Return the last step in one line, for logs."""
+        bubbles = [self._bubble(rank) for rank in range(self.program.num_ranks)]
+        known = [f"{bubble:.0%}" for bubble in bubbles if bubble is not None]
+        queues = [f"{source}->{target} {depth:g}" for (source, target), depth in self._queues().items()]
+        parts = [
+            self._head(),
+            f"per rank {' '.join(known)}" if known else "",
+            f"queues {', '.join(queues)}" if queues else "",
+        ]
+        return "   ".join(part for part in parts if part)
+
+    def frame(self, width: int = 100) -> str:
+        """Return the run as it stands, no line wider than `width`."""
+        program = self.program
+        counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
+        title = f"{self.name}: {program.name}, {', '.join(counted(*one) for one in counts)}"
+        room = max(10, min(60, width - 40))
+        lines = [title, self._head()]
+        if len(self._losses) > 1:
+            lines.append(f"{'loss':<9} {sparkline(list(self._losses)[-room:], self.marks.heights)}")
+        for rank in range(self.program.num_ranks):
+            bubble = self._bubble(rank)
+            if bubble is not None:
+                lines.append(
+                    f"{f'rank {rank}':<9} {self._bar(rank, room)}  busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}"
+                )
+        scale = min(1.0, room / max(self._queues().values(), default=1.0))
+        for (source, target), depth in self._queues().items():
+            marks = self.marks.message * round(depth * scale)
+            lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
+        if self._bubble(0) is not None:
+            named = zip(self.marks.parts, _PARTS, strict=True)
+            lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
+        return "\n".join(line[:width].rstrip() for line in lines)
+
+    def _head(self) -> str:
+        line = self.line
+        if not line:
+            return "no step yet"
+        loss = line.get(_LOSS)
+        parts = [f"step {line['step']}", "loss not finite" if loss is None else f"loss {loss:.4g}"]
+        parts += [f"{line[name]:,.4g} {unit}" for name, unit in _RATES.items() if line.get(name)][:1]
+        if line.get(SECONDS):
+            parts.append(f"{duration(line[SECONDS])} a step")
+        if line.get("pp/bubble") is not None:
+            parts.append(f"bubble {line['pp/bubble']:.1%}")
+        return "   ".join(parts)
+
+    def _bubble(self, rank: int) -> float | None:
+        """Return the share of the makespan in which a rank did not compute."""
+        busy, makespan = self.line.get(f"pp/rank{rank}/busy_seconds"), self.line.get("pp/makespan_seconds")
+        return None if busy is None or not makespan else max(0.0, 1.0 - busy / makespan)
+
+    def _queues(self) -> dict[tuple[int, int], float]:
+        found = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())
+        return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
+
+    def _bar(self, rank: int, room: int) -> str:
+        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in _PARTS]
+        return stacked(sizes, self.marks.parts, room)
+
+
+def stacked(sizes: Sequence[float], marks: str, room: int) -> str:
+    """Return sizes as stretches of marks that fill the room together.
+
+    >>> stacked([2, 1, 1], "#=-", 8)
+    '####==--'
+    """
+    whole, out, done = sum(sizes), "", 0.0
+    for size, mark in zip(sizes, marks, strict=True):
+        done += size
+        out += mark * (round(done / whole * room) - len(out) if whole > 0 else 0)
+    return out.ljust(room)
+
+
+def sparkline(values: Sequence[float], heights: str) -> str:
+    """Return values as a curve one character high.
+
+    >>> sparkline([0.0, 1.0, 2.0], "_-^")
+    '_-^'
+    """
+    low, high = min(values), max(values)
+    top = len(heights) - 1
+    return "".join(heights[round((value - low) / (high - low) * top) if high > low else 0] for value in values)

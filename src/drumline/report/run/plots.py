@@ -1,0 +1,120 @@
+"""Reports as plots for papers, by matplotlib: measured over simulated, idle time by cause, the steps of the run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from drumline.core.timeline.idle import Cause
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.advise.remedy import duration
+from drumline.report.draw.palette import INK, MUTED, RULE, SHADES, TRACK, fill
+from drumline.report.draw.scene import OPS
+from drumline.report.run.report import RunReport
+from drumline.report.run.writers import needed
+from drumline.report.summary import idle_by_cause
+
+CAUSES = {
+    Cause.FILL: "#b9c3cc",
+    Cause.DRAIN: "#d5dce2",
+    Cause.WAIT: "#b0714f",
+    Cause.TRANSFER: "#4aa3df",
+    Cause.IMBALANCE: "#b576bd",
+    Cause.MEMORY: "#e3c13f",
+    Cause.OVERHEAD: "#98a3ad",
+    Cause.OUTSIDE: "#66727e",
+    Cause.UNEXPLAINED: "#c8555b",
+}
+_STYLE = {
+    "font.size": 8,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "drumline",  # equal reports give equal files
+    "svg.fonttype": "none",
+}
+_MILLI = 1e3
+
+
+def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
+    """Return the plots of reports as one picture, PNG or SVG; a row of plots per run."""
+    matplotlib = needed("matplotlib", extra="viz")
+    pyplot = needed("matplotlib.figure", extra="viz")
+    with matplotlib.rc_context(_STYLE):
+        heights = [1.2 + 0.5 * one.run.program.num_ranks for one in reports]
+        figure = pyplot.Figure(figsize=(11, sum(heights) + 0.4 * len(heights)), layout="constrained")
+        rows = figure.subfigures(len(reports), 1, squeeze=False, height_ratios=heights)
+        for (row,), report in zip(rows, reports, strict=True):
+            _row(row, report)
+        data = io.BytesIO()
+        figure.savefig(data, format=file_type, dpi=200, metadata={"Date": None} if file_type == "svg" else {})
+    return data.getvalue()
+
+
+def _row(figure: Any, report: RunReport) -> None:
+    seen = report.seen
+    title = f"{report.name}: {report.run.program.name}, step {seen.step}"
+    figure.suptitle(title, fontsize=9, fontweight="bold", x=0.01, ha="left")
+    axes = figure.subplot_mosaic([["measured", "causes"], ["simulated", "steps"]], width_ratios=[3, 1])
+    for name, timeline in (("measured", seen.measured), ("simulated", seen.simulated)):
+        _timeline(axes[name], timeline, name, end=max(seen.measured.makespan, seen.simulated.makespan))
+    _causes(axes["causes"], report)
+    _steps(axes["steps"], report)
+    _legend(figure, report)
+
+
+def _legend(figure: Any, report: RunReport) -> None:
+    """Say below the plots what their colours mean."""
+    patch = needed("matplotlib.patches", extra="viz").Patch
+    used = {part.op for part in report.run.program.work()}
+    ops = [patch(color=SHADES[op].odd, label=words.name) for op, words in OPS.items() if op in used]
+    causes = [patch(color=CAUSES[Cause(cause)], label=cause) for cause in idle_by_cause(report.seen.measured)]
+    options = {"frameon": False, "fontsize": 7, "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(handles=ops + causes, loc="outside lower left", ncols=len(ops + causes), **options)
+
+
+def _timeline(axis: Any, timeline: Timeline, name: str, *, end: float) -> None:
+    for rank, track in enumerate(timeline.tracks):
+        axis.barh(rank, timeline.makespan * _MILLI, height=0.8, color=TRACK, linewidth=0)
+        boxes = zip(track.actions, track.starts, track.ends, strict=True)
+        spans = [(start - timeline.start, stop - start, action.work[0]) for action, start, stop in boxes]
+        axis.broken_barh(
+            [(start * _MILLI, length * _MILLI) for start, length, _ in spans],
+            (rank - 0.4, 0.8),
+            facecolors=[fill(part.op, part.microbatch) for *_, part in spans],
+            edgecolor="white",
+            linewidth=0.3,
+        )
+    axis.set_title(f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}", loc="left", fontsize=8)
+    axis.set_xlim(0, end * _MILLI)
+    axis.set_xlabel("milliseconds")
+    axis.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axis.invert_yaxis()
+
+
+def _causes(axis: Any, report: RunReport) -> None:
+    """Draw idle time by cause as a share of the measured makespan."""
+    measured = report.seen.measured
+    found = idle_by_cause(measured)
+    ranks = range(measured.num_ranks)
+    left = [0.0] * len(ranks)
+    for cause in (one for one in Cause if one in found):
+        shares = [100 * seconds / measured.makespan for seconds in found[cause]]
+        axis.barh(ranks, shares, left=left, height=0.7, color=CAUSES[cause], label=cause.value)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axis.set_title("bubble by cause, % of makespan", loc="left", fontsize=8)
+    axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axis.invert_yaxis()
+
+
+def _steps(axis: Any, report: RunReport) -> None:
+    points = [(one["step"], 100 * one["utilisation"]) for one in report.steps if one["utilisation"] is not None]
+    axis.plot([step for step, _ in points], [share for _, share in points], color="#0b6aa8", linewidth=1)
+    axis.set_ylim(0, 100)
+    axis.set_title("utilisation by step, %", loc="left", fontsize=8)
+    axis.set_xlabel("step")

@@ -1,0 +1,190 @@
+"""What a report says of a run, as one object: page, text, plots and --json all take their numbers from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from drumline.core.measured.run import Run
+from drumline.core.timeline.timeline import Timeline
+from drumline.report.advise.run import Advice, advise_run
+from drumline.report.run.observed import MAKESPAN, Observed, observe
+from drumline.report.summary import summarize
+
+# What a step's line says, by the name that the metrics have for it.
+CURVES = {
+    "loss": "loss_metrics/global_avg_loss",
+    "grad_norm": "grad_norm",
+    "rows_per_second": "throughput(rows/s)",
+    "tokens_per_second": "throughput(tps)",
+    "seconds": "time_metrics/end_to_end(s)",
+    "makespan": MAKESPAN,
+    "bubble": "pp/bubble",
+}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run: what was observed of it, and what to change."""
+
+    seen: Observed
+    advice: Advice
+    name: str
+
+    @property
+    def run(self) -> Run:
+        """The run itself."""
+        return self.seen.run
+
+    @cached_property
+    def stages(self) -> list[dict[str, Any]]:
+        """Every stage: where it runs, its blocks, and the seconds of one microbatch."""
+        seen, program, blocks = self.seen, self.run.program, self.run.plan.get("blocks")
+        each = [seen.costs.per_stage(op, program.num_stages) for op in ("forward", "backward_input", "backward_weight")]
+        slowest = max(seen.stage_seconds)
+        return [
+            {
+                "stage": stage,
+                "ranks": list(program.placement.ranks_of(stage)),
+                "blocks": blocks[stage] if blocks else None,
+                "forward": each[0][stage],
+                "backward": each[1][stage] + each[2][stage],
+                "seconds": seconds,
+                "share_of_slowest": seconds / slowest if slowest > 0 else 0.0,
+            }
+            for stage, seconds in enumerate(seen.stage_seconds)
+        ]
+
+    @property
+    def slowest_stage(self) -> int:
+        """The stage that takes longest for a microbatch."""
+        seconds = self.seen.stage_seconds
+        return max(range(len(seconds)), key=seconds.__getitem__)
+
+    @cached_property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Every rank: its step by what it did, its idle share (simulated, too: of the measured makespan), its peak."""
+        measured = self.seen.measured
+        return [
+            {
+                "rank": rank,
+                **asdict(parts),
+                "step_seconds": parts.total,
+                "idle_share": measured.idle[rank] / measured.makespan,
+                "simulated_idle_share": self.seen.simulated.idle[rank] / measured.makespan,
+                "peak_pairs": max(measured.held[rank], default=0),
+                "peak_stash_bytes": measured.memory[rank].peak_stash_bytes,
+            }
+            for rank, parts in enumerate(measured.parts)
+        ]
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Every step that metrics tell of: loss, throughput, times, and the share of time that ranks computed."""
+        found = []
+        for line in self.seen.metrics:
+            one = {name: line.get(metric) for name, metric in CURVES.items()}
+            bubble = one["bubble"]
+            found.append({"step": line["step"], **one, "utilisation": None if bubble is None else 1.0 - bubble})
+        return found
+
+    def _middle(self, name: str) -> float | None:
+        """Return the median over steps of something that their lines say, if any does."""
+        values = [one[name] for one in self.steps if one[name] is not None]
+        return median(values) if values else None
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What the step took beyond the simulator's, with the same seconds of every action."""
+        return self.seen.measured.makespan - self.seen.simulated.makespan
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures, without the timelines' actions."""
+        seen, program = self.seen, self.run.program
+        makespan = seen.measured.makespan
+        return {
+            "name": self.name,
+            "run": self.run.id,
+            "schedule": program.name,
+            "ranks": program.num_ranks,
+            "stages": program.num_stages,
+            "microbatches": program.num_microbatches,
+            "num_steps": self.run.num_steps,
+            "step": seen.step,
+            "pooled_steps": list(seen.pooled),
+            "makespan": makespan,
+            "simulated_makespan": seen.simulated.makespan,
+            "overhead_seconds": self.overhead_seconds,
+            "overhead_share": self.overhead_seconds / makespan if makespan > 0 else 0.0,
+            "bubble": seen.measured.bubble,
+            "utilisation": 1.0 - seen.measured.bubble,
+            **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
+            "slowest_stage": self.slowest_stage,
+            "advice": self.advice.to_json(),
+            "per_rank": self.ranks,
+            "per_stage": self.stages,
+            "per_step": self.steps,
+            "measured": _timeline_figures(seen.measured),
+            "simulated": _timeline_figures(seen.simulated),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, and both timelines action by action."""
+        figures = self.figures()
+        for name, timeline in (("measured", self.seen.measured), ("simulated", self.seen.simulated)):
+            figures[name]["tracks"] = tracks(timeline)
+        return figures
+
+
+def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
+    """Return the report of a run, of its typical step unless one is named; RecordError says what is missing."""
+    seen = observe(run, step)
+    return RunReport(seen, advise_run(seen), name or short_names([run.path])[0])
+
+
+def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:
+    """Return the reports of several runs, under names that differ."""
+    names = short_names([run.path for run in runs])
+    return [report_of(run, step=step, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the ends of paths, as long as it takes to tell them apart.
+
+    >>> short_names([Path("runs/a/first"), Path("runs/b/first"), Path("runs/b/second")])
+    ['a/first', 'b/first', 'b/second']
+    """
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0)):
+        names = ["/".join(one[-length:]) for one in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(path) for path in paths]
+
+
+def _timeline_figures(timeline: Timeline) -> dict[str, Any]:
+    queues = {f"{source}->{target}": max(depth for _, depth in curve)
+              for (source, target), curve in timeline.queue_depths.items()}  # fmt: skip
+    return {**summarize(timeline), "peak_queue": queues}
+
+
+def tracks(timeline: Timeline) -> list[dict[str, Any]]:
+    r"""Return every rank's actions with their starts and ends, from the timeline's start.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
+    >>> tracks(simulate(Program.parse("0F0,0B0")))
+    [{'actions': ['0F0', '0B0'], 'starts': [0.0, 1.0], 'ends': [1.0, 3.0]}]
+    """
+    return [
+        {
+            "actions": [str(action) for action in track.actions],
+            "starts": [start - timeline.start for start in track.starts],
+            "ends": [end - timeline.start for end in track.ends],
+        }
+        for track in timeline.tracks
+    ]

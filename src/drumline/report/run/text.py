@@ -1,0 +1,92 @@
+"""Reports in the terminal: what to do, each rank's step by what it did, the measured grid."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from drumline.core.errors import counted
+from drumline.report.advise.remedy import duration
+from drumline.report.draw.grid import grid
+from drumline.report.draw.svg import size_text
+from drumline.report.run.report import RunReport
+from drumline.report.table import table
+
+PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
+
+
+def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:
+    """Return several reports one after the other, with a table that holds them against each other on top."""
+    parts = [report_text(one, width=width, colour=colour) for one in reports]
+    if len(reports) > 1:
+        parts.insert(0, runs_table(reports, width=width))
+    return "\n\n".join(parts)
+
+
+def report_text(report: RunReport, *, width: int = 100, colour: bool = False) -> str:
+    """Return one report as text."""
+    seen, program = report.seen, report.run.program
+    counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
+    measured, simulated = seen.measured.makespan, seen.simulated.makespan
+    share = round(report.overhead_seconds / measured, 3) + 0.0 if measured > 0 else 0.0  # never minus zero
+    slowest = report.stages[report.slowest_stage]
+    head = [
+        f"{report.name}: {program.name}, {', '.join(counted(*one) for one in counts)}, step {seen.step} of "
+        f"{counted(report.run.num_steps, 'step')}",
+        f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
+        f"{duration(simulated)}, the rest ({share:.1%}) is overhead and jitter",
+        f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
+        f"{duration(slowest['seconds'])} a microbatch",
+    ]
+    picture = grid(seen.measured, width=width, colour=colour, figures=False)
+    others = report.advice.remedies if report.advice.best is None else report.advice.remedies[1:]
+    advice = [report.advice.sentence, *(f"- {one}" for one in others)]
+    parts = (_wrapped(head, width), ranks_table(report, width=width), picture, _wrapped(advice, width))
+    return "\n\n".join(parts)
+
+
+def _wrapped(lines: Sequence[str], width: int) -> str:
+    return "\n".join(textwrap.fill(line, max(width, 10), subsequent_indent="  ") for line in lines)
+
+
+def ranks_table(report: RunReport, *, width: int = 100) -> str:
+    """Return the table of ranks: seconds by what they did, idle share, peak stash."""
+    rows = []
+    for one in report.ranks:
+        cells = [str(one["rank"]), " ".join(map(str, report.run.program.placement.stages_of(one["rank"])))]
+        cells += [duration(one[part]) for part in PARTS]
+        rows.append([*cells, f"{one['idle_share']:.1%}", held(one)])
+    return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2)
+
+
+def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
+    """Return the table that holds runs against each other."""
+    header = ["run", "schedule", "makespan", "bubble", "overhead", "slowest stage", "peak stash"]
+    rows = []
+    for report in reports:
+        measured = report.seen.measured
+        fullest = max(report.ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"]))
+        share = report.overhead_seconds / measured.makespan if measured.makespan > 0 else 0.0
+        rows.append(
+            [
+                report.name,
+                report.run.program.name,
+                duration(measured.makespan),
+                f"{measured.bubble:.1%}",
+                f"{share:.1%}",
+                f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}",
+                held(fullest),
+            ]
+        )
+    return table(header, rows, width=width, left=2)
+
+
+def held(rank: dict[str, Any]) -> str:
+    """Return what a rank held at most: bytes where they were weighed, else pairs.
+
+    >>> held({"peak_stash_bytes": None, "peak_pairs": 1}), held({"peak_stash_bytes": 2048, "peak_pairs": 1})
+    ('1 pair', '2 KiB')
+    """
+    weighed = rank["peak_stash_bytes"]
+    return counted(rank["peak_pairs"], "pair") if weighed is None else size_text(weighed)

@@ -1,0 +1,197 @@
+"""Blocks of a stage as compiled functions of its value, by torch.compile.
+
+A segment that draws no random numbers is one function. In one that may draw, every block is a function of its own,
+since the generators are seeded between blocks. Blocks are arguments of what is compiled, so that stages which are made
+alike share it, and so do later pipelines of the process. Compiled code draws the random numbers that plain code would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.core.errors import ModelError, nearest
+from drumline.runtime.backward import toolchain
+from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
+
+Compile = bool | str | Mapping[str, Any]
+Named = Sequence[tuple[str, nn.Module]]
+
+_SETTINGS = ("backend", "dynamic", "fullgraph", "mode", "options")
+_RECOMPILES = 64  # of one function: modes, shapes and stages that share it
+_numbers = count()
+_compilers: dict[str, Compiler] = {}  # by settings
+
+
+class Compiler:
+    """Compiles blocks of stages, all with the same arguments of torch.compile.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> run = Compiler({"backend": "aot_eager"}).function([("0", linear)], stage=0, split=False)
+    >>> x = torch.ones(1, 2)
+    >>> torch.equal(run(x), linear(x))
+    True
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = dict(settings)
+        self._shared: dict[Any, Any] = {}
+
+    def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
+        """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
+        if any(hasattr(module, "run_by") for _, module in blocks):
+            return partial(_through, [_CompiledPiece(self, [block], stage, split) for block in blocks])
+        return _Compiled(self, blocks, stage, split)
+
+    def shared(self, modules: Sequence[nn.Module], split: bool) -> Any:
+        """Return the compiled function for modules that are made like these."""
+        made_like = tuple((type(one), repr(one), _shapes(one)) for one in modules)
+        key = (split, made_like)
+        if key not in self._shared:
+            self._shared[key] = self.compiled(_through, split)
+        return self._shared[key]
+
+    def compiled(self, function: Any, split: bool) -> Any:
+        """Compile a function, with code of its own: torch counts recompilations, and learns shapes, by code."""
+        name = f"blocks_{next(_numbers)}"
+        fresh = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        return torch.compile(fresh, backend=self._backend(split), **self._rest())
+
+    def _backend(self, split: bool) -> Any:
+        backend = self.settings["backend"]
+        if backend == "inductor":
+            return Inductor(_patches(self.settings), split)
+        return AotEager(split) if backend == "aot_eager" else backend
+
+    def _rest(self) -> dict[str, Any]:
+        done = ("backend", "mode", "options") if self.settings["backend"] == "inductor" else ("backend",)
+        rest = {name: value for name, value in self.settings.items() if name not in done}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since torch 2.13
+            rest.update(recompile_limit=_RECOMPILES, isolate_recompiles=True)
+        return rest
+
+
+class _Compiled:
+    """Some blocks of a stage, run by a compiled function."""
+
+    def __init__(self, compiler: Compiler, blocks: Named, stage: int, split: bool) -> None:
+        from torch._dynamo.exc import TorchDynamoException
+
+        self.compiler, self.blocks, self.stage, self.split = compiler, blocks, stage, split
+        self.modules = tuple(module for _, module in blocks)
+        self.errors = TorchDynamoException
+        names = ", ".join(name for name, _ in blocks)
+        self.title = f"stage {stage}, {'block' if len(blocks) == 1 else 'blocks'} {names},"
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Get what is compiled ready."""
+        self.run = partial(self.compiler.shared(self.modules, self.split), self.modules)
+
+    def __call__(self, value: Any) -> Any:
+        """Run the blocks; what cannot be compiled is refused by its name."""
+        at.title = self.title
+        try:
+            return self.run(value)
+        except self.errors as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise  # the stage will hand over a copy
+            if len(self.blocks) > 1:
+                self._one_by_one(value)
+            raise uncompiled(self.title, error) from error
+
+    def _one_by_one(self, value: Any) -> None:
+        """Run every block as a function of its own, so that the one which cannot be compiled says so."""
+        for block in self.blocks:
+            value = self.compiler.function([block], stage=self.stage, split=self.split)(value)
+
+
+class _CompiledPiece(_Compiled):
+    """A piece of a model that is followed: the code that was written for it is compiled, one for each kind of input."""
+
+    def prepare(self) -> None:
+        piece: Any = self.modules[0]
+        self.run = partial(piece.run_by, cache(partial(self.compiler.compiled, split=self.split)))
+
+
+def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
+    """Return what compiles stages as a user chose, None for not at all; refuse what cannot work here.
+
+    >>> compiler_for(False, torch.device("cpu"))
+    >>> compiler_for({"backend": "aot_eager", "dynamic": True}, torch.device("cpu")).settings
+    {'backend': 'aot_eager', 'dynamic': True}
+    """
+    if choice is False:
+        return None
+    settings = settings_of(choice)
+    backend = settings["backend"]
+    if isinstance(backend, str):
+        from torch._dynamo import list_backends
+
+        known = list_backends(exclude_tags=())
+        if backend not in known:
+            raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
+    if backend == "inductor":
+        toolchain.check(device)
+        _patches(settings)
+    return _compilers.setdefault(str(settings), Compiler(settings))
+
+
+def settings_of(choice: Compile) -> dict[str, Any]:
+    """Return the arguments of torch.compile that a choice means.
+
+    >>> settings_of(True), settings_of("aot_eager")
+    ({'backend': 'inductor'}, {'backend': 'aot_eager'})
+    """
+    if isinstance(choice, Mapping):
+        for name in choice:
+            if name not in _SETTINGS:
+                raise ModelError(
+                    f"compile has {name!r}", expected="arguments of torch.compile", fix=nearest(str(name), _SETTINGS)
+                )
+        return {"backend": "inductor", **choice}
+    if isinstance(choice, bool | str):
+        return {"backend": choice if isinstance(choice, str) else "inductor"}
+    raise ModelError(
+        f"compile is a {type(choice).__name__}", expected="True, False, a backend's name, or a dict for torch.compile"
+    )
+
+
+def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inductor's options: those of the mode, the user's own, and random numbers as without compiling."""
+    from torch._inductor import list_mode_options
+
+    try:
+        mode: dict[str, Any] = list_mode_options(settings["mode"]) if settings.get("mode") else {}
+    except RuntimeError as error:
+        raise ModelError(f"compile: {error}") from error
+    patches = {**mode, **(settings.get("options") or {})}
+    if patches.get("triton.cudagraphs"):
+        raise ModelError(
+            "compile asks for CUDA graphs of its own, which several microbatches at once would overwrite",
+            fix='use mode="max-autotune-no-cudagraphs"; capture=True captures steps as graphs',
+        )
+    if patches.get("fallback_random") is False:
+        raise ModelError(
+            "compile asks for inductor's own random numbers (fallback_random is False)",
+            expected="those of the blocks, which are the same however a block is run",
+        )
+    return {**patches, "fallback_random": True}
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in named)
+
+
+def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+    for module in modules:
+        value = module(value)
+    return value

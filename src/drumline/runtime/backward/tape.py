@@ -1,0 +1,167 @@
+"""The split backward: I makes only what the previous stage waits for, W makes the weight gradients later.
+
+While a microbatch that is to be split runs forward, every module that owns parameters (an owner) computes with
+stand-ins of them: the same memory, but not known to autograd as the parameters. It leaves a record on the tape.
+
+    F   x ──► Linear ──► GELU ──► Linear ──► y          records: (owner, its input, its place in the graph)
+    I   gradient of y ──► ... ──► gradient of x         and, in passing, the gradient at every record's place
+    W   each record: its input and gradient ──► weight gradients
+
+So I is one call of autograd, which skips weight gradients because nobody asks for them, and W is plain matrix products
+without any graph. No graph is ever walked in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from drumline.runtime.backward.engine import gradients_at
+from drumline.runtime.precision import gradient_dtype
+
+if TYPE_CHECKING:
+    from drumline.runtime.backward import owners, split_backend
+
+    Owner = owners.Owner | split_backend.WeightHalf
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
+
+_of_thread = threading.local()
+
+
+def running() -> Tape | None:
+    """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
+    tape: Tape | None = getattr(_of_thread, "tape", None)
+    return tape
+
+
+class Record:
+    """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
+
+    __slots__ = ("gradients", "inputs", "owner", "places", "version")
+
+    def __init__(self, owner: Owner, inputs: Any, places: Sequence[GradientEdge], version: int = 0) -> None:
+        self.owner = owner
+        self.inputs = inputs
+        self.places = places
+        self.version = version
+        self.gradients: Sequence[Tensor | None] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient came back to any of the outputs."""
+        return any(gradient is not None for gradient in self.gradients)
+
+
+class Tape:
+    """The records of one microbatch's forward through one stage, and what I found early."""
+
+    __slots__ = ("early", "records")
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.early: Gradients = []
+
+    def backward_input(
+        self,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `leaves`; the records' own are kept for `weight_gradients`."""
+        records = list(self.records)
+        places = [place for record in records for place in record.places]
+        before, _of_thread.tape = running(), self
+        try:
+            found = gradients_at([*leaves, *places, *parameters], roots, gradients)
+        finally:
+            _of_thread.tape = before
+        last = first = len(leaves)
+        for record in records:
+            start, last = last, last + len(record.places)
+            record.gradients = found[start:last]
+            record.places = ()  # the graph is done with
+        self.early += [(one, grad) for one, grad in zip(parameters, found[last:], strict=True) if grad is not None]
+        return found[:first]
+
+    @torch.no_grad()
+    def weight_gradients(self) -> Gradients:
+        """Return the gradient of every parameter that the microbatch reached, and forget the records."""
+        total: dict[nn.Parameter, Tensor] = {}
+        # Last used, first added: the order in which autograd sums the uses of one parameter.
+        reached = [record for record in reversed(self.records) if record.reached]
+        for record in reached:
+            if not record.owner.by_autograd:
+                for parameter, gradient in record.owner.gradients(record):
+                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        for parameter, gradient in total.items():
+            # Under autocast all uses share one cast of the parameter, so autograd adds them before it casts back.
+            total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
+        for record in reached:
+            if record.owner.by_autograd:
+                for parameter, gradient in record.owner.gradients(record):
+                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        # Autograd may hand one tensor to several parameters, and to the stage before: what stays here is a copy.
+        for parameter, gradient in self.early:
+            total[parameter] = gradient.clone() if parameter not in total else total[parameter] + gradient
+        self.records = []
+        self.early = []
+        return list(total.items())
+
+
+def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return what the parameter's own hooks make of its gradient, as autograd would."""
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def merged(tapes: Sequence[Tape]) -> Gradients:
+    """Return the summed weight gradients of several microbatches; a linear layer's as one larger product."""
+    first, *others = tapes
+    alike = all([one.owner for one in tape.records] == [one.owner for one in first.records] for tape in others)
+    if not others or not alike:
+        return [pair for tape in tapes for pair in tape.weight_gradients()]
+    whole = Tape()
+    whole.early = [pair for tape in tapes for pair in tape.early]
+    for calls in zip(*(tape.records for tape in tapes), strict=True):
+        reached = [call for call in calls if call.reached]
+        whole.records += reached[0].owner.joined(reached) if len(reached) > 1 else reached
+    for tape in tapes:
+        tape.records, tape.early = [], []
+    return whole.weight_gradients()
+
+
+@torch.no_grad()
+def accumulate(gradients: Gradients) -> None:
+    """Add to the parameters' `.grad`, as autograd would.
+
+    >>> weight = nn.Parameter(torch.zeros(2))
+    >>> accumulate([(weight, torch.ones(2))]); accumulate([(weight, torch.ones(2))])
+    >>> weight.grad
+    tensor([2., 2.])
+    """
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for parameter, gradient in gradients:
+        gradient = gradient.to(gradient_dtype(parameter))
+        if gradient.layout is not torch.strided:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        elif parameter.grad is None:
+            fits = gradient._base is None and gradient.stride() == parameter.stride()
+            parameter.grad = gradient if fits else torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        else:
+            sums.append(parameter.grad)
+            added.append(gradient)
+    if sums:
+        torch._foreach_add_(sums, added)
+    for parameter, _ in gradients:
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)

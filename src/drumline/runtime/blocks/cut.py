@@ -1,0 +1,183 @@
+"""A model cut into stages: an ordered list of named blocks, every one of them in exactly one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from torch import nn
+
+from drumline.core.backwards import Backward
+from drumline.core.errors import ModelError, counted, nearest
+from drumline.core.prove.frozen import needed
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.held_pairs import Held
+from drumline.plan.cut.partition import partition
+
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block under its name in the unsplit model.
+
+    Its parameters' names begin with `prefix`, the block's own name unless given.
+
+    >>> [name for name, _ in Block("head", nn.Linear(2, 2)).named_parameters()]
+    ['head.weight', 'head.bias']
+    """
+
+    name: str
+    module: nn.Module
+    prefix: str | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under the names of the unsplit model."""
+        prefix = self.name if self.prefix is None else self.prefix
+        return self.module.named_parameters(prefix=prefix)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(one.requires_grad for one in self.module.parameters())
+
+
+def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
+    """Return the model's blocks in order.
+
+    >>> [block.name for block in blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
+    ['0', '1']
+    """
+    named: list[tuple[str, Any]]
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        named = [(name, block) for name, block in model._modules.items() if block is not None]
+    elif isinstance(model, Mapping):
+        named = list(model.items())
+    elif isinstance(model, Sequence) and model and all(isinstance(one, Block) for one in model):
+        return list(cast(Sequence[Block], model))
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        named = [(str(index), block) for index, block in enumerate(model)]
+    else:
+        raise ModelError(
+            f"the model is a {type(model).__name__}",
+            expected="an nn.Sequential, or a list of blocks each of which takes what the one before returns",
+        )
+    for name, block in named:
+        if not isinstance(block, nn.Module):
+            raise ModelError(f"block {name!r} is a {type(block).__name__}", expected="an nn.Module")
+    if not named:
+        raise ModelError("the model has no blocks", expected="at least one per stage")
+    return [Block(name, module) for name, module in named]
+
+
+def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
+    """Return how many blocks each stage gets where `cuts` names the first block of every stage but the first.
+
+    >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
+    [2, 4, 1]
+    """
+    if not isinstance(cuts, str | Iterable):
+        raise ModelError(f"cuts is {cuts!r}", expected="a list of names of blocks")
+    named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
+    if len(named) != num_stages - 1:
+        raise ModelError(
+            f"cuts is {named}",
+            expected=f"{counted(num_stages - 1, 'name')}, one for each of {counted(num_stages, 'stage')} but the first",
+        )
+    ends = [0, *(_place(blocks, name) for name in named), len(blocks)]
+    for first, (start, end) in zip(["", *named], pairwise(ends), strict=True):
+        if start >= end:
+            second = blocks[end].name
+            wrong = (
+                f"cuts names the block {second!r} twice"
+                if first == second
+                else f"cuts names the block {second!r} after {first!r}"
+                if first
+                else f"cuts names the block {second!r}, with which the first stage begins"
+            )
+            raise ModelError(wrong, expected="the first blocks of stages 1, 2, ..., each once, in the model's order")
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _place(blocks: Sequence[Block], name: str) -> int:
+    """Return which block a cut names: by its own name, or by that of a module that it is the first block of."""
+    for at, block in enumerate(blocks):
+        if block.name == name or block.name.startswith(f"{name}."):
+            return at
+        if reason := getattr(block.module, "merged", {}).get(name):
+            other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
+            raise ModelError(
+                f"no cut may stand before {name!r}: {reason}",
+                fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
+            )
+    names = [block.name for block in blocks]
+    raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
+
+
+def guessed_costs(blocks: Sequence[Block]) -> list[float]:
+    """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
+
+    What is frozen has no W, and where nothing is trained up to it no I.
+    """
+    kinds = needed([block.trains for block in blocks])
+    counts = [
+        sum(one.numel() * (1 + (kind is not Backward.NONE) + one.requires_grad)
+            for part in block.module.modules() if not isinstance(part, nn.Embedding)
+            for one in part._parameters.values() if one is not None)
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]  # fmt: skip
+    least = max(sum(counts) / len(counts) / 50, 1.0)  # nothing is free
+    return [count + least for count in counts]
+
+
+def cut(
+    blocks: Sequence[Block],
+    num_stages: int,
+    balance: Sequence[int] | str | None = None,
+    cuts: Sequence[str] | None = None,
+    *,
+    held: Sequence[Held] = (),
+) -> list[tuple[Block, ...]]:
+    """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
+
+    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
+    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
+
+    >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
+    >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
+    ([2, 3], [1, 4])
+    """
+    if len(blocks) < num_stages:
+        raise ModelError(
+            f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}",
+            expected="at least one block per stage",
+            fix="use fewer ranks or stages per rank, or cut the model into smaller blocks",
+        )
+    if cuts is not None:
+        if balance is not None:
+            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
+        balance = counts_of(blocks, num_stages, cuts)
+    if isinstance(balance, str) and balance != "even":
+        raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
+    if balance is None:
+        balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
+    if isinstance(balance, str):
+        base, more = divmod(len(blocks), num_stages)
+        balance = [base + (stage < more) for stage in range(num_stages)]
+    if not isinstance(balance, Iterable):
+        raise ModelError(
+            f"balance is {balance!r}", expected='"auto", "even", or a list: how many blocks each stage gets'
+        )
+    balance = list(balance)
+    fits = len(balance) == num_stages and sum(balance) == len(blocks)
+    if not fits or any(not isinstance(one, int) or one < 1 for one in balance):
+        raise ModelError(
+            f"balance is {balance}",
+            expected=f"{counted(num_stages, 'count')} of 1 or more that sum to the model's {len(blocks)} blocks",
+        )
+    ends = list(accumulate(balance, initial=0))
+    stages = [tuple(blocks[start:end]) for start, end in pairwise(ends)]
+    assert [block for stage in stages for block in stage] == list(blocks), "a block was lost or doubled"
+    return stages

@@ -1,0 +1,183 @@
+"""Steps by graphs: which step runs as ever, which is captured, and which are replayed.
+
+    step     as ever ──► captured on its way ──► replayed ──► replayed ...     as long as nothing changes on any rank
+                ▲                                    │
+                └── other shapes, other parameters, another mode, or a failure
+
+What a step brings is copied to where the graphs read it. Ranks are in step with each other: all replay or none, because
+messages have other shapes if the batch has, and only the rank with the first stage sees that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError
+from drumline.runtime.batch import cut
+from drumline.runtime.capture.captured import CapturedRow
+from drumline.runtime.capture.recorder import Recorder
+from drumline.runtime.channel.channel import Wait
+from drumline.runtime.draft import Draft
+from drumline.runtime.executor import Executor, Step
+from drumline.runtime.precision import casts_kept
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.segment import Segment
+from drumline.runtime.values import pack, unpack
+
+Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
+
+
+class Capture:
+    """The captured rows of this process's ranks.
+
+    `agree` tells all ranks a number and returns what every rank told.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        randomness: Randomness,
+        recorder: Recorder,
+        agree: Callable[[int], Sequence[int]],
+    ) -> None:
+        self.rows = [CapturedRow(executor, recorder) for executor in executors]
+        self.randomness = randomness
+        self.recorder = recorder
+        self.agree = agree
+        self._own: Any = None  # what a step looks like to this process, and how often that has changed
+        self._changes = 0
+        self._now: Sequence[int] = ()  # the changes of all ranks at this step, and at the last one that ended well
+        self._known: Sequence[int] | None = None
+        self._is_captured = False
+        self._static = Step(-1)
+        self._shares: Sequence[Tensor] = ()  # what the microbatches of the last step counted, and its scale
+        self._scale = 1.0
+
+    def fits(self, step: Step) -> bool:
+        """Whether a step can be replayed, on every rank alike; asks the others, so it is called once a step."""
+        device = self.recorder.device_type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        own = (_signature(step), autocast, [row.state() for row in self.rows])
+        if own != self._own:
+            self._own = own
+            self._changes += 1
+        self._now = tuple(self.agree(self._changes))
+        return self._is_captured and self._now == self._known
+
+    def run(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> None:
+        """Run a step that `fits` was asked about."""
+        again, self._known = self._now == self._known, None  # after a failure everything begins anew
+        if not again:
+            self._is_captured = False
+            self._forget()
+            self._buffers_changed()  # from here on
+            self._refuse(self._run_as_ever(step, drafts, drive))
+        elif self._is_captured and _left_out(step) != _left_out(self._static):
+            self._run_as_ever(step, drafts, drive)  # other microbatches weigh nothing; no message looks any different
+        else:
+            self._run_by_graphs(step, drafts, drive)
+            self._is_captured = True
+        self._known = self._now
+
+    def _run_as_ever(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> Sequence[str]:
+        """Run a step action by action, and return the blocks that drew random numbers."""
+        runs = [row.executor.run(step, draft) for row, draft in zip(self.rows, drafts, strict=True)]
+        with (
+            self.randomness.kept_aside(),
+            torch.autograd.set_multithreading_enabled(False),
+            casts_kept(),
+            self.recorder.aside(),
+            self.randomness.listening() as drawing,
+        ):
+            drive(runs)
+        return drawing
+
+    def _run_by_graphs(self, step: Step, drafts: Sequence[Draft], drive: Drive) -> None:
+        if not self._is_captured:
+            self._prepare(step)
+        static = self._static
+        static.number = step.number
+        for place, value in zip(_tensors(static), _tensors(step), strict=True):
+            place.copy_(value, non_blocking=True)
+        step.shares = step.shares or self._shares  # one that was not cut weighs what the last one did
+        if step.shares is not self._shares or step.scale != self._scale:
+            # Gradients begin with shares, so that these bring a scale in that may be another in every step.
+            torch._foreach_copy_(list(static.shares), [share * step.scale for share in step.shares])
+            self._shares, self._scale = step.shares, step.scale
+        for row in self.rows:
+            row.attach()
+        # Casts of weights are made by the graphs themselves, or they would go on with old ones.
+        with self.randomness.silenced(), torch.autograd.set_multithreading_enabled(False), casts_kept():
+            drive([row.executor.run(static, draft, row.jobs) for row, draft in zip(self.rows, drafts, strict=True)])
+        step.losses = dict(static.losses)
+
+    def _forget(self) -> None:
+        self._static, self._shares = Step(-1), ()
+        for row in self.rows:
+            row.forget()
+
+    def _prepare(self, step: Step) -> None:
+        """Make the places that the graphs read from and write to."""
+        batch, target = _copied(step.batch), _copied(step.target)
+        targets = cut(target, len(step.targets)) if step.targets else []
+        self._static = Step(
+            step.number,
+            batch,
+            target,
+            inputs=(step.cuts or partial(cut, num_microbatches=len(step.inputs)))(batch) if step.inputs else (),
+            targets=[one if pack(given)[0] else given for one, given in zip(targets, step.targets, strict=True)],
+            shares=[share.clone() for share in step.shares],
+        )
+        for row in self.rows:
+            row.prepare()
+
+    def _refuse(self, drawing: Sequence[str]) -> None:
+        """Refuse what a graph could not repeat, as far as the step that just ran has shown it."""
+        if drawing:
+            raise ModelError(
+                f"the block {drawing[0]} draws random numbers, which cannot be seeded in a captured step",
+                expected="blocks without dropout",
+                fix="use capture=False",
+            )
+        if self._buffers_changed():
+            raise ModelError(
+                "a block changes its buffers",
+                expected="blocks without running statistics",
+                fix="use capture=False",
+            )
+        parameters = [one for row in self.rows for stage in row.executor.stages.values() for one in stage.parameters]
+        if any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters):
+            raise ModelError("a gradient is sparse", expected="dense ones in a captured step", fix="use capture=False")
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [segment for row in self.rows for stage in row.executor.stages.values() for segment in stage.segments]
+
+    def _buffers_changed(self) -> bool:
+        """Whether buffers have changed since this was last asked."""
+        changed = [segment.changes_buffers for segment in self._segments]
+        return any(changed)
+
+
+def _left_out(step: Step) -> list[int]:
+    """Return the microbatches that weigh nothing, and whose target is therefore not looked at."""
+    return [index for index, target in enumerate(step.targets) if not pack(target)[0]]
+
+
+def _tensors(step: Step) -> list[Tensor]:
+    return [tensor for value in (step.batch, step.target) for tensor in pack(value)[0]]
+
+
+def _copied(value: Any) -> Any:
+    tensors, form = pack(value)
+    return unpack([tensor.clone() for tensor in tensors], form)
+
+
+def _signature(step: Step) -> Any:
+    packed = (pack(step.batch), pack(step.target))
+    return [(form, [(one.shape, one.dtype) for one in tensors]) for tensors, form in packed]

@@ -1,0 +1,168 @@
+"""One rank's row by graphs: its stretches are captured on the way through a step, and launched in all that follow.
+
+    capture   message ──► its own memory     [stretch, recorded] ──► launched     output ──► a copy is sent
+    replay    message ──► the same memory                          launched     output ──► a copy is sent
+
+The memory of all stretches is one pool, in which tensors live just as long as they do in a step that runs as ever: the
+row's order is fixed, so what one stretch leaves free another may use. That is why outputs are copied before they are
+sent: the channel may hold a message for long, and the next stretch may write where it was. Gradients are added to
+tensors that stay.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.action import SEND_OPS, Action
+from drumline.core.errors import DrumlineError, ModelError
+from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.capture.recorder import Recorder
+from drumline.runtime.capture.stretches import Stretch, stretches
+from drumline.runtime.channel.channel import Delivery
+from drumline.runtime.executor import Executor, Job, Step
+from drumline.runtime.precision import gradient_dtype
+from drumline.runtime.watch.fingerprint import PLAIN
+
+_FIX = "use capture=False"
+
+
+class CapturedRow:
+    """The jobs that stand for a rank's own once a step is captured; those of a stretch that is not yet, capture it."""
+
+    def __init__(self, executor: Executor, recorder: Recorder) -> None:
+        self.executor = executor
+        self.recorder = recorder
+        self._modules = [
+            module for stage in executor.stages.values() for part in stage.segments for module in part.modules
+        ]
+        self._spaces = [space for one in self._modules for space in (one._parameters, one._buffers) if space]
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the graphs and their memory."""
+        self.jobs = [
+            replace(job, run=self._send) if job.action.op in SEND_OPS else job
+            for job in stretches(self.executor.jobs, self._run)
+        ]
+        self._pool: Any = None
+        self._sent: dict[Action, tuple[Action, Sequence[Tensor], Any]] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._gradients: list[Tensor] = []
+
+    def state(self) -> Any:
+        """Return what graphs take for granted: where tensors are, what is frozen, modes and attributes."""
+        tensors = [one for space in self._spaces for one in space.values() if one is not None]
+        return (
+            list(map(id, tensors)),
+            list(map(Tensor.data_ptr, tensors)),
+            [one.requires_grad for one in tensors],
+            [module.training for module in self._modules],
+            [{key: one for key, one in vars(module).items() if type(one) in PLAIN} for module in self._modules],
+            [module.epoch for module in self._modules if isinstance(module, Piece)],
+        )
+
+    def prepare(self) -> None:
+        """Make room for graphs."""
+        self._pool = self.recorder.new_pool()
+        stages = self.executor.stages.values()
+        self._parameters = list(dict.fromkeys(one for stage in stages for one in stage.parameters))
+        self._gradients = [torch.zeros_like(one, dtype=gradient_dtype(one)) for one in self._parameters]
+
+    def attach(self) -> None:
+        """Let every parameter's gradient be the one that the graphs add to."""
+        fresh = []
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                fresh.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _run(self, stretch: Stretch, step: Step) -> None:
+        arrived = self.executor.arrived
+        given = [arrived.pop(receive) for receive, _ in stretch.needs]
+        if stretch.replay is None:
+            self._capture(stretch, given, step)
+        for (receive, _), place, delivery in zip(stretch.needs, stretch.inputs, given, strict=True):
+            _fill(receive, place, delivery)
+        assert stretch.replay is not None
+        stretch.replay()
+
+    def _capture(self, stretch: Stretch, given: Sequence[Delivery], step: Step) -> None:
+        statics: list[Delivery] = []
+
+        def through() -> None:
+            for (receive, _), delivery in zip(stretch.needs, given, strict=True):
+                statics.append(replace(delivery, tensors=tuple([torch.empty_like(one) for one in delivery.tensors])))
+                self.executor.arrived[receive] = statics[-1]
+            for job in stretch.jobs:
+                job.run(job, step)
+
+        try:
+            replay = self.recorder.capture(self._pool, through)
+        except DrumlineError:
+            raise
+        except RuntimeError as error:
+            raise ModelError(
+                f"{stretch} cannot be captured: {str(error).strip().splitlines()[0]}",
+                expected="blocks and a loss that never make the host wait for the device, as .item() does",
+                fix=_FIX,
+            ) from error
+        if any(one.grad is not gradient for one, gradient in zip(self._parameters, self._gradients, strict=True)):
+            raise ModelError(
+                f"{stretch} puts another gradient in the place of one",
+                expected="gradients that are added up in place, and no hooks that exchange them",
+                fix=_FIX,
+            )
+        stretch.inputs = [replace(one, tensors=tuple(map(self.recorder.borrowed, one.tensors))) for one in statics]
+        stretch.replay = replay
+
+    def _send(self, job: Job, step: Step) -> None:
+        start = self.executor.clock.now()
+        if job.action not in self._sent:
+            receive, made, form = self.executor.message(job)
+            for one in made:
+                if one.device.type != self.recorder.device_type:
+                    raise ModelError(
+                        f"{job.action} sends a tensor that is on {one.device.type}",
+                        expected=f"only tensors on {self.recorder.device_type} between stages that are captured",
+                        fix=_FIX,
+                    )
+            self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
+        receive, tensors, form = self._sent[job.action]
+        self.executor.hand_over(start, job.other, receive, tuple([one.clone() for one in tensors]), form)
+
+
+def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
+    """Copy a message to where its stretch reads it."""
+    if not _alike(place, delivery):
+        raise ModelError(
+            f"{receive} brings {_described(delivery)} where {_described(place)} came when the step was captured",
+            expected="messages that are the same in all steps whose batches have the same shapes",
+            fix=_FIX,
+        )
+    for static, tensor in zip(place.tensors, delivery.tensors, strict=True):
+        static.copy_(tensor)
+
+
+def _alike(one: Delivery, other: Delivery) -> bool:
+    # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
+    same_form = one.form is other.form or pickle.dumps(one.form) == pickle.dumps(other.form)
+    return same_form and _metas(one) == _metas(other)
+
+
+def _metas(delivery: Delivery) -> list[Any]:
+    return [(tensor.dtype, tensor.shape) for tensor in delivery.tensors]
+
+
+def _described(delivery: Delivery) -> str:
+    shapes = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in delivery.tensors]
+    return f"{', '.join(shapes) or 'no tensor'}, put together as {delivery.form!s:.60},"

@@ -1,0 +1,325 @@
+"""Messages whose payload goes by torch.distributed: gloo, NCCL, or whatever backend the device brings.
+
+    send                                              receiver
+    pack into one flat tensor, isend it
+    header over the mesh: number, layout, key ──────► irecv into a flat tensor of the layout's size
+                                                      take: hand its parts over
+    let the flat tensor go            ◄────────────── done with number (gloo)
+
+Each directed edge has a process group of its own: the backends keep the order of an edge, and what goes forth never
+stands in the way of what comes back. Receives are issued in the order of the headers, which is that of the sends.
+
+Backends differ in one thing. gloo's transfers are waited for by the host, whose only way to learn of an end is to wait:
+a thread of the receiver does so, and the sender is told. A device's transfers are ordered by streams: `take` makes the
+current stream wait, the host never does, and the sender asks its own transfer whether it has ended. Small messages
+between CPUs travel inside their header's packet.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from ctypes import memmove
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+
+from drumline.core.action import Action
+from drumline.core.errors import RunError
+from drumline.runtime.channel import limits
+from drumline.runtime.channel.channel import Delivery, Wait
+from drumline.runtime.channel.layout import Layout, Layouts
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
+from drumline.runtime.channel.waiter import Waiter
+
+_MESSAGE, _SMALL_MESSAGE, _DONE, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
+_HEADER = struct.Struct(f"<BxHQ{KEY_BYTES}sq")  # kind, layout, number, key, made
+_NUMBER = struct.Struct("<BQ")  # kind, number
+
+# What fits into one packet along with its header is faster there than by a transfer of its own.
+_SMALL_BYTES = 30 * 1024
+
+# So many receives of an edge are issued before their messages are asked for; more only when a wait depends on them.
+_MOST_AHEAD = 16
+
+
+class _Sent(NamedTuple):
+    """A message under way: its memory must stay, and `work` must be kept, until it has arrived."""
+
+    key: bytes
+    flat: Tensor
+    work: Work | None
+
+
+class _Coming:
+    """A message whose header has arrived; `flat` exists once its receive is issued."""
+
+    __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
+
+    def __init__(self, number: int, layout: Layout, made_ns: int) -> None:
+        self.number = number
+        self.layout = layout
+        self.made_ns = made_ns
+        self.arrived_ns = 0
+        self.flat: Tensor | None = None
+        self.work: Work | None = None
+        self.has_arrived = False
+        self.error: RuntimeError | None = None
+
+
+class _Edge:
+    """This rank's side of the two directed edges that join it to a peer."""
+
+    def __init__(self) -> None:
+        self.layouts = Layouts()
+        self.num_sent = 0
+        self.under_way: dict[int, _Sent] = {}
+        self.peer_layouts: dict[int, Layout] = {}
+        self.not_issued: deque[_Coming] = deque()
+        self.num_issued = 0
+
+
+class DistributedChannel(MeshChannel[_Coming]):
+    """Carries messages by a torch.distributed backend; needs its default group, made of the same ranks.
+
+    `edges` are the directed edges (source, target) that will be used, the same and in the same order on all ranks;
+    unless given, all. What arrives is put on `device`, through the host if the backend is gloo; of gloo's messages
+    those up to `small_bytes` travel in one packet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        store: Store,
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+        timeout: float = limits.TIMEOUT,
+        edges: Iterable[tuple[int, int]] | None = None,
+        small_bytes: int = _SMALL_BYTES,
+        host: str | None = None,
+        now: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
+            raise RunError(
+                f"torch.distributed has no group of {num_ranks} ranks with this as rank {rank}",
+                fix="call torch.distributed.init_process_group first",
+            )
+        self.name = backend
+        self._by_host = backend == "gloo"
+        # Spinning would take the processor from gloo's threads and ours.
+        spin = 0.0 if self._by_host else limits.SPIN
+        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
+        self._device = torch.device(device)
+        self._small_bytes = small_bytes if self._by_host else 0
+        self._at = torch.device("cpu") if self._by_host else self._device
+        self._edges = {peer: _Edge() for peer in self._mesh.links}
+        self._has_failed = False
+        self._waiter = Waiter()
+        self._mesh.listen(self._waiter.fd, self._waiter.finished)
+        self._mesh.on(_MESSAGE, self._on_message)
+        self._mesh.on(_SMALL_MESSAGE, self._on_message)
+        self._mesh.on(_DONE, self._on_done)
+        self._mesh.on(_LAYOUT, self._on_layout)
+        if edges is None:
+            edges = ((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
+        self._timeout = timeout
+        self._known: set[tuple[int, int]] = set()
+        self._groups: dict[tuple[int, int], ProcessGroup] = {}
+        self.connect(list(edges))
+
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Make a group for every edge that has none; every rank makes every group, in one order, as torch asks for."""
+        for edge in (one for one in edges if one not in self._known):
+            self._known.add(edge)
+            group = dist.new_group(list(edge), timeout=timedelta(seconds=self._timeout), backend=self.name)
+            if self.rank in edge:
+                assert isinstance(group, ProcessGroup)
+                self._groups[edge] = group
+                self._try_out(edge, self._timeout)
+
+    def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
+        """Send one byte: backends connect at the first message, which must not happen amid others."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._at)
+        source, target = edge
+        try:
+            if self.rank == source:
+                work = dist.isend(byte, target, group=self._groups[edge])
+            else:
+                work = dist.irecv(byte, source, group=self._groups[edge])
+            assert work is not None
+            if self._by_host:
+                work.wait(timedelta(seconds=timeout))
+            else:
+                work.wait()
+                torch.accelerator.synchronize(self._device)
+        except RuntimeError as error:
+            raise self._mesh.explain(target if self.rank == source else source, error) from error
+
+    def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
+        """Start a transfer; a form that was used must not be changed."""
+        made_ns = self._now()
+        edge, key = self._edges[target], self._key(receive)
+        self._forget_ended(edge)
+        layout = edge.layouts.find(tensors, form)
+        flat = layout.packed(tensors, self._at)
+        if not layout.is_told:
+            layout.is_told = True
+            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
+        number = edge.num_sent
+        edge.num_sent += 1
+        if layout.room <= self._small_bytes:
+            header = _HEADER.pack(_SMALL_MESSAGE, layout.number, number, key, made_ns)
+            self._mesh.send(target, header + flat.numpy().tobytes())
+            return
+        if layout.room:
+            try:
+                work = dist.isend(flat, target, group=self._group(self.rank, target))
+            except RuntimeError as error:
+                raise self._mesh.explain(target, error) from error
+            edge.under_way[number] = _Sent(key, flat, work)
+        if len(edge.under_way) > self.peak_open_sends:
+            self.peak_open_sends = len(edge.under_way)
+        self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
+
+    def take(self, receive: Action, source: int) -> Delivery | None:
+        """Hand over a message whose payload is there, or which the device's stream can wait for."""
+        key, inbox = self._key(receive), self._inbox[source]
+        while key not in inbox and self._mesh.look():
+            pass
+        coming = inbox.get(key)
+        if coming is None:
+            return None
+        edge = self._edges[source]
+        self._issue_through(source, edge, coming)
+        if not coming.has_arrived:
+            if self._by_host:
+                self._mesh.look()
+                if not coming.has_arrived:
+                    return None
+            elif coming.work is not None:
+                coming.work.wait()  # the current stream waits, the host does not
+                coming.arrived_ns = self._now()
+        self._pick(source, key)
+        if coming.work is not None:
+            edge.num_issued -= 1
+            self._issue(source, edge, _MOST_AHEAD)
+        assert coming.flat is not None
+        tensors = coming.layout.unpacked(coming.flat.to(self._device))
+        form, made_ns, num_bytes = coming.layout.form, coming.made_ns, coming.layout.num_bytes
+        return Delivery(tensors, form, made_ns, made_ns, coming.arrived_ns, num_bytes)
+
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Return once the message is there, payload included if the host has to wait for that."""
+        super().block(wait, deadline_ns)
+        coming = self._inbox[wait.source][self._key(wait.receive)]
+        self._issue_through(wait.source, self._edges[wait.source], coming)
+        if self._by_host:
+            self._mesh.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
+            if coming.error is not None:
+                raise self._mesh.explain(wait.source, coming.error) from coming.error
+
+    def _issue(self, source: int, edge: _Edge, most: int) -> None:
+        """Issue receives in the order of the headers, until `most` are open."""
+        while edge.not_issued and edge.num_issued < most:
+            coming = edge.not_issued.popleft()
+            coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
+            if not coming.layout.room:
+                coming.has_arrived, coming.arrived_ns = True, self._now()
+                continue
+            try:
+                coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
+            except RuntimeError as error:
+                coming.error = error
+                continue
+            edge.num_issued += 1
+            if self._by_host and coming.work is not None:
+                self._waiter.watch(source, coming.work, partial(self._ended, source, coming))
+
+    def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
+        if error is None:
+            coming.has_arrived, coming.arrived_ns = True, self._now()
+            self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
+        else:
+            coming.error = error
+
+    def _issue_through(self, source: int, edge: _Edge, coming: _Coming) -> None:
+        while coming.flat is None:
+            self._issue(source, edge, edge.num_issued + 1)
+
+    def _group(self, source: int, target: int) -> ProcessGroup:
+        group = self._groups.get((source, target))
+        if group is None:
+            raise RunError(f"no edge from rank {source} to rank {target} was announced", fix="add it to `edges`")
+        return group
+
+    def _forget_ended(self, edge: _Edge) -> None:
+        if not self._by_host:
+            ended = [number for number, sent in edge.under_way.items() if sent.work is None or sent.work.is_completed()]
+            for number in ended:
+                del edge.under_way[number]
+
+    def _before_sleep(self) -> None:
+        """Nothing: what a wait depends on it issues itself."""
+
+    def _unsent(self) -> tuple[int, bytes] | None:
+        for target, edge in self._edges.items():
+            self._forget_ended(edge)
+            for sent in edge.under_way.values():
+                return target, sent.key
+        return None
+
+    def _looks_every_ms(self) -> int | None:
+        return None if self._by_host else 1  # the end of a device's transfer wakes nobody up
+
+    def abort(self, error: BaseException, during: str) -> None:
+        """Tell every rank of a failure and its origin."""
+        self._has_failed = True
+        super().abort(error, during)
+
+    def close(self) -> None:
+        """Say goodbye and let go of the groups; after a failure transfers that cannot end any more are cut off."""
+        super().close()
+        self._waiter.close()
+        for group in self._groups.values():
+            # The user may have destroyed all groups before.
+            with suppress(RuntimeError, ValueError, AssertionError):
+                if self._has_failed:
+                    group.abort()
+                dist.destroy_process_group(group)
+        self._groups.clear()
+        self._edges.clear()
+
+    def _on_message(self, source: int, packet: bytes, fds: list[int]) -> None:
+        kind, layout, number, key, made_ns = _HEADER.unpack_from(packet)
+        edge = self._edges[source]
+        coming = _Coming(number, edge.peer_layouts[layout], made_ns)
+        self._arrive(source, key, coming)
+        if kind == _SMALL_MESSAGE:
+            coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
+            memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
+            coming.has_arrived, coming.arrived_ns = True, self._now()
+        else:
+            edge.not_issued.append(coming)
+            self._issue(source, edge, _MOST_AHEAD)
+
+    def _on_done(self, target: int, packet: bytes, fds: list[int]) -> None:
+        sent = self._edges[target].under_way.pop(_NUMBER.unpack(packet)[1])
+        # It has ended over there, hence here but for the backend's thread that has yet to notice.
+        with suppress(RuntimeError):
+            if sent.work is not None:
+                sent.work.wait(timedelta(seconds=limits.GRACE))
+
+    def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
+        layout = Layout.parse(memoryview(packet)[1:])
+        self._edges[source].peer_layouts[layout.number] = layout

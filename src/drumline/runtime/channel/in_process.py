@@ -1,0 +1,160 @@
+"""All ranks in one process, over a channel that is as strict as any of ours: what runs here hangs on none of them.
+
+A send completes only once its receive is posted; the messages of one directed edge are matched in posting order, and a
+send that meets another message's receive is an error; nothing is buffered between. The ranks take turns (see
+`take_turns`), so that a program that cannot go on is found at once, with what every rank waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import RunError
+from drumline.runtime.channel.channel import Channel, Delivery, Wait
+
+Key = tuple[int, Action]
+
+
+@dataclass
+class _Edge:
+    """One direction between two ranks: sends and receives that have not met."""
+
+    sends: deque[tuple[Key, Delivery]] = field(default_factory=deque)
+    posts: deque[Key] = field(default_factory=deque)
+
+
+class Hub:
+    """What the channels of one process share."""
+
+    def __init__(self, num_ranks: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.num_ranks = num_ranks
+        self.now = now
+        self.edges: dict[tuple[int, int, bool], _Edge] = defaultdict(_Edge)
+        # Per rank and by source; what comes again under the same key waits behind it.
+        self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
+        self.words: dict[str, dict[int, Any]] = defaultdict(dict)
+        self.activity = 0
+
+    def channels(self) -> list[InProcessChannel]:
+        """Return every rank's end."""
+        return [InProcessChannel(self, rank) for rank in range(self.num_ranks)]
+
+    def match(self, source: int, target: int, exchange: bool) -> None:
+        """Let sends and receives of an edge meet, first with first."""
+        edge = self.edges[source, target, exchange]
+        while edge.sends and edge.posts:
+            (sent, delivery), posted = edge.sends.popleft(), edge.posts.popleft()
+            if sent != posted:
+                raise RunError(
+                    f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
+                    expected="one order per edge",
+                )
+            delivery.sent_ns = delivery.arrived_ns = self.now()
+            self.arrived[target][source, sent].append(delivery)
+
+
+class InProcessChannel(Channel):
+    """One rank's end of a hub."""
+
+    name = "in-process"
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.num_ranks = hub.num_ranks
+        self.step = 0
+        self._open: dict[int, int] = defaultdict(int)
+
+    def begin(self, step: int, *, train: bool = True) -> None:
+        """Start a step."""
+        self.step = step
+
+    def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
+        """Offer a message; it moves once its receive is posted."""
+        num_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        now = self.hub.now()
+        exchange = receive.op is Op.REDUCE_GRAD
+        sends = self.hub.edges[self.rank, target, exchange].sends
+        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, now, num_bytes)))
+        self.peak_open_sends = max(self.peak_open_sends, len(sends))
+        self.hub.activity += 1
+        self.hub.match(self.rank, target, exchange)
+
+    def post(self, receive: Action, source: int) -> None:
+        """Make room for the edge's next message."""
+        exchange = receive.op is Op.REDUCE_GRAD
+        self.hub.edges[source, self.rank, exchange].posts.append((self.step, receive))
+        self._open[source] += 1
+        self.peak_open_receives = max(self.peak_open_receives, self._open[source])
+        self.hub.activity += 1
+        self.hub.match(source, self.rank, exchange)
+
+    def take(self, receive: Action, source: int) -> Delivery | None:
+        """Take a message up, if it moved."""
+        arrived, key = self.hub.arrived[self.rank], (source, (self.step, receive))
+        if key not in arrived:
+            return None
+        delivery = arrived[key].popleft()
+        if not arrived[key]:
+            del arrived[key]
+        self._open[source] -= 1
+        self.hub.activity += 1
+        return delivery
+
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Never waits: the other ranks can only go on once this one yields."""
+        raise AssertionError("ranks of one process take turns")
+
+    def flush(self, deadline_ns: int) -> None:
+        """See that nothing is left on the way; the step is over for every rank when it is for one."""
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell every rank a value."""
+        self.hub.words[topic][self.rank] = value
+
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return what every rank told; in one process all have told before any hears."""
+        told = self.hub.words[topic]
+        assert len(told) == self.num_ranks, f"rank {self.rank} hears {topic} before all have told"
+        if self.rank == self.num_ranks - 1:
+            del self.hub.words[topic]
+        return [told[rank] for rank in range(self.num_ranks)]
+
+    def abort(self, error: BaseException, during: str) -> None:
+        """Drop what is on its way: every rank of this process fails with the same exception.
+
+        Words stay: what was told of earlier steps may not have been heard yet.
+        """
+        self.hub.edges.clear()
+        for arrived in self.hub.arrived:
+            arrived.clear()
+        self._open.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.abort(RunError("it was closed"), "")
+        self.hub.words.clear()
+
+
+def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:
+    """Run the ranks' generators by turns until all have ended; raise if none can go on."""
+    alive = list(runs)
+    while alive:
+        before = hub.activity
+        waits: list[Wait] = []
+        going = []
+        for run in alive:
+            wait = next(run, None)
+            if wait is not None:
+                waits.append(wait)
+                going.append(run)
+        if len(going) == len(alive) and hub.activity == before:
+            raise RunError("no rank can go on: " + "; ".join(map(str, waits)))
+        alive = going

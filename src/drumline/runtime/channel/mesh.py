@@ -1,0 +1,397 @@
+"""The control mesh: a link between every pair of ranks, and one pump that reads them all.
+
+    packet kinds    WORD     a value that a rank tells everybody, under a topic, and when
+                    ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
+                    GOODBYE  an orderly end: what follows is no failure
+                    PING     when it left; the answer, a PONG, says the same of itself
+                    ASK      what a rank waits for; the answer has the same kind
+                    others   belong to the channel built on the mesh, which registers a handler for each
+
+There are no threads: packets are read when a rank looks (`pump`) or waits (`wait`). A connection that ends without a
+goodbye means that the rank died; since a rank that dies of another one's failure may be noticed first, an abort has a
+short grace to explain it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import pickle
+import select
+import struct
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.runtime.channel import limits
+from drumline.runtime.channel.channel import Wait, too_late
+from drumline.runtime.channel.link import Handler, Link
+from drumline.runtime.channel.rendezvous import connect
+
+WORD = 2
+ABORT = 3
+GOODBYE = 4
+PING = 5
+PONG = 6
+ASK = 7
+FIRST_OWN_KIND = 8  # a channel's kinds start here
+
+_IN, _OUT = select.POLLIN, select.POLLOUT
+_STAMPED = struct.Struct("<Bq")  # kind, when it left
+_NUM_PINGS = 16
+
+
+What = Wait | str | Callable[[], str]  # what is waited for: said at the end, where it changes meanwhile
+
+
+def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
+    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
+    for stream in (sys.stderr, sys.__stderr__):
+        try:
+            if stream is not None:
+                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
+                faulthandler.dump_traceback(file=stream, all_threads=True)
+                break
+        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
+            continue
+    return too_late(what, seconds, others)
+
+
+class Mesh:
+    """This rank's links to all others."""
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        store: Store,
+        timeout: float = limits.TIMEOUT,
+        spin: float = limits.SPIN,
+        host: str | None = None,
+        now: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.now = now
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.before_sleep: Callable[[], None] = lambda: None
+        self._spin_ns = int(spin * 1e9)
+        self._handlers: list[Handler] = [self._on_unknown] * 256
+        self._handlers[WORD] = self._on_word
+        self._handlers[ABORT] = self._on_abort
+        self._handlers[GOODBYE] = self._on_goodbye
+        self._handlers[PING] = self._on_ping
+        self._handlers[PONG] = self._on_pong
+        self._handlers[ASK] = self._on_ask
+        self._waiting: tuple[What, Callable[[], Collection[int]]] | None = None  # what this rank waits for now
+        self._answers: dict[int, tuple[str, list[int]]] = {}
+        self._words: dict[str, dict[int, Any]] = {}
+        self._num_pongs = 0
+        self._num_comparisons = 0
+        self._quickest: dict[int, tuple[int, int]] = {}  # by source: when a packet left, and when it was read here
+        self._failure: tuple[int, str] | None = None
+        self._lost: list[int] = []
+        self._departed: set[int] = set()
+        self._backed_up: set[int] = set()
+        self._closed = False
+        self._poller = select.poll()
+        self.links = {link.peer: link for link in connect(rank, num_ranks, store=store, timeout=timeout, host=host)}
+        self._by_fd = {link.fd: link for link in self.links.values()}
+        self._bells: dict[int, Callable[[], None]] = {}
+        for fd in self._by_fd:
+            self._poller.register(fd, _IN)
+
+    def on(self, kind: int, handler: Handler) -> None:
+        """Have `handler(source, packet, fds)` called for every packet of the kind."""
+        assert kind >= FIRST_OWN_KIND, f"kind {kind} is the mesh's own"
+        self._handlers[kind] = handler
+
+    def listen(self, fd: int, bell: Callable[[], None]) -> None:
+        """Have `bell` called when the descriptor is readable, along with the packets."""
+        self._bells[fd] = bell
+        self._poller.register(fd, _IN)
+
+    def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a packet; returns at once, and keeps what the kernel does not take yet."""
+        if not self.links[target].send(packet, fds) and target not in self._backed_up:
+            self._backed_up.add(target)
+            self._watch(self.links[target], _IN | _OUT)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the kernel has taken every packet."""
+        return not self._backed_up
+
+    def pump(self) -> None:
+        """Read everything that is there and call the handlers; never blocks."""
+        while self.look():
+            pass
+
+    def look(self) -> bool:
+        """Read a packet from every rank that sent some, and return whether there was any; never blocks."""
+        events = self._poller.poll(0)
+        if events:
+            self._serve(events)
+            return True
+        return False
+
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        what: What,
+        deadline_ns: int,
+        *,
+        needs: Callable[[], Collection[int]],
+        every_ms: int | None = None,
+        refuse: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Return once `ready()`; raise RankFailed if a rank failed, WaitTimeout past the deadline (perf_counter_ns).
+
+        `needs` names the ranks without which it never will be: they must not have said goodbye. What becomes
+        ready without a packet has to be asked for `every_ms`. `refuse` raises where it is known that it never will.
+        """
+        self._waiting = what, needs
+        try:
+            self._wait(ready, what, deadline_ns, needs, every_ms, refuse)
+        finally:
+            self._waiting = None
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        what: What,
+        deadline_ns: int,
+        needs: Callable[[], Collection[int]],
+        every_ms: int | None,
+        refuse: Callable[[], None],
+    ) -> None:
+        started = time.perf_counter_ns()
+        while True:
+            self.pump()
+            if ready():
+                return
+            self._check(needs)
+            refuse()
+            now = time.perf_counter_ns()
+            if now >= deadline_ns:
+                raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
+            if now - started < self._spin_ns:
+                continue
+            self.before_sleep()
+            left_ms = _milliseconds(deadline_ns - now)
+            self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
+
+    def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
+        """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
+        said: list[str] = []
+        seen = {self.rank}
+        at = min(needs(), default=self.rank)
+        while at not in seen and at in self.links:
+            seen.add(at)
+            answer = self._asked(at)
+            if answer is None:
+                said.append(f"rank {at} does not answer: it computes or hangs")
+                break
+            text, behind = answer
+            said.append(text or f"rank {at} waits for nobody")
+            at = min(behind, default=self.rank)
+        return said
+
+    def _asked(self, rank: int) -> tuple[str, list[int]] | None:
+        """Return what a rank waits for and whom, None where it does not say so within the grace."""
+        self._answers.pop(rank, None)
+        self.send(rank, bytes((ASK, 0)))
+        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        while rank not in self._answers and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+        return self._answers.get(rank)
+
+    def told(self, topic: str) -> Mapping[int, Any]:
+        """Return what has been told under a topic so far, by rank."""
+        return self._words.get(topic, {})
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Send a word to everybody."""
+        word = pickle.dumps((topic, value))
+        assert self.rank not in self._words.get(topic, ()), f"rank {self.rank} tells {topic!r} twice"
+        # Its own copy too: what comes out of `hear` belongs to nobody else, on any rank.
+        self._words.setdefault(topic, {})[self.rank] = pickle.loads(word)[1]
+        for peer in self.links:
+            self.send(peer, _STAMPED.pack(WORD, self.now()) + word)
+
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return everybody's word under the topic, by rank."""
+        words = self._words.setdefault(topic, {})
+        if len(words) < self.num_ranks:
+            everybody = set(range(self.num_ranks))
+            self.wait(
+                lambda: len(words) == self.num_ranks,
+                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to tell {topic!r}",
+                deadline_ns,
+                needs=lambda: set(self.links) - set(words),
+            )
+        del self._words[topic]
+        return [words[rank] for rank in range(self.num_ranks)]
+
+    def compare_clocks(self, deadline_ns: int) -> None:
+        """Exchange pings with all ranks; all of them call it."""
+        for peer in range(self.rank):
+            for _ in range(_NUM_PINGS):
+                self._ping(peer, deadline_ns)
+        self._num_comparisons += 1
+        topic = f"clocks/{self._num_comparisons}"
+        self.tell(topic, None)
+        self.hear(topic, deadline_ns)  # until then the others' pings are answered
+
+    def _ping(self, peer: int, deadline_ns: int) -> None:
+        due = self._num_pongs + 1
+        self.send(peer, _STAMPED.pack(PING, self.now()))
+        what = f"rank {self.rank} waits for rank {peer} to answer a ping"
+        self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
+
+    def comparisons(self) -> list[tuple[int, int, int]]:
+        """Return of each rank the quickest packet since this was last asked: source, when it left, when it came.
+
+        The first moment is by the source's clock and the second by this rank's.
+        """
+        found = [(source, *moments) for source, moments in sorted(self._quickest.items())]
+        self._quickest.clear()
+        return found
+
+    def _compare(self, source: int, left_ns: int) -> None:
+        now = self.now()
+        best = self._quickest.get(source)
+        if best is None or now - left_ns < best[1] - best[0]:
+            self._quickest[source] = left_ns, now
+
+    def abort(self, error: BaseException, during: str) -> None:
+        """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
+        if isinstance(error, RankFailed):
+            rank, text = error.rank, error.error
+        else:
+            at = f" at {during}" if during else ""
+            rank, text = self.rank, f"rank {self.rank} failed{at}: {type(error).__name__}: {error}"
+        packet = bytes((ABORT,)) + pickle.dumps((rank, text))
+        if not self._closed:
+            for peer in self.links:
+                self.send(peer, packet)
+
+    def explain(self, rank: int, error: BaseException) -> RankFailed:
+        """Return why talking to `rank` failed with `error`: what an abort says within the grace, else the error."""
+        self._seek_reason(lambda: f"rank {rank} cannot be reached any more ({type(error).__name__}: {error})", rank)
+        assert self._failure is not None
+        return RankFailed(*self._failure)
+
+    def close(self) -> None:
+        """Say goodbye and let go of the sockets; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        for fd in self._bells:
+            self._poller.unregister(fd)
+        for peer in self.links:
+            self.send(peer, bytes((GOODBYE,)))
+        deadline = time.perf_counter_ns() + int(limits.LINGER * 1e9)
+        self._linger(lambda: bool(self._backed_up), deadline)
+        for link in self.links.values():
+            link.end_sending()
+        # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
+        self._linger(lambda: any(not link.carries_fds for link in self._by_fd.values()), deadline)
+        for link in self.links.values():
+            link.close()
+        self._by_fd.clear()
+
+    def _linger(self, going_on: Callable[[], bool], deadline_ns: int) -> None:
+        self._handlers = [_ignore] * 256
+        while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+
+    def _serve(self, events: list[tuple[int, int]]) -> None:
+        for fd, event in events:
+            link = self._by_fd.get(fd)
+            if link is None:
+                self._bells[fd]()
+                continue
+            if event & _OUT and link.push():
+                self._backed_up.discard(link.peer)
+                self._watch(link, _IN)
+            if event != _OUT and not link.read(self._handlers):
+                self._end(link)
+
+    def _watch(self, link: Link, events: int) -> None:
+        if link.fd in self._by_fd:
+            self._poller.modify(link.fd, events)
+
+    def _end(self, link: Link) -> None:
+        self._poller.unregister(link.fd)
+        del self._by_fd[link.fd]
+        self._backed_up.discard(link.peer)
+        if link.peer not in self._departed:
+            self._lost.append(link.peer)
+
+    def _check(self, needs: Callable[[], Collection[int]]) -> None:
+        if self._lost and self._failure is None:
+            lost = self._lost[0]
+            self._seek_reason(lambda: f"rank {lost} died without a word: it was killed, or it crashed", lost)
+        if self._failure is not None:
+            raise RankFailed(*self._failure)
+        for rank in self._departed and self._departed.intersection(needs()):
+            raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
+
+    def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
+        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        self.pump()
+        while self._failure is None and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(_milliseconds(left)))
+        if self._failure is None:
+            self._failure = (rank, otherwise())
+
+    def _on_word(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._compare(source, _STAMPED.unpack_from(packet)[1])
+        topic, value = pickle.loads(memoryview(packet)[_STAMPED.size :])
+        self._words.setdefault(topic, {})[source] = value
+
+    def _on_abort(self, source: int, packet: bytes, fds: list[int]) -> None:
+        if self._failure is None:
+            self._failure = pickle.loads(memoryview(packet)[1:])
+
+    def _on_goodbye(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._departed.add(source)
+
+    def _on_ping(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._compare(source, _STAMPED.unpack(packet)[1])
+        self.send(source, _STAMPED.pack(PONG, self.now()))
+
+    def _on_pong(self, source: int, packet: bytes, fds: list[int]) -> None:
+        self._compare(source, _STAMPED.unpack(packet)[1])
+        self._num_pongs += 1
+
+    def _on_ask(self, source: int, packet: bytes, fds: list[int]) -> None:
+        if packet[1]:
+            self._answers[source] = pickle.loads(memoryview(packet)[2:])
+            return
+        what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
+        self.send(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
+
+    def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
+        raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
+
+
+def _said(what: What) -> Wait | str:
+    return what() if callable(what) else what
+
+
+def _ignore(source: int, packet: bytes, fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _milliseconds(nanoseconds: int) -> int:
+    # Rounded up, and in pieces that fit the kernel's int.
+    return min(-(-nanoseconds // 1_000_000), 3_600_000)

@@ -1,0 +1,194 @@
+"""What the real channels have in common: messages known by step and action, waits and words over the mesh."""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from collections import deque
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import MismatchError
+from drumline.runtime.channel.channel import Channel, Wait, step_topic
+from drumline.runtime.channel.mesh import Mesh
+
+Arrived = TypeVar("Arrived")
+
+_STEP = struct.Struct("<q")
+_ACTION = struct.Struct("<iiB")
+KEY_BYTES = _STEP.size + _ACTION.size
+_OPS = tuple(Op)
+_EXPECTED = "the same calls on every rank: step on all, or eval_step on all"
+_OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
+
+
+def key_text(key: bytes) -> str:
+    """Return a message's key in words.
+
+    >>> key_text(step_code(3) + action_code(Action.parse("2RECV_F0")))
+    '2RECV_F0 of step 3'
+    """
+    step, _ = mode_of(key)
+    stage, microbatch, op = _ACTION.unpack_from(key, _STEP.size)
+    return f"{Action(stage, _OPS[op], None if microbatch < 0 else microbatch)} of step {step}"
+
+
+def step_code(step: int, *, train: bool = True) -> bytes:
+    """Return the first part of the keys of a step's messages: its number, and whether it trains."""
+    return _STEP.pack(2 * step + (not train))
+
+
+def mode_of(key: bytes) -> tuple[int, bool]:
+    """Return the step that a message belongs to, and whether it trains.
+
+    >>> mode_of(step_code(3)), mode_of(step_code(-1, train=False))
+    ((3, True), (-1, False))
+    """
+    (code,) = _STEP.unpack_from(key)
+    return code // 2, code % 2 == 0
+
+
+def action_code(action: Action) -> bytes:
+    """Return the second part of a message's key."""
+    assert not action.parts, f"{action} receives nothing"
+    microbatch = -1 if action.microbatch is None else action.microbatch
+    return _ACTION.pack(action.stage, microbatch, _OP_NUMBERS[action.op])
+
+
+class MeshChannel(Channel, Generic[Arrived]):
+    """A channel whose headers travel over a mesh; how the payload travels is the subclass's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank = mesh.rank
+        self.num_ranks = mesh.num_ranks
+        self._mesh = mesh
+        self._now = mesh.now
+        self._step = 0
+        self._trains = True
+        self._step_code = step_code(0)
+        self._codes: dict[Action, bytes] = {}
+        # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
+        self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(mesh.num_ranks)]
+        self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(mesh.num_ranks)]
+        self._num_open = [0] * mesh.num_ranks
+        mesh.before_sleep = self._before_sleep
+
+    @abstractmethod
+    def _before_sleep(self) -> None:
+        """Make room for messages without which this rank might sleep for ever."""
+
+    @abstractmethod
+    def _unsent(self) -> tuple[int, bytes] | None:
+        """Return target and key of a message that has not left, if there is one."""
+
+    def _looks_every_ms(self) -> int | None:
+        """Return how often `_unsent` has to be asked while nothing arrives."""
+        return None
+
+    def _key(self, receive: Action) -> bytes:
+        code = self._codes.get(receive)
+        if code is None:
+            code = self._codes[receive] = action_code(receive)
+        return self._step_code + code
+
+    def _arrive(self, source: int, key: bytes, message: Arrived) -> None:
+        inbox = self._inbox[source]
+        if key in inbox:
+            self._again[source].append((key, message))
+        else:
+            inbox[key] = message
+
+    def _pick(self, source: int, key: bytes) -> Arrived | None:
+        """Remove a message from those that arrived."""
+        message = self._inbox[source].pop(key, None)
+        if message is None:
+            return None
+        if self._again[source]:
+            again, self._again[source] = self._again[source], deque()
+            for other, later in again:
+                self._arrive(source, other, later)
+        if self._num_open[source]:
+            self._num_open[source] -= 1
+        return message
+
+    def begin(self, step: int, *, train: bool = True) -> None:
+        """Start a step; every message of earlier ones must have been taken up."""
+        self._step, self._trains = step, train
+        self._step_code = step_code(step, train=train)
+        for source, inbox in enumerate(self._inbox):
+            for key in inbox:
+                if mode_of(key)[0] < step:
+                    raise MismatchError(
+                        f"rank {self.rank} never took up {key_text(key)} of rank {source}",
+                        expected=_EXPECTED,
+                    )
+
+    def post(self, receive: Action, source: int) -> None:
+        """Count a receive as open."""
+        self._num_open[source] += 1
+        if self._num_open[source] > self.peak_open_receives:
+            self.peak_open_receives = self._num_open[source]
+
+    def block(self, wait: Wait, deadline_ns: int) -> None:
+        """Return once the message is there."""
+        key, inbox = self._key(wait.receive), self._inbox[wait.source]
+        needs, refuse = (lambda: (wait.source,)), partial(self._refuse_ended, wait.source, wait)
+        self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
+
+    def _refuse_ended(self, rank: int, what: Wait | str) -> None:
+        """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
+        ended = self._mesh.told(step_topic(self._step))
+        if rank in ended:
+            called = "step" if getattr(ended[rank], "train", True) else "eval_step"
+            raise MismatchError(
+                f"{what}, and rank {rank} has ended call {self._step} without it, by {called}", expected=_EXPECTED
+            )
+        for key in self._inbox[rank]:
+            if mode_of(key) == (self._step, not self._trains):
+                mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
+                raise MismatchError(
+                    f"call {self._step}: rank {self.rank} called {mine} and rank {rank} {theirs}", expected=_EXPECTED
+                )
+
+    def flush(self, deadline_ns: int) -> None:
+        """Return once nothing sent is left here."""
+        self._mesh.pump()
+        unsent = self._unsent()
+        if unsent is None and self._mesh.all_sent:
+            return
+        what = f"rank {self.rank} waits for its last packets to leave"
+        if unsent is not None:
+            what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
+        self._mesh.wait(
+            lambda: self._unsent() is None and self._mesh.all_sent,
+            what,
+            deadline_ns,
+            needs=lambda: () if (late := self._unsent()) is None else (late[0],),
+            every_ms=self._looks_every_ms(),
+            refuse=lambda: None if (late := self._unsent()) is None else self._refuse_ended(late[0], what),
+        )
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell every other rank a value."""
+        self._mesh.tell(topic, value)
+
+    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
+        """Return what every rank told, by rank."""
+        return self._mesh.hear(topic, deadline_ns)
+
+    def compare_clocks(self, deadline_ns: int) -> None:
+        """Exchange pings with all ranks."""
+        self._mesh.compare_clocks(deadline_ns)
+
+    def comparisons(self) -> list[tuple[int, int, int]]:
+        """Return the quickest ping or word of each rank since this was last asked."""
+        return self._mesh.comparisons()
+
+    def abort(self, error: BaseException, during: str) -> None:
+        """Tell every rank of a failure and its origin."""
+        self._mesh.abort(error, during)
+
+    def close(self) -> None:
+        """Say goodbye and let go of everything."""
+        self._mesh.close()

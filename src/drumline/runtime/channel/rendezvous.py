@@ -1,0 +1,240 @@
+"""How ranks find each other: a socket between every pair, agreed on through a torch.distributed store.
+
+    every rank   opens a listener and puts (host, address, token) into the store
+    rank i       connects to every j < i and shows j's token; j answers with i's
+                 then accepts every j > i
+
+Ranks share a host if the machine's boot and the network namespace are the same: between them it is a Unix socket on an
+abstract address, which leaves nothing in a file system. Otherwise it is TCP.
+Every wait is bounded and says for whom it waits.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from drumline.core.errors import RunError
+from drumline.runtime.channel import limits
+from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.link import Link, TcpLink, UnixLink
+
+_HELLO = struct.Struct("<16sI")
+
+
+def host_id() -> str:
+    """Return a name that is equal for processes that can share Unix sockets and memory, and only for those."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return secrets.token_hex(16)
+
+
+def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *, timeout: float) -> list[Any]:
+    """Put a value into the store and return everybody's, by rank; the same topic may be used again and again.
+
+    >>> from torch.distributed import HashStore
+    >>> exchange(HashStore(), 0, 1, "colour", "blue", timeout=1.0)
+    ['blue']
+    """
+    # How often this rank came here keeps one exchange from reading the values of an earlier one.
+    turn = store.add(f"{topic}/turns/{rank}", 1)
+    here = PrefixStore(f"{topic}/{turn}", store)
+    here.set(str(rank), pickle.dumps(value).hex())
+    started = time.perf_counter()
+    values = []
+    for other in range(num_ranks):
+        left = max(0.001, timeout - (time.perf_counter() - started))
+        try:
+            here.wait([str(other)], timedelta(seconds=left))
+        except DistStoreError:
+            raise too_late(f"rank {rank} waits for rank {other} to tell its {topic}", timeout) from None
+        values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
+    return values
+
+
+def one_host(store: Store, rank: int, num_ranks: int, *, timeout: float = limits.TIMEOUT) -> bool:
+    """Return whether all ranks share a host, so that messages can go through shared memory; all ranks call it.
+
+    >>> from torch.distributed import HashStore
+    >>> one_host(HashStore(), 0, 1)
+    True
+    """
+    return len(set(exchange(store, rank, num_ranks, "drumline/host", host_id(), timeout=timeout))) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rank tells the others of itself."""
+
+    host: str
+    token: bytes
+    unix: bytes
+    tcp: tuple[tuple[str, int], ...] = ()
+
+
+def connect(rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None) -> list[Link]:
+    """Return a link to every other rank; ranks that give different hosts use TCP even if they share one."""
+    return _Rendezvous(rank, num_ranks, store, timeout, host_id() if host is None else host).links()
+
+
+class _Rendezvous:
+    def __init__(self, rank: int, num_ranks: int, store: Store, timeout: float, host: str) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.store = store
+        self.timeout = timeout
+        self.host = host
+        self.deadline = time.perf_counter() + timeout
+
+    def links(self) -> list[Link]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unix, socket.socket() as tcp:
+            cards = self._cards(unix, tcp)
+            links: list[Link] = []
+            try:
+                links.extend(self._call(other, cards) for other in range(self.rank))
+                for listener in (unix, tcp):
+                    local = listener is unix
+                    expected = {
+                        j for j in range(self.rank + 1, self.num_ranks) if (cards[j].host == self.host) == local
+                    }
+                    links.extend(self._accept(listener, expected, cards))
+            except BaseException:
+                for link in links:
+                    link.close()
+                raise
+            return links
+
+    def _cards(self, unix: socket.socket, tcp: socket.socket) -> list[Card]:
+        hosts = exchange(self.store, self.rank, self.num_ranks, "drumline/host", self.host, timeout=self.timeout)
+        address = b""
+        if hosts.count(self.host) > 1:
+            address = b"\0drumline-" + secrets.token_hex(16).encode()
+            unix.bind(address)
+            unix.listen(self.num_ranks)
+        ways: tuple[tuple[str, int], ...] = ()
+        if len(set(hosts)) > 1:
+            tcp.bind(("", 0))
+            tcp.listen(self.num_ranks)
+            ways = tuple((name, tcp.getsockname()[1]) for name in _own_addresses(self.store))
+        card = Card(self.host, secrets.token_bytes(16), address, ways)
+        return exchange(self.store, self.rank, self.num_ranks, "drumline/address", card, timeout=self.timeout)
+
+    def _left(self, what: str) -> float:
+        left = self.deadline - time.perf_counter()
+        if left <= 0:
+            raise too_late(f"rank {self.rank} waits for {what}", self.timeout)
+        return left
+
+    def _call(self, other: int, cards: list[Card]) -> Link:
+        """Connect to a lower rank and show its token."""
+        card, mine = cards[other], cards[self.rank].token
+        ways: list[Any] = [card.unix] if card.host == self.host else list(card.tcp)
+        problems = []
+        for way in ways:
+            family, kind = (
+                (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if isinstance(way, bytes)
+                else (socket.AF_INET, socket.SOCK_STREAM)
+            )
+            connection = socket.socket(family, kind)
+            try:
+                # An address that nobody answers must leave time for the next one.
+                connection.settimeout(self._left(f"rank {other} to answer") / len(ways))
+                connection.connect(way)
+                connection.settimeout(self._left(f"rank {other} to answer"))
+                connection.sendall(_HELLO.pack(card.token, self.rank))
+                if _receive(connection, len(mine)) != mine:
+                    raise ConnectionError("another program answers there")
+                return _link(other, connection)
+            except OSError as error:
+                connection.close()
+                problems.append(f"{way!r}: {error or type(error).__name__}")
+            except BaseException:
+                connection.close()
+                raise
+        raise RunError(
+            f"rank {self.rank} cannot connect to rank {other} ({'; '.join(problems)})",
+            fix="see that the rank still runs and that the hosts can reach each other's ports",
+        )
+
+    def _accept(self, listener: socket.socket, expected: set[int], cards: list[Card]) -> list[Link]:
+        """Accept the higher ranks that show this rank's token, and nobody else."""
+        links: list[Link] = []
+        while expected:
+            missing = f"rank {', '.join(map(str, sorted(expected)))} to connect"
+            try:
+                listener.settimeout(self._left(missing))
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                connection.settimeout(min(5.0, self._left(missing)))
+                token, other = _HELLO.unpack(_receive(connection, _HELLO.size))
+                if not secrets.compare_digest(token, cards[self.rank].token) or other not in expected:
+                    raise ConnectionError("a stranger")
+                connection.sendall(cards[other].token)
+                links.append(_link(other, connection))
+                expected.discard(other)
+            except OSError:
+                connection.close()
+        return links
+
+
+def _link(other: int, connection: socket.socket) -> Link:
+    if connection.family == socket.AF_UNIX:
+        return UnixLink(other, connection)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that vanishes sends no end of the connection: ask after it when it is silent.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return TcpLink(other, connection)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = connection.recv(num_bytes - len(data))
+        if not more:
+            raise ConnectionError("the connection ended")
+        data += more
+    return data
+
+
+def _own_addresses(store: Store) -> list[str]:
+    """Return the addresses under which other hosts may reach this one, the likeliest first."""
+    names: list[str] = []
+    inner: Any = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    lookups: list[Callable[[], str]] = [lambda: socket.gethostbyname(socket.gethostname())]
+    if hasattr(inner, "host"):
+        lookups.insert(0, lambda: _address_towards(inner.host))
+    for lookup in lookups:
+        try:
+            names.append(lookup())
+        except OSError:
+            continue
+    # A loopback address is of use only if there is no other (tests; several namespaces cannot meet anyway).
+    outer = [name for name in dict.fromkeys(names) if not name.startswith("127.")]
+    return outer + [name for name in dict.fromkeys([*names, "127.0.0.1"]) if name.startswith("127.")]
+
+
+def _address_towards(host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only picks the interface
+        return str(probe.getsockname()[0])

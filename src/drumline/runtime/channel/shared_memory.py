@@ -1,0 +1,215 @@
+"""Messages between ranks of one host: the payload in shared memory, its header over the mesh.
+
+    send                                       take
+    copy the tensors into a free slot          copy them out of it
+    header: slot, layout, key, stamps ──────►  credit: the slot is free, said with the next message back
+
+With no free slot a message is parked, its tensors held, and moves on when a credit comes: sending never blocks. A
+receiver that waits for a message while all slots hold others copies those out first, so that any order of taking works.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from drumline.core.action import Action
+from drumline.core.errors import RunError
+from drumline.runtime.channel import limits
+from drumline.runtime.channel.channel import Delivery
+from drumline.runtime.channel.layout import Layout, Layouts
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
+from drumline.runtime.channel.slots import Slot, Slots
+
+_MESSAGE, _CREDITS, _SLOT, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
+_HEADER = struct.Struct(f"<BBH{KEY_BYTES}sqq")  # kind, slot, layout, key, made, sent; after it, credits: a byte each
+_KEY = slice(4, 4 + KEY_BYTES)
+_NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor comes along
+
+
+class _Parked(NamedTuple):
+    layout: Layout
+    key: bytes
+    tensors: Sequence[Tensor]
+    made_ns: int
+
+
+class _Edge:
+    """This rank's side of the two directed edges that join it to a peer."""
+
+    def __init__(self, num_slots: int) -> None:
+        # What it sends.
+        self.layouts = Layouts()
+        self.slots = Slots(num_slots)
+        self.parked: deque[_Parked] = deque()
+        # What it receives: the slots and layouts it was told of, how many slots hold messages, and which are empty
+        # again without the peer knowing.
+        self.peer_layouts: dict[int, Layout] = {}
+        self.peer_slots: dict[int, Slot] = {}
+        self.num_held = 0
+        self.credits = bytearray()
+
+
+# A message that arrived: its header and layout while it is in its slot, or what was copied out of that.
+_Arrived = tuple[bytes, Layout] | Delivery
+
+
+class SharedMemoryChannel(MeshChannel[_Arrived]):
+    """Carries messages between ranks that share a host; what arrives is put on `device`."""
+
+    name = "shared-memory"
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        store: Store,
+        device: torch.device | str = "cpu",
+        timeout: float = limits.TIMEOUT,
+        num_slots: int = 4,
+        spin: float = limits.SPIN,
+        now: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        if not 1 <= num_slots <= 256:
+            raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
+        mesh = Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
+        super().__init__(mesh)
+        elsewhere = sorted(peer for peer, link in mesh.links.items() if not link.carries_fds)
+        if elsewhere:
+            mesh.close()
+            raise RunError(
+                f"rank {rank} does not share a host with rank {', '.join(map(str, elsewhere))}",
+                fix="use a channel over torch.distributed between hosts",
+            )
+        self._device = torch.device(device)
+        self._num_slots = num_slots
+        self._num_parked = 0
+        self._edges = {peer: _Edge(num_slots) for peer in mesh.links}
+        mesh.on(_MESSAGE, self._on_message)
+        mesh.on(_CREDITS, self._on_credits)
+        mesh.on(_SLOT, self._on_slot)
+        mesh.on(_LAYOUT, self._on_layout)
+
+    def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
+        """Copy a message into shared memory, or park it; a form that was used must not be changed."""
+        made_ns = self._now()
+        edge = self._edges[target]
+        layout = edge.layouts.find(tensors, form)
+        key = self._key(receive)
+        if self._num_parked or edge.slots.num_busy == self._num_slots:
+            self._mesh.pump()  # credits may have come
+        if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
+            edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
+            self._num_parked += 1
+        num_open = len(edge.parked) + edge.slots.num_busy
+        if num_open > self.peak_open_sends:
+            self.peak_open_sends = num_open
+
+    def _dispatch(
+        self, target: int, edge: _Edge, layout: Layout, key: bytes, tensors: Sequence[Tensor], made_ns: int
+    ) -> bool:
+        """Fill a slot and announce it; return False if none is free."""
+        free = edge.slots.take(layout.room)
+        if free is None:
+            return False
+        slot, fd = free
+        if fd is not None:
+            self._mesh.send(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
+        if not layout.is_told:
+            layout.is_told = True
+            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
+        slot.fill(layout, tensors)
+        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self._now())
+        if edge.credits:
+            packet += edge.credits
+            edge.credits.clear()
+        self._mesh.send(target, packet)
+        return True
+
+    def take(self, receive: Action, source: int) -> Delivery | None:
+        """Copy a message out of shared memory, if it is there."""
+        key, inbox = self._key(receive), self._inbox[source]
+        if self._num_parked:
+            self._mesh.pump()
+        while key not in inbox and self._mesh.look():
+            pass
+        arrived = self._pick(source, key)
+        return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
+
+    def _copy_out(self, source: int, packet: bytes, layout: Layout) -> Delivery:
+        arrived_ns = self._now()
+        edge = self._edges[source]
+        _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
+        tensors = edge.peer_slots[slot].copies(layout, self._device)
+        edge.num_held -= 1
+        edge.credits.append(slot)
+        # Credits travel with the next message that goes there, unless the sender might run out of slots before.
+        if len(edge.credits) * 2 >= self._num_slots:
+            self._send_credits(source, edge)
+        return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
+
+    def _send_credits(self, source: int, edge: _Edge) -> None:
+        self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)
+        edge.credits.clear()
+
+    def _before_sleep(self) -> None:
+        for source, edge in self._edges.items():
+            if edge.num_held == self._num_slots:
+                inbox = self._inbox[source]
+                for key, arrived in inbox.items():
+                    if not isinstance(arrived, Delivery):
+                        inbox[key] = self._copy_out(source, *arrived)
+                self._again[source] = deque(
+                    (key, arrived if isinstance(arrived, Delivery) else self._copy_out(source, *arrived))
+                    for key, arrived in self._again[source]
+                )
+            if edge.credits:
+                self._send_credits(source, edge)
+
+    def _unsent(self) -> tuple[int, bytes] | None:
+        if self._num_parked:
+            for target, edge in self._edges.items():
+                if edge.parked:
+                    return target, edge.parked[0].key
+        return None
+
+    def close(self) -> None:
+        """Say goodbye and let go of the memory."""
+        super().close()
+        self._edges.clear()
+
+    def _on_message(self, source: int, packet: bytes, fds: list[int]) -> None:
+        edge = self._edges[source]
+        edge.num_held += 1
+        if len(packet) > _HEADER.size:
+            self._credit(source, edge, packet[_HEADER.size :])
+        self._arrive(source, packet[_KEY], (packet, edge.peer_layouts[packet[2] | packet[3] << 8]))
+
+    def _on_credits(self, target: int, packet: bytes, fds: list[int]) -> None:
+        self._credit(target, self._edges[target], packet[1:])
+
+    def _credit(self, target: int, edge: _Edge, slots: bytes) -> None:
+        for slot in slots:
+            edge.slots.give_back(slot)
+        while edge.parked and self._dispatch(target, edge, *edge.parked[0]):
+            edge.parked.popleft()
+            self._num_parked -= 1
+
+    def _on_slot(self, source: int, packet: bytes, fds: list[int]) -> None:
+        _, number, room = _NEW_SLOT.unpack(packet)
+        if not fds:
+            raise RunError(f"rank {self.rank} cannot open more files", fix="raise `ulimit -n`")
+        self._edges[source].peer_slots[number] = Slot(number, fds[0], room)
+
+    def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
+        layout = Layout.parse(memoryview(packet)[1:])
+        self._edges[source].peer_layouts[layout.number] = layout

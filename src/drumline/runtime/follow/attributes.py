@@ -1,0 +1,150 @@
+"""What a followed forward reads and sets of modules' attributes, and what of that could not be repeated.
+
+    self.count += 1              between blocks: read, then set. Every call of the forward would see another number
+    block.scale = at             set between blocks, read inside of one: the block that runs later would never know
+    self.mean = x.mean()         set inside of a block, read inside of another one: no cut may stand between the two
+
+Between blocks Python runs while the model is followed, and not in every step. So what it reads there has to stay as it
+is, which is looked after at every step (`Watch`), and what it sets there may be read by itself alone, afterwards.
+Lists, dicts and objects count as set whenever their content is found to be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from drumline.core.errors import ModelError
+from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
+
+BETWEEN = -1
+MISSING: Any = object()
+Place = tuple[str, str]  # a module's name, and that of an attribute
+
+# What modules consist of: looked after by itself.
+_OWN = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward", "_is_full_backward_hook"}
+    | {name for name in vars(nn.Module()) if "hooks" in name}
+    | {"_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
+)
+
+
+@dataclass
+class _Uses:
+    """Who has read and who has set an attribute: calls by their number, or what runs between them."""
+
+    readers: set[int] = field(default_factory=set)
+    setters: set[int] = field(default_factory=set)
+    first: Any = MISSING  # what was read between blocks before it was set there
+    is_read_first: bool = False
+    is_carried: bool = False  # from one call of the forward to the next
+    line: str = ""  # where it is set
+
+
+class Attributes:
+    """The attributes of some modules while these run; `who` tells what runs, `line` where."""
+
+    def __init__(self, names: Mapping[int, str], who: Callable[[], int], line: Callable[[], str]) -> None:
+        self._names = names
+        self._who = who
+        self._line = line
+        self.uses: dict[Place, _Uses] = {}
+        self._looked: dict[int, tuple[Any, Any, set[Place]]] = {}  # what can change, as it was, and where it is kept
+
+    def read(self, module: nn.Module, key: str, value: Any) -> None:
+        """Note that an attribute was read; MISSING if it was not there."""
+        if key in _OWN or key.startswith("__"):
+            return
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        uses = self.uses.setdefault((name, key), _Uses())
+        who = self._who()
+        uses.readers.add(who)
+        if who == BETWEEN and not uses.is_read_first and BETWEEN not in uses.setters:
+            uses.is_read_first, uses.first = True, value
+        if can_change(value):
+            if id(value) not in self._looked:
+                self._looked[id(value)] = (value, fingerprint(value), set())
+            self._looked[id(value)][2].add((name, key))
+
+    def set(self, module: nn.Module, key: str, before: Any, value: Any) -> None:
+        """Note that an attribute is set, or deleted if the value is MISSING."""
+        name = self._names.get(id(module))
+        if key in _OWN or name is None or fingerprint(before) == fingerprint(value):
+            return
+        self._is_set((name, key), self._who(), value)
+
+    def _is_set(self, place: Place, who: int, value: Any) -> None:
+        uses = self.uses.setdefault(place, _Uses())
+        uses.setters.add(who)
+        uses.line = uses.line or self._line()
+        if who == BETWEEN and uses.is_read_first:
+            uses.is_carried |= not _is_made_once(uses.first, value)
+
+    def look(self) -> None:
+        """See which lists, dicts and objects have another content: whoever runs now has changed them."""
+        who = self._who()
+        for one, (value, before, places) in self._looked.items():
+            now = fingerprint(value)
+            if now != before:
+                self._looked[one] = (value, now, places)
+                if only_named(before, now):
+                    continue
+                for place in places:
+                    self._is_set(place, who, value)
+
+    def judge(self, block: Callable[[int], str], bar: Callable[[int, int, str], None]) -> None:
+        """Refuse what could not be repeated; `bar` is told between which calls no cut may stand."""
+        for place, uses in self.uses.items():
+            if not uses.setters:
+                continue
+            named = _named(place)
+            inside = sorted((uses.readers | uses.setters) - {BETWEEN})
+            if BETWEEN in uses.setters:
+                self._refuse_between(named, uses, [block(one) for one in sorted(uses.readers - {BETWEEN})])
+            elif BETWEEN in uses.readers:
+                raise ModelError(
+                    f"the model's forward reads {named} between its blocks, which {block(min(uses.setters))!r} sets",
+                    expected="blocks that return what is used between them",
+                    fix=f"return it from {block(min(uses.setters))!r}",
+                )
+            elif len(inside) > 1:
+                first, last = inside[0], inside[-1]
+                bar(first, last, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it")
+
+    def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
+        if uses.is_carried:
+            raise ModelError(
+                f"the model's forward changes {named} between its blocks{uses.line}",
+                expected="a forward that finds its attributes alike in every step",
+                fix="change it in a block, or outside of the forward",
+            )
+        for reader in readers:
+            raise ModelError(
+                f"the model's forward sets {named} between its blocks{uses.line}, and {reader!r} reads it",
+                expected="blocks that get what they use as arguments, or find it as it was when the step began",
+                fix="pass it to the block, or set it outside of the forward",
+            )
+
+    def read_between(self) -> list[Place]:
+        """Return what the forward has read between blocks, and not set itself before."""
+        return [place for place, uses in self.uses.items() if uses.is_read_first]
+
+
+def _named(place: Place) -> str:
+    name, key = place
+    return f"the attribute {key!r} of {name!r}" if name else f"the model's attribute {key!r}"
+
+
+def _is_made_once(before: Any, value: Any) -> bool:
+    """Whether something that depends on no input is kept where there was nothing: made anew, it is the same."""
+    if before is not None and before is not MISSING:
+        return False
+    if isinstance(value, tuple | list):
+        return all(_is_made_once(before, one) for one in value)
+    return not isinstance(value, FakeTensor) and (isinstance(value, Tensor) or not isinstance(value, PLAIN))

@@ -1,0 +1,481 @@
+"""Following a model's forward: which blocks it calls, what it computes between them, and which tensors go where.
+
+The forward runs once on a `Skeleton`, with two watchers. Calls of blocks are noted whole, whatever goes on inside. All
+other calls into torch are noted one by one; Python's own flow of control is not, so a graph belongs to one kind of
+input (structure, shapes, plain values), and another kind is followed anew.
+
+Between blocks only what depends on the inputs or on parameters is a stand-in. The rest (positions counted up from
+nothing) is real, so that the model may decide by it.
+
+Inside a block the watcher only looks for what would break a cut: a tensor that another block made and that did not come
+in through the block's arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from drumline.core.errors import ModelError
+from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.blocks.contents import found_in, refuse_objects, tensors_in
+from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value, may_draw
+from drumline.runtime.follow.ambient import Ambient, refuse_backward_hooks
+from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
+from drumline.runtime.follow.error_line import line_here, line_of
+from drumline.runtime.follow.interception import Nodes, coming_by, version_of
+from drumline.runtime.follow.local_hooks import LocalHooks
+from drumline.runtime.follow.numbers import unchecked, unpacked
+from drumline.runtime.follow.refusals import (
+    changes_variable,
+    draws_on_host,
+    name_of,
+    property_of,
+    refuse_changed,
+    refuse_function,
+    refuse_marked,
+    refuse_others,
+)
+from drumline.runtime.follow.skeleton import Meta, Skeleton
+from drumline.runtime.follow.stand_ins import Known, StandIns
+from drumline.runtime.randomness import HostChance
+from drumline.runtime.values import pack, unpack
+from drumline.runtime.watch.surroundings import Surroundings
+
+
+class Followed(NamedTuple):
+    """A forward that was followed: its graph, and the attributes that decided what it is."""
+
+    graph: Graph
+    attributes: list[Place]
+
+
+def trace(
+    skeleton: Skeleton,
+    inside: frozenset[str],
+    form: Any,
+    metas: Sequence[Meta],
+    *,
+    train: bool,
+    known: Known,
+    autocast: torch.dtype | None = None,
+) -> Followed:
+    """Follow the model's forward on inputs of this form; `known` remembers what blocks return that need zeros to run.
+
+    It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
+    """
+    refuse_backward_hooks(skeleton.model, inside)
+    device = skeleton.device.type
+    chance = HostChance()
+    with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        inputs = skeleton.fakes(metas)
+        args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
+        tracer = _Tracer(skeleton, inside, inputs, known)
+        everywhere = Surroundings(skeleton.model.modules())
+        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
+            try:
+                made = skeleton.model(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise tracer.failed(error) from error
+            tracer.finish(made)
+    return Followed(tracer.graph, tracer.attributes.read_between())
+
+
+class Unseen(ModelError):
+    """A tensor that a block made and did not return is used outside of it."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
+        self.block = block
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class Decides(ModelError):
+    """The forward decides by numbers; `inputs` are the places of those that they were made of."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", inputs: Sequence[int] = ()) -> None:
+        self.inputs = inputs
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class _Tracer(TorchFunctionMode):
+    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], known: Known) -> None:
+        super().__init__()
+        self.skeleton = skeleton
+        self.inside = inside
+        self.stand_ins = StandIns(skeleton, known)
+        self.graph = Graph()
+        self.numbers: dict[int, int] = {}  # of values, by their tensor's id
+        self.kept: list[Any] = []  # what must live on, so that no id is taken twice
+        self.storages: dict[int, int] = {}
+        self.within: list[str] = []  # the block that runs now
+        self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
+        self.taken: set[int] = set()  # tensors that came in through the running block's arguments
+        self.reads: set[str] = set()
+        self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
+        self.broken = ""  # the block that failed
+        self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
+        self.thread = threading.get_ident()
+        self.base = _autocast(skeleton.device.type)
+        self.gradients = torch.is_grad_enabled()
+        self.names = skeleton.names
+        self.attributes = Attributes(skeleton.names, self._who, line_here)
+        self.function = ""  # the autograd function that runs now, between blocks
+        self.is_aside = False  # whether what runs now is the watcher's own
+        self.nodes = Nodes()
+        self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
+        self.variables = self.surroundings.now()
+        self.chance = HostChance()  # where Python's random numbers stood when the last block ended
+        self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
+        for tensor in inputs:
+            self.graph.inputs.append(self._new(tensor))
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a block runs."""
+        return bool(self.within)
+
+    def _who(self) -> int:
+        return len(self.graph.calls) if self.within else BETWEEN
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _new(self, tensor: Tensor, **more: Any) -> int:
+        number = len(self.graph.values)
+        storage = id(tensor.untyped_storage())
+        self.kept += [tensor, tensor.untyped_storage()]
+        kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
+        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
+        self.numbers[id(tensor)] = number
+        return number
+
+    def _number(self, tensor: Tensor, what: str) -> int:
+        """Return a tensor's value; one that is part of the model or was there before becomes one."""
+        if id(tensor) in self.numbers:
+            return self.numbers[id(tensor)]
+        if id(tensor) in self.skeleton.states:
+            return self._new(tensor, state=self.skeleton.states[id(tensor)])
+        if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
+            if tensor.requires_grad and tensor.is_leaf:
+                raise ModelError(
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
+                    f"the model{self._kept_in(tensor)}",
+                    expected="what is trained to be a parameter",
+                    fix="register it: self.scale = nn.Parameter(scale)",
+                )
+            return self._new(tensor, constant=tensor)
+        if (made := self.where.get(id(tensor))) is not None:
+            block = self.graph.calls[made].block
+            self._bar(made, f"{what} uses a tensor that {block!r} made and did not return{self._kept_in(tensor)}")
+            raise Unseen(
+                self.graph.barriers[-1].reason,
+                expected="blocks that return what others use",
+                fix=f"return it from {block!r}, or use it inside",
+                block=block,
+            )
+        raise ModelError(
+            f"{what} takes a tensor that was made where it could not be followed",
+            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
+            fix="make it inside of a block: move it into a block, or register it as a buffer",
+        )
+
+    def _kept_in(self, tensor: Tensor) -> str:
+        for name, module in self.skeleton.model.named_modules():
+            for key, one in vars(module).items():
+                if one is tensor:
+                    return f" (it is kept as {name}.{key})" if name else f" (it is kept as {key})"
+        return ""
+
+    def _bar(self, first: int, reason: str) -> None:
+        self.graph.barriers.append(Barrier(first, len(self.graph.calls), reason))
+
+    # ---- calls of functions ------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if threading.get_ident() != self.thread:
+            return func(*args, **named)
+        if self.within:
+            return self._inside(func, args, named)
+        return self._noted(func, args, named)
+
+    def _inside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function inside of a block, looking for tensors that did not come in through its arguments."""
+        given = tensors_in((args, kwargs))
+        for one in given:
+            self._look(one)
+        self._ask(func, given)
+        made = func(*args, **kwargs)
+        known = {id(one) for one in given}
+        for one in tensors_in(made):
+            if id(one) not in known:
+                self.where.setdefault(id(one), len(self.graph.calls))
+                self.kept.append(one)
+        return made
+
+    def _ask(self, func: Callable[..., Any], given: Sequence[Tensor]) -> None:
+        """Bar cuts before a block that asks how what it is given came to be: behind a cut it begins there."""
+        asked = property_of(func)
+        if asked not in ("grad_fn", "is_leaf") or id(given[0]) not in self.taken:
+            return
+        with torch._C.DisableTorchFunction():
+            has_past = given[0].grad_fn is not None
+        number = self.numbers.get(id(given[0]))
+        if has_past and number is not None:
+            made = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
+            reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
+            self.graph.barriers.append(Barrier(made.get(number, 0), len(self.graph.calls), reason))
+
+    def _look(self, one: Tensor) -> None:
+        at, block = len(self.graph.calls), self.within[-1]
+        if id(one) in self.taken or self.where.get(id(one)) == at:
+            return
+        if name := self.skeleton.states.get(id(one)):
+            self.reads.add(name)
+        elif (number := self.numbers.get(id(one))) is not None:
+            if self.graph.is_carried(number):
+                first = max(self.graph.made_at.get(number, -1), 0)
+                del self.graph.made_at
+                self._bar(first, f"{block!r} uses a tensor that is not among its arguments{self._kept_in(one)}")
+                self.taken.add(id(one))
+        elif (made := self.where.get(id(one))) is not None:
+            other = self.graph.calls[made].block
+            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self._kept_in(one)}"
+            self._bar(made, reason)
+            self.taken.add(id(one))
+
+    def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if transformed():
+            return func(*args, **kwargs)
+        refuse_function(func)
+        given = tensors_in((args, kwargs))
+        if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
+            raise ModelError(
+                f"the model's forward decides by a random number between its blocks{line_here()}",
+                expected="decisions that are the same in every step, between blocks",
+                fix="draw it inside of a block, or switch it off (layerdrop=0)",
+            )
+        for one in given:
+            if id(one) in self.where and not isinstance(one, FakeTensor):
+                self._number(one, f"the model, in {name_of(func)}")  # raises, unless the block returned it
+        if name_of(func) in _READS:
+            self.read = tuple(given)
+        versions = [version_of(one) for one in given]
+        made = func(*args, **kwargs)
+        if property_of(func) == "grad_fn":
+            return self.nodes.of(made)
+        changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+        if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
+            func, changed = Tensor.requires_grad_, [given[0]]
+        if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
+            self._note(func, args, kwargs, made, changed)
+        self._follow_chance(func, args, made)
+        return made
+
+    def _follow_chance(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any) -> None:
+        """Remember random tensors that Python could decide by, and what is made of them."""
+        given = [one for one in tensors_in(args) if id(one) in self.drawn]
+        if name_of(func).strip("_") in _COMPARES and given and self.drawn[id(given[0])] and len(args) == 2:
+            bound = args[1] if args[0] is given[0] else args[0]
+            if isinstance(bound, int | float) and not 0 < bound < 1:
+                return  # it comes out alike, whatever is drawn
+        if given or may_draw(func):
+            evenly = func is torch.rand
+            self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
+
+    def _note(
+        self,
+        func: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+        changed: Sequence[Tensor] = (),
+        block: str = "",
+        reads: Sequence[str] = (),
+    ) -> None:
+        what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
+        tensors, form = pack((args, kwargs))
+        refuse_objects(form, what)
+        takes = tuple(self._number(one, what) for one in tensors)
+        for one in changed:
+            self._alone(self._number(one, what), what)
+        paths = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
+        self.graph.calls.append(
+            Call(
+                None if block else func,
+                block,
+                form,
+                takes,
+                tuple((path, self._new(one)) for path, one in paths),
+                tuple(self.numbers[id(one)] for one in changed),
+                None if (on := torch.is_grad_enabled()) is self.gradients else on,
+                None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
+                tuple(reads),
+            )
+        )
+
+    def _alone(self, changed: int, what: str) -> None:
+        """Forbid cuts between a value that is changed in place and the others that share its memory."""
+        values = self.graph.values
+        at = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
+        shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
+        if len(shared) > 1:
+            first = min(at.get(one, 0) for one in shared)
+            self._bar(first, f"{what} changes a tensor in place of which other values are views")
+
+    # ---- calls of blocks ---------------------------------------------------------------------------------------------
+
+    def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a block and note it as one call."""
+        self._begin(module, name)
+        before = pack((args, kwargs))
+        given = tensors_in((args, kwargs))
+        refuse_marked(self._unmarked(given), self.marks, f"the model's forward gives {name!r}")
+        with torch._C.DisableTorchFunction():
+            versions = [version_of(one) for one in given]
+        self.taken = {id(one) for one in given}
+        own = {self.skeleton.states.get(id(one), "") for one in (*module.parameters(), *module.buffers())}
+        self.reads = set()
+        self.within.append(name)
+        try:
+            made = self.stand_ins.run(module, call, args, kwargs)
+            self.attributes.look()
+        except Exception:
+            self.broken = name
+            raise
+        finally:
+            self.within.pop()
+        self.chance = HostChance()
+        refuse_changed(name, before, pack((args, kwargs)))
+        refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
+        with torch._C.DisableTorchFunction():
+            changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+            self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
+        return made
+
+    def _begin(self, module: nn.Module, name: str) -> None:
+        """Refuse to run a block in other surroundings than its own."""
+        self._refuse_chance()
+        self._refuse_variables()
+        self.attributes.look()
+        self.ambient.refuse_more(f"{name!r}")
+        self.hooks.look_after(module, name)
+        refuse_others(module, name, self.skeleton.states)
+
+    def _refuse_chance(self) -> None:
+        if self.chance.has_moved():
+            raise draws_on_host()
+
+    def _refuse_variables(self) -> None:
+        if name := self.surroundings.changed(self.variables):
+            raise changes_variable(name)
+
+    def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the stand-ins for values: parameters may have attributes of their own."""
+        return [one for one in tensors if isinstance(one, FakeTensor) and id(one) not in self.skeleton.states]
+
+    def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function and note it as one call."""
+        given = tensors_in((args, kwargs))
+        self.function = cls.__name__
+        try:
+            with torch._C.DisableTorchFunction():
+                versions = [version_of(one) for one in given]
+                made = apply(*args, **kwargs)
+                changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
+                self._note(cls.apply, args, kwargs, made, changed)
+        finally:
+            self.function = ""
+        return made
+
+    # ---- around it all -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, *, train: bool) -> Iterator[None]:
+        """Watch all that goes on, in the mode wanted."""
+        model = self.skeleton.model
+        before = [(module, dict(vars(module))) for module in model.modules()]
+        parts = [(part, dict(part)) for module, own in before for part in (own[kind] for kind in _PARTS)]
+        buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+        self.hooks = LocalHooks(model)
+        if not train:
+            for module, _ in before:
+                module.training = False
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(coming_by(self))
+                stack.enter_context(self)
+                self.ambient = Ambient()
+                yield
+            self._refuse_exchanged(buffers)
+        finally:
+            self.hooks.take_back()
+            for module, own in before:
+                vars(module).clear()
+                vars(module).update(own)
+            for part, content in parts:
+                part.clear()
+                part.update(content)
+
+    def _refuse_exchanged(self, buffers: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        """Refuse a forward that puts another tensor in a buffer's place between blocks: only the copy would see it."""
+        for module, before in buffers:
+            name = self.skeleton.names[id(module)]
+            for key, buffer in module._buffers.items():
+                if name in self.inside and buffer is not before.get(key):
+                    whole = f"{name}.{key}" if name else key
+                    raise ModelError(
+                        f"the model's forward puts another tensor in the place of the buffer {whole!r}",
+                        expected="buffers that are changed in place, between blocks",
+                        fix=f"write self.{key}.copy_(...), or do it inside of a block",
+                    )
+
+    def finish(self, made: Any) -> None:
+        """Note what the model returned, and refuse what could not be repeated."""
+        self._refuse_chance()
+        self._refuse_variables()
+        self.attributes.look()
+        self.attributes.judge(lambda call: self.graph.calls[call].block, self._bar_between)
+        tensors, self.graph.output_form = pack(made)
+        refuse_objects(self.graph.output_form, "the model's output")
+        self.graph.outputs = tuple(self._number(one, "the model's output") for one in tensors)
+
+    def _bar_between(self, first: int, last: int, reason: str) -> None:
+        self.graph.barriers.append(Barrier(first, last, reason))
+
+    def failed(self, error: Exception) -> ModelError:
+        """Return the error to raise for one that came up while following."""
+        block = self.within[-1] if self.within else self.broken
+        where = f" in {block!r}" if block else " between its blocks"
+        kind = type(error).__name__
+        if "DataDependent" in kind or "DynamicOutputShape" in kind:
+            read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
+            return Decides(
+                f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
+                expected="decisions by shapes and plain values only, between blocks",
+                fix="move it into a block",
+                inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
+            )
+        told = f"while it was followed: {kind}: {error}{line_of(error)}"
+        return ModelError(f"the model's forward failed{where} {told}")
+
+
+_READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
+_COMPARES = ("lt", "le", "gt", "ge")
+
+
+_PARTS = ("_parameters", "_buffers", "_modules")
+
+
+def _autocast(device: str) -> Autocast:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

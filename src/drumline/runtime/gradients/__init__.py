@@ -1,0 +1,1 @@
+"""What becomes of gradients at the end of a step: exchanged, clipped, looked at."""

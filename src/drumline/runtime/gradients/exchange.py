@@ -1,0 +1,239 @@
+"""Gradients of what several ranks hold: exchanged between them, and summed in one order, so that all get the same bits.
+
+    rank 0, 2REDUCE_GRAD  ──── gradients of its copy of stage 2 ────►  rank 3, at its own 2REDUCE_GRAD
+    rank 0, its row ended ──── gradients of tied parameters ────────►  every other rank that holds them
+
+The two copies of a stage offer their gradients where the program says so. A tied parameter's gradient is whole only
+when all stages of the rank are done, so it is offered at the row's end. All are taken up then: of two copies the home's
+comes first in the sum, a tied parameter's are added by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import MismatchError, ModelError
+from drumline.core.placement import Placement
+from drumline.runtime.channel.channel import Channel, Delivery, Wait
+from drumline.runtime.clock import Clock
+from drumline.runtime.draft import Draft
+from drumline.runtime.stage import Stage
+from drumline.runtime.values import pack, unpack
+from drumline.runtime.weights.tied import Held, Place, Ties, places_in
+
+_BEFORE_ALL_STEPS = -1
+
+
+class Exchange:
+    """One rank's part in the exchanges of a step; without `ties` only copies of whole stages are exchanged."""
+
+    def __init__(
+        self, rank: int, stages: Mapping[int, Stage], channel: Channel, placement: Placement, ties: Ties | None = None
+    ) -> None:
+        self.rank = rank
+        self.stages = stages
+        self.channel = channel
+        self.placement = placement
+        self.ties = ties
+        copied = [] if ties is None else ties.copied(rank)
+        self.tied = [one for one in copied if one.is_tied and one.is_parameter]
+        self._partners = {
+            other: both
+            for other in range(placement.num_ranks)
+            if other != rank and (both := [one for one in self.tied if other in one.ranks])
+        }
+        self._buffers = {name for one in copied if not one.is_parameter for name in one.names}
+        self._steady: list[Place] = []
+        self._marks: list[tuple[int, int]] = []
+        self._by_name: dict[str, nn.Parameter] = {}
+        self._offered: list[tuple[Action, Stage, int, int]] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Follow parameters that were exchanged for others."""
+        blocks = [(index, block) for index, stage in self.stages.items() for block in stage.blocks]
+        if self.ties is not None and self.tied:
+            found = self.ties.on(blocks)
+            self._by_name = {one.name: found[one.name][1] for one in self.tied}  # type: ignore[misc]
+        if self._buffers:
+            places = (place for _, block in blocks for place in places_in(block))
+            self._steady = [place for place in places if place.name in self._buffers and not place.is_parameter]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters whose gradients are exchanged."""
+        copies = [one for stage in self.stages.values() for one in stage.parameters] if self.placement.mirrored else []
+        return [one for one in dict.fromkeys([*copies, *self._by_name.values()]) if one.requires_grad]
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._offered.clear()
+        self._marks = self._seen()
+
+    def offer(self, action: Action, stage: Stage, other: int, now: int) -> None:
+        """Offer a stage's gradients to its other copy."""
+        self._send(action, other, self._own(stage))
+        self._offered.append((action, stage, other, now))
+
+    def finish(self, clock: Clock, draft: Draft) -> Generator[Wait, None, None]:
+        """Offer what is tied, then take up and sum everything; yields whenever a message has to be waited for."""
+        self._refuse_changes()
+        start = clock.now()
+        for other, both in self._partners.items():
+            self._send(_meeting(both), other, [self._by_name[one.name] for one in both])
+        for action, stage, other, since in self._offered:
+            theirs = yield from self._taken(action, other, clock, draft)
+            _sum_copies(self._own(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
+            draft.exchanges.extend((action.stage, since, clock.now()))
+        if self._partners:
+            sums = _Sums(self._by_name)
+            for rank in sorted((self.rank, *self._partners)):
+                if rank == self.rank:
+                    sums.add(rank, self.tied, [_part(self._by_name[one.name]) for one in self.tied])
+                else:
+                    both = self._partners[rank]
+                    sums.add(rank, both, (yield from self._taken(_meeting(both), rank, clock, draft)))
+            sums.put()
+            draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
+
+    def _own(self, stage: Stage) -> list[nn.Parameter]:
+        """Return what the copies of a stage exchange: its parameters without those that are tied."""
+        apart = set(self._by_name.values())
+        return [one for one in stage.parameters if one not in apart]
+
+    def _send(self, action: Action, other: int, parameters: Sequence[nn.Parameter]) -> None:
+        self.channel.post(action, other)
+        self.channel.send(action, other, *pack([_told(_part(one)) for one in parameters]))
+
+    def _taken(self, action: Action, other: int, clock: Clock, draft: Draft) -> Generator[Wait, None, list[Any]]:
+        """Wait for the gradients of another rank."""
+        asked = since = clock.now()
+        delivery = self.channel.take(action, other)
+        if delivery is None:
+            while delivery is None:
+                yield Wait(self.rank, action, action, other)
+                asked = clock.now()
+                delivery = self.channel.take(action, other)
+            draft.waited(since, asked)
+        draft.took(action, other, delivery, asked, clock.now())
+        return _heard(delivery)
+
+    def _seen(self) -> list[tuple[int, int]]:
+        return [(id(place.tensor), -1 if place.tensor is None else place.tensor._version) for place in self._steady]
+
+    def _refuse_changes(self) -> None:
+        """Refuse forwards that change a buffer of which other ranks have copies: these would differ from now on."""
+        for place, before, now in zip(self._steady, self._marks, self._seen(), strict=True):
+            if before != now:
+                assert self.ties is not None
+                raise ModelError(
+                    f"a forward changes the buffer {self.ties.first(place.name)}, of which several ranks have a copy",
+                    expected="buffers that stay as they are, where several ranks hold them",
+                    fix="give each block a buffer of its own, and choose a schedule with one copy of every stage",
+                )
+
+
+def share(exchange: Exchange) -> Generator[Wait, None, None]:
+    """Give the rank's copies the values that their homes have, and other ranks' copies those of its own."""
+    assert exchange.ties is not None
+    rank, channel, copied = exchange.rank, exchange.channel, exchange.ties.copied(exchange.rank)
+    found = exchange.ties.on((index, block) for index, stage in exchange.stages.items() for block in stage.blocks)
+    channel.begin(_BEFORE_ALL_STEPS)
+    others = [other for other in range(exchange.placement.num_ranks) if other != rank]
+    asked = {home: both for home in others if (both := [one for one in copied if one.home == home])}
+    for home, both in asked.items():
+        channel.post(_meeting(both), home)
+    for other in others:
+        if given := [one for one in copied if one.home == rank and other in one.ranks]:
+            channel.send(_meeting(given), other, *pack([found[one.name][1].detach() for one in given]))
+    for home, both in asked.items():
+        while (delivery := channel.take(_meeting(both), home)) is None:
+            yield Wait(rank, _meeting(both), _meeting(both), home)
+        _copy([found[one.name][1] for one in both], unpack(delivery.tensors, delivery.form))
+
+
+@torch.no_grad()
+def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _meeting(tensors: Sequence[Held]) -> Action:
+    """Return the name under which two ranks meet: that of the first stage that holds any of the tensors."""
+    return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD)
+
+
+def _part(parameter: nn.Parameter) -> Any:
+    """Return a rank's part of a parameter's gradient: None where there is none, False where it is frozen."""
+    gradient = parameter.grad if parameter.requires_grad else False
+    return gradient.coalesce() if isinstance(gradient, Tensor) and gradient.layout is torch.sparse_coo else gradient
+
+
+def _told(part: Any) -> Any:
+    """Return what is told of a part to other ranks."""
+    if isinstance(part, Tensor) and part.layout is torch.sparse_coo:
+        return part.indices(), part.values(), tuple(part.shape)
+    return part
+
+
+def _heard(delivery: Delivery) -> list[Any]:
+    """Return what another rank told of its parameters."""
+    told = unpack(delivery.tensors, delivery.form)
+    return [_sparse(*one) if isinstance(one, tuple) else one for one in told]
+
+
+def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
+@torch.no_grad()
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, either of which may be missing; a new tensor unless one is."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    if total.layout is not torch.strided and gradient.layout is torch.strided:
+        total, gradient = gradient, total
+    return total + gradient
+
+
+def _sum_copies(parameters: Sequence[nn.Parameter], theirs: Sequence[Any], *, at_home: bool) -> None:
+    """Sum the gradients of two copies of a stage, the home's first."""
+    for parameter, other in zip(parameters, theirs, strict=True):
+        own = _part(parameter)
+        _put(parameter, _added(own, other) if at_home else _added(other, own))
+
+
+def _put(parameter: nn.Parameter, total: Tensor | None) -> None:
+    """Let a sum be a parameter's gradient; without a part of its own it may be another rank's tensor, and is copied."""
+    parameter.grad = total.clone() if parameter.grad is None and total is not None else total
+
+
+class _Sums:
+    """The sums of tied parameters' gradients, to be added to rank by rank."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.totals: dict[str, Tensor | None] = {}
+
+    def add(self, rank: int, tied: Sequence[Held], gradients: Sequence[Any]) -> None:
+        """Add the gradients of a rank, which are False where it has frozen the parameter."""
+        for one, gradient in zip(tied, gradients, strict=True):
+            trains = self.parameters[one.name].requires_grad
+            if trains is (gradient is False):
+                state = ("frozen", "trained") if trains else ("trained", "frozen")
+                raise MismatchError(
+                    f"{one.name} is {state[0]} on rank {rank} and {state[1]} on another that holds it",
+                    expected="the same on all ranks",
+                )
+            if trains:
+                self.totals[one.name] = _added(self.totals.get(one.name), gradient)
+
+    def put(self) -> None:
+        """Let the sums be the parameters' gradients."""
+        for name, total in self.totals.items():
+            _put(self.parameters[name], total)

@@ -1,0 +1,300 @@
+"""What a loss is made of, read from the calls that made it: means and sums, added up.
+
+    cross_entropy(logits, labels) ──► 7 ──┐
+                                          add ──► 12 ──► the loss        two means, over different things
+    mse_loss(scores, wanted) ──► 9 ── mul ┘
+
+The mean over a batch is the mean of its microbatches' means, each weighed by how much it counts. So from the loss back
+over sums and constant factors, every part must end in a call that says what it is a mean or a sum of: one of torch's
+own losses, `mean`, `sum`, or a sum that is divided by a count of the inputs. Whatever else is found is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import functional
+
+from drumline.runtime.blocks.graph import Call, Graph, may_draw
+from drumline.runtime.values import unpack
+
+_PASSED_ON = {
+    "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "contiguous", "squeeze", "view", "reshape",
+    "detach", "neg", "__neg__", "cpu", "cuda",
+}  # fmt: skip
+_SUMS = {
+    "add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_", "__isub__", "stack",
+    "cat",
+}  # fmt: skip
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
+_QUOTIENTS = {"div", "__truediv__", "true_divide", "div_", "__itruediv__", "divide"}
+_COUNTS = _PASSED_ON | _PRODUCTS | {"add", "__add__", "__radd__", "clamp", "clamp_min", "maximum", "max", "clip"}
+_SCALAR = 8  # the most bytes of one number
+_BY_LABEL = (functional.cross_entropy, functional.nll_loss)
+_BY_ELEMENT = (
+    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
+    functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div,
+    functional.soft_margin_loss, functional.gaussian_nll_loss, functional.poisson_nll_loss,
+    functional.hinge_embedding_loss, functional.margin_ranking_loss, functional.cosine_embedding_loss,
+    functional.triplet_margin_loss, functional.multi_margin_loss, functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss, functional.ctc_loss,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for one of a graph's values among a call's arguments."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What a loss by labels counts: those that are not ignored, by the weight of their class if there is one."""
+
+    target: int
+    ignored: int
+    weight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One part of a loss: the call that makes it, and what it is a mean over; a sum if there is nothing."""
+
+    call: int
+    labels: Labels | None = None
+    divided: int | None = None  # the count that a sum is divided by
+    num_bytes: int | None = None  # of the elements that it is a mean over
+    data: tuple[int, ...] = ()  # what it is computed from
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the microbatches' are simply added."""
+        return self.labels is None and self.divided is None and self.num_bytes is None
+
+
+@dataclass(slots=True)
+class Terms:
+    """The parts of a loss, and the names of calls that are neither a mean nor a sum."""
+
+    known: list[Term] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+def name_of(call: Call) -> str:
+    """Return the name of what is called."""
+    name: str = call.block or getattr(call.function, "__name__", str(call.function))
+    return name
+
+
+def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a call is given, with `Ref`s for tensors."""
+    refs: Any = [Ref(value) for value in call.takes]
+    args, kwargs = unpack(refs, call.form)
+    return args, kwargs
+
+
+class Walk:
+    """The way back from a graph's loss; `fixed` are inputs that are alike in all microbatches, `known` those before."""
+
+    def __init__(self, graph: Graph, known: Collection[int], fixed: Collection[int] = ()) -> None:
+        self.graph = graph
+        self.known = set(known)
+        self.fixed = set(fixed)
+        self.changes: dict[int, list[int]] = {}
+        for at, call in enumerate(graph.calls):
+            for value in call.changes:
+                self.changes.setdefault(value, []).append(at)
+        self._changed_storages = {graph.values[value].storage for value in self.changes}
+        self._has_constant = False
+        self.found = Terms()
+
+    def terms(self, loss: int) -> Terms:
+        """Return the parts of a loss."""
+        self._value(loss)
+        if self._has_constant and any(one.is_sum for one in self.found.known):
+            self.found.others.append("a constant beside a sum")  # would be added once for every microbatch
+        return self.found
+
+    def _value(self, value: int) -> None:
+        for at in self.changes.get(value, ()):
+            self._changed(at, value)
+        if value not in self.changes and self.is_fixed(value):
+            self._has_constant = True  # a penalty on parameters
+            return
+        made = self.graph.made_at.get(value, -1)
+        if made >= 0:
+            if value not in self.changes or not self._is_made_of_nothing(made):
+                self._call(made)
+        elif self.graph.is_carried(value):
+            self.found.others.append("an input")
+
+    def _is_made_of_nothing(self, at: int) -> bool:
+        """Whether a call makes zeros, to which a loss is added."""
+        return not self.graph.calls[at].takes
+
+    def _changed(self, at: int, value: int) -> None:
+        call = self.graph.calls[at]
+        if name_of(call) in _SUMS:
+            for one in call.takes:
+                if one != value:
+                    self._value(one)
+        elif name_of(call) not in _PRODUCTS | _QUOTIENTS or any(not self.is_fixed(one) for one in call.takes[1:]):
+            self.found.others.append(name_of(call))
+
+    def _call(self, at: int) -> None:
+        call = self.graph.calls[at]
+        name = name_of(call)
+        term = None if call.block else self._term(at)
+        if term is not None:
+            self.found.known.append(term)
+        elif call.block:
+            self.found.others.append(name)
+        elif name in _PASSED_ON or name in _SUMS or (name in ("mean", "sum") and self._is_of_losses(call)):
+            for one in call.takes:
+                self._value(one)
+        elif name in _PRODUCTS | _QUOTIENTS:
+            varying = [one for one in call.takes if not self.is_fixed(one)]
+            if len(varying) == 1 and (name in _PRODUCTS or call.takes[0] == varying[0]):
+                self._value(varying[0])
+            else:
+                self.found.others.append(name)
+        else:
+            self.found.others.append(name)
+
+    def _term(self, at: int) -> Term | None:
+        """Return the term that a call makes, if it says what it is a mean or a sum of."""
+        call = self.graph.calls[at]
+        name = name_of(call)
+        if call.function in _BY_LABEL or call.function in _BY_ELEMENT:
+            return self._of_torch(at, call)
+        if name in ("mean", "sum") and call.takes and not self._is_of_losses(call):
+            data = (call.takes[0],)
+            size = self.graph.values[call.takes[0]].num_bytes
+            return Term(at, num_bytes=size if name == "mean" else None, data=data)
+        if name in _QUOTIENTS and len(call.takes) == 2 and not self.is_fixed(call.takes[1]):
+            return self._quotient(at, call)
+        return None
+
+    def _is_of_losses(self, call: Call) -> bool:
+        """Whether a mean or sum is taken over a few losses that were put together."""
+        made = self.graph.made_at.get(call.takes[0], -1) if call.takes else -1
+        if made < 0 or name_of(self.graph.calls[made]) not in ("stack", "cat"):
+            return False
+        return all(self.graph.values[one].num_bytes <= _SCALAR for one in self.graph.calls[made].takes)
+
+    def _quotient(self, at: int, call: Call) -> Term | None:
+        """Return the term of a sum that is divided by a sum over the inputs: a mean over what that counts."""
+        top, bottom = call.takes
+        count = self._count(bottom) if self.is_known(bottom) else None
+        if count is None:
+            return None
+        above = Walk(self.graph, self.known, self.fixed).terms(top)
+        if above.others or not above.known or not all(one.is_sum for one in above.known):
+            return None
+        return Term(at, divided=count, data=tuple(value for one in above.known for value in one.data))
+
+    def _count(self, value: int) -> int | None:
+        """Return the sum that a value is, up to factors and a least value; None if it is none."""
+        made = self.graph.made_at.get(value, -1)
+        if made < 0 or value in self.changes:
+            return None
+        call = self.graph.calls[made]
+        if name_of(call) in ("sum", "count_nonzero"):
+            return value
+        varying = [one for one in call.takes if not self.is_fixed(one)]
+        return self._count(varying[0]) if name_of(call) in _COUNTS and len(varying) == 1 else None
+
+    def _of_torch(self, at: int, call: Call) -> Term | None:
+        """Return the term of one of torch's own losses."""
+        assert call.function is not None
+        given = _bound(call.function, call)
+        if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
+            return None
+        data = tuple(one for one in call.takes if not self.is_known(one) and not self.is_fixed(one))
+        reduction = given.get("reduction", "mean")
+        if reduction == "sum":
+            return Term(at, data=data)
+        if reduction not in ("mean", "batchmean"):
+            return None
+        first = call.takes[0]
+        by_element = Term(at, num_bytes=self.graph.values[first].num_bytes, data=data)
+        if call.function in _BY_ELEMENT:
+            return by_element
+        target, weight = given["target"], given.get("weight")
+        if not isinstance(target, Ref) or not self.is_known(target.value):
+            return None
+        if weight is not None and not self.is_fixed(weight.value):
+            return None
+        labels = Labels(target.value, int(given["ignore_index"]), None if weight is None else weight.value)
+        return Term(at, labels=labels, num_bytes=by_element.num_bytes, data=data)
+
+    # ---- what is known of a value before the step runs ---------------------------------------------------------------
+
+    def is_fixed(self, value: int) -> bool:
+        """Whether a value is the same in all microbatches: a constant, a parameter, or made of fixed inputs."""
+        return self._comes_from(value, self.fixed)
+
+    def is_known(self, value: int) -> bool:
+        """Whether plain functions make a value of inputs that are known before the step runs."""
+        return self._comes_from(value, self.known | self.fixed)
+
+    def _comes_from(self, value: int, allowed: Collection[int]) -> bool:
+        if not self.graph.is_carried(value):
+            return True
+        inputs, calls = self.graph.origins([value])
+        if not inputs <= set(allowed):
+            return False
+        seen = {value, *inputs, *(one for at in calls for _, one in self.graph.calls[at].makes)}
+        if any(self.graph.values[one].storage in self._changed_storages for one in seen):
+            return False
+        return not any(
+            call.block or call.changes or may_draw(call.function) for call in (self.graph.calls[at] for at in calls)
+        )
+
+    def data_calls(self, term: Term) -> Iterator[int]:
+        """Yield the calls between what blocks or unknown inputs gave and a term."""
+        todo, seen = list(term.data), set()
+        while todo:
+            value = todo.pop()
+            if value in seen or not self.graph.is_carried(value) or self.is_known(value):
+                continue
+            seen.add(value)
+            made = self.graph.made_at.get(value, -1)
+            if made >= 0 and not self.graph.calls[made].block:
+                yield made
+                todo += self.graph.calls[made].takes
+            yield from self.changes.get(value, ())
+
+
+def _bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:
+    args, kwargs = arguments_of(call)
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def loss_place(form: Any, num_values: int) -> int | None:
+    """Return which of an output's tensors is its loss: the one called `loss`, the only one, or the first of a tuple.
+
+    >>> loss_place(("dict", ("logits", "loss"), 0, 1), 2), loss_place(None, 1), loss_place(("tuple", 0, 1), 2)
+    (1, 0, 0)
+    """
+    if form is None:
+        return 0
+    if isinstance(form, tuple):
+        kind, *parts = form
+        if kind in ("fields", "mapping", "dict"):
+            names, values = (parts[0], parts[1:]) if kind == "dict" else (parts[1], parts[2:])
+            place = dict(zip(names, values, strict=True)).get("loss")
+            return place if isinstance(place, int) else None
+        if kind in ("tuple", "list", "named"):
+            first = parts[1] if kind == "named" else parts[0] if parts else None
+            return first if isinstance(first, int) else None
+    return None

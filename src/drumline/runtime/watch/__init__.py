@@ -1,0 +1,1 @@
+"""What a model depends on beside its inputs, looked at before every step."""

@@ -1,0 +1,161 @@
+"""What a cut model depends on beside its inputs, looked at before every step: whether all is as it was.
+
+    modes, hooks, what is frozen, attributes and variables that the forward reads between blocks     followed again
+    another buffer in the place of one that is used between blocks                                    taken over
+    another module in the place of one, another parameter                                             refused
+
+The modules are those of the user's own model, as long as anybody has it: one that is gone does not change any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.runtime.follow.attributes import MISSING, Place
+from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
+from drumline.runtime.watch.surroundings import Surroundings
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_shared = nn.modules.module
+_GLOBAL: list[dict[int, Any]] = [
+    _shared._global_forward_hooks,
+    _shared._global_forward_pre_hooks,
+    _shared._global_backward_hooks,
+    _shared._global_backward_pre_hooks,
+]
+
+Table = dict[str, Tensor | None]
+
+
+class Watch:
+    """A model's modules and what they were; `inside` are those that are followed inside, whose code is looked at too.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> watch = Watch(model.named_modules(), frozenset({""}))
+    >>> watch.has_changed(), model[1].eval().training, watch.has_changed(), watch.has_changed()
+    (False, False, True, False)
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], inside: frozenset[str]) -> None:
+        self._modules = [(name, ref(module)) for name, module in modules]
+        self._inside = inside
+        self._children = [(name, seen, _children(module)) for name, seen, module in self._alive()]
+        self._surroundings = Surroundings(module for name, _, module in self._alive() if name in inside)
+        self._places: dict[Place, ref[nn.Module]] = {}
+        self._before = self._now()
+        self._tables: list[tuple[str, ref[nn.Module], Table, Table]] = []
+
+    def _alive(self) -> Iterator[tuple[str, ref[nn.Module], nn.Module]]:
+        for name, seen in self._modules:
+            module = seen()
+            if module is not None:
+                yield name, seen, module
+
+    def read(self, places: Iterable[Place]) -> None:
+        """Look after these attributes too, which decided how the model was followed."""
+        named = {name: seen for name, seen in self._modules if name in {place[0] for place in places}}
+        self._places.update((place, named[place[0]]) for place in places if place[0] in named)
+        self._before = self._now()
+
+    def begin(self) -> None:
+        """Take parameters and buffers between blocks to be what they are now."""
+        self._tables = [
+            (name, seen, dict(module._parameters), dict(module._buffers))
+            for name, seen, module in self._alive()
+            if name in self._inside
+        ]
+
+    def has_changed(self) -> bool:
+        """Whether anything is not as it was when this was last asked; refuses modules that were exchanged."""
+        self.refuse_exchanged()
+        before, self._before = self._before, self._now()
+        return before != self._before
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
+        for _, seen in self._modules:
+            module = seen()
+            if module is None:
+                continue
+            own = module.__dict__
+            found.append(own["training"])
+            found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
+            if own["_parameters"]:
+                found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
+        for (_, key), seen in self._places.items():
+            module = seen()
+            if module is not None:
+                found.append(fingerprint(_attribute(module, key)))
+        return found + self._surroundings.now()
+
+    def refuse_exchanged(self) -> None:
+        """Refuse other modules than there were."""
+        for name, seen, before in self._children:
+            module = seen()
+            if module is None or _children(module) == before:
+                continue
+            now = _children(module)
+            keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
+            whole = f"{name}.{keys[0]}" if name else keys[0]
+            raise ModelError(
+                f"the module {whole!r} was exchanged, added or taken away since the pipeline was made",
+                expected="the modules that the model was cut with",
+                fix="make a new pipeline",
+            )
+
+    def exchanged(self) -> list[tuple[str, Tensor]]:
+        """Return the buffers between blocks in whose place there is another tensor; refuses other parameters."""
+        found = []
+        for at, (name, seen, parameters, buffers) in enumerate(self._tables):
+            module = seen()
+            if module is None:
+                continue
+            for key, one in module._parameters.items():
+                if one is not parameters.get(key):
+                    raise ModelError(
+                        f"the parameter {_whole(name, key)!r} was exchanged since the pipeline was made",
+                        expected="the parameters that the model was cut with, where they are used between blocks",
+                        fix="change it in place, with load_state_dict, or make a new pipeline",
+                    )
+            new = [(key, one) for key, one in module._buffers.items() if one is not buffers.get(key)]
+            if new:
+                found += [(_whole(name, key), one) for key, one in new if one is not None]
+                self._tables[at] = (name, seen, parameters, dict(module._buffers))
+        return found
+
+
+def _whole(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _children(module: nn.Module) -> Sequence[tuple[str, int]]:
+    children = module.__dict__["_modules"]
+    return [(key, id(one)) for key, one in children.items()] if children else ()
+
+
+def _attribute(module: nn.Module, key: str) -> Any:
+    """Return an attribute as it is, without running any code: the module's own, or a plain one of its class."""
+    own = module.__dict__
+    if key in own:
+        return own[key]
+    for cls in type(module).__mro__:
+        if key in cls.__dict__:
+            value = cls.__dict__[key]
+            return value if type(value) in PLAIN else MISSING
+    return MISSING
+
+
+def refuse_hooks(root: nn.Module) -> None:
+    """Refuse hooks on an nn.Sequential whose blocks are run one by one, without it."""
+    for kind in _HOOKS:
+        if getattr(root, kind):
+            raise ModelError(
+                "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
+                expected="hooks on its blocks, or an example with which the model is followed, hooks included",
+                fix="put the hook on a block, or pass example= to Pipeline before it is made",
+            )

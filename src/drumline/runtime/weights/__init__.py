@@ -1,0 +1,1 @@
+"""A model's tensors by name: catalogued, tied, copied, read from files, initialised."""
