@@ -69,3 +69,9 @@ def test_every_public_name_that_needs_torch_is_there_and_documented() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(drumline, "no_such_name")
+
+
+@pytest.mark.torch
+def test_a_pipeline_is_imported_without_torchs_compiler() -> None:
+    """Importing that takes as long as importing torch itself, on every rank."""
+    run("import sys, drumline.pipeline.pipeline\nassert 'torch._dynamo' not in sys.modules")

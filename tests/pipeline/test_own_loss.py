@@ -226,6 +226,12 @@ def test_parts_of_a_loss_are_recomputed_with_the_same_factors() -> None:
     like_the_whole_batch(Two(), batch, "zb-h1", lambda model: loss_of(model(**batch)), checkpoint="full")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+def test_parts_of_a_loss_have_their_factors_in_compiled_stages() -> None:
+    batch = text()
+    like_the_whole_batch(Two(), batch, "zb-h1", lambda model: loss_of(model(**batch)), compile="aot_eager")
+
+
 def test_evaluation_weighs_alike() -> None:
     batch = text()
     model = Two()

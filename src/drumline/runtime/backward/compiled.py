@@ -20,6 +20,7 @@ from torch import nn
 from drumline.core.errors import ModelError, nearest
 from drumline.runtime.backward import toolchain
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
+from drumline.runtime.loss.sheet import stay_out_of_compiled_code
 
 Compile = bool | str | Mapping[str, Any]
 Named = Sequence[tuple[str, nn.Module]]
@@ -141,6 +142,7 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
     if backend == "inductor":
         toolchain.check(device)
         _patches(settings)
+    stay_out_of_compiled_code()
     return _compilers.setdefault(str(settings), Compiler(settings))
 
 

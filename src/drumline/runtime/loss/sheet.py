@@ -47,10 +47,15 @@ class Scaled:
         self.sheet = sheet
         self.__name__ = getattr(function, "__name__", "loss")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the call, and multiply what it makes."""
         return _multiplied(self.function, args, kwargs, self.sheet.factor(self.part))
+
+
+def stay_out_of_compiled_code() -> None:
+    """Keep torch.compile from following a `Scaled`: asked by who compiles, as it imports all of torch's compiler."""
+    if not hasattr(Scaled.__call__, "_torchdynamo_disable"):
+        setattr(Scaled, "__call__", torch.compiler.disable(Scaled.__call__))  # noqa: B010 - mypy wants no assignment
 
 
 def _multiplied(
