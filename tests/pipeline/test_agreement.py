@@ -182,6 +182,7 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.cold_ranks
 def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
     assert zero["set"][0] == one["set"][0] == ""

@@ -17,7 +17,11 @@ from drumline.pipeline.launch.launch import _error, launch
 from drumline.pipeline.launch.wire import Failure
 from some import some
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.cold_ranks,
+    pytest.mark.timeout(900),
+]  # starts processes, which takes long on a busy machine
 
 
 def is_running(pid: int) -> bool:

@@ -16,6 +16,7 @@ from loading import build, measure, write
 from some import some
 
 pytestmark = [
+    pytest.mark.cold_ranks,
     pytest.mark.torch,
     pytest.mark.skipif(sys.platform != "linux", reason="counts and limits memory as Linux does"),
 ]

@@ -160,6 +160,7 @@ def on_rank(names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cold_ranks
 def test_on_two_processes_they_end_alike() -> None:
     each = launch(on_rank, RANKS, num_ranks=2)
     for name in RANKS:

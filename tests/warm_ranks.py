@@ -1,0 +1,199 @@
+"""Ranks that start in a moment: forked by a process that has already imported torch.
+
+A fresh rank spends seconds on imports, and most tests need ranks only as a vehicle. `WarmRanks` stands in for the module
+`subprocess` where `launch` starts its ranks:
+
+    test process                        server, one per test process               rank
+      Popen(command) ── code, files ──►   has torch and drumline; forks ─────────►   runs the command's code
+      poll, wait    ◄── how it ended ──   waits for its children          ◄─────────   exits
+
+What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever, and so is
+everything in tests of starting itself, of memory, and of what depends on the order of sets (`cold_ranks`): forked ranks
+share one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from typing import Any, NoReturn
+
+_LOADED = ("torch.distributed", "torch._dynamo", "drumline.pipeline.pipeline", "drumline.pipeline.launch.worker")
+_FIXED_AT_START = ("ATEN", "CUDA", "GLIBC", "LD_", "MALLOC", "MKL", "NCCL", "OMP", "PYTHON", "TORCH")
+_LARGEST = 1 << 17
+_ABOVE = 200  # numbers of files that no rank's own collide with
+
+
+class WarmRanks:
+    """`subprocess`, but for `Popen` of a rank's command, which is forked by a server of ours where that is the same."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._fixed = fixed({**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **rest: Any) -> Any:
+        """Start a rank."""
+        if command[-2] != "-c" or fixed(env) != self._fixed:
+            return subprocess.Popen(command, env=env, pass_fds=pass_fds, **rest)
+        return Forked(self._connected(), command[-1], env, pass_fds[0])
+
+    def _connected(self) -> tuple[socket.socket, int]:
+        if self._server is None or self._server.poll() is not None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST)
+            with theirs:
+                flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+                self._server = subprocess.Popen(
+                    [sys.executable, *flags, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+            self._socket = ours
+        assert self._socket is not None
+        return self._socket, self._server.pid
+
+    def close(self) -> None:
+        """End the server, and with it all that it has forked."""
+        if self._socket is not None and self._server is not None:
+            self._socket.close()
+            self._server.wait(30)
+            self._server = None
+
+
+class Forked:
+    """A rank that the server has forked, with what `launch` uses of a Popen."""
+
+    def __init__(self, server: tuple[socket.socket, int], code: str, env: dict[str, str], control: int) -> None:
+        connection, parent = server
+        self.returncode: int | None = None
+        self._ended, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        outputs = [os.pipe(), os.pipe()]
+        with theirs, open(os.devnull, "rb") as nothing:
+            code = re.sub(rf"\bparent={os.getpid()}\b", f"parent={parent}", code)
+            told = json.dumps({"code": code, "env": env, "cwd": os.getcwd(), "control": control}).encode()
+            files = [nothing.fileno(), *(write for _, write in outputs), control, theirs.fileno()]
+            socket.send_fds(connection, [told], files)
+        for _, write in outputs:
+            os.close(write)
+        self.stdout, self.stderr = (os.fdopen(read, "rb", 0) for read, _ in outputs)
+        self.pid = int(self._ended.recv(100))
+
+    def poll(self) -> int | None:
+        """Return how it ended, None while it runs."""
+        if self.returncode is None and not select.select([self._ended], [], [], 0)[0]:
+            return None
+        return self.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return how that was, as Popen does."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            self.returncode = os.waitstatus_to_exitcode(int(self._ended.recv(100)))
+            self._ended.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def fixed(env: dict[str, str]) -> dict[str, str]:
+    """Return what of an environment counts when a process starts, and never again."""
+    return {name: value for name, value in env.items() if name.startswith(_FIXED_AT_START) and name != "PYTHONPATH"}
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork ranks as they are asked for, until nobody can ask any more."""
+    import gc
+    import importlib
+
+    for name in _LOADED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    gc.freeze()
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([connection.fileno(), woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            tell_ended(running)
+        if connection.fileno() in ready and not start(connection, running):
+            return
+
+
+def tell_ended(running: dict[int, socket.socket]) -> None:
+    for process in list(running):
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            with running.pop(process) as asker, contextlib.suppress(OSError):
+                asker.send(str(status).encode())
+
+
+def start(connection: socket.socket, running: dict[int, socket.socket]) -> bool:
+    """Fork one rank; return False where nobody asks any more."""
+    told, files, _, _ = socket.recv_fds(connection, _LARGEST, 5)
+    if not told:
+        return False
+    asker = socket.socket(fileno=files.pop())
+    process = os.fork()
+    if not process:
+        become(json.loads(told), files)
+    for file in files:
+        os.close(file)
+    running[process] = asker
+    asker.send(str(process).encode())
+    return True
+
+
+def become(task: dict[str, Any], files: list[int]) -> NoReturn:
+    """Be the rank: its files, its folder, its environment, its code, and nothing of the server's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]
+    for file, number in zip(high, (0, 1, 2, task["control"]), strict=True):
+        os.dup2(file, number)
+    os.closerange(3, task["control"])
+    os.closerange(task["control"] + 1, 4096)
+    os.environ.clear()
+    os.environ.update(task["env"])
+    os.chdir(task["cwd"])
+    random.seed()
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(task["code"], "<string>", "exec"), main.__dict__)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
