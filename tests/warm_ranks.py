@@ -1,13 +1,13 @@
 """Ranks that start in a moment: forked by a process that has already imported torch.
 
-A fresh rank spends seconds on imports, and most tests need ranks only as a vehicle. `WarmRanks` stands in for the module
-`subprocess` where `launch` starts its ranks:
+A fresh rank spends seconds on imports, and most tests need ranks only as a vehicle. `WarmRanks` stands in for
+the module `subprocess` where `launch` starts its ranks:
 
     test process                        server, one per test process               rank
       Popen(command) ── code, files ──►   has torch and drumline; forks ─────────►   runs the command's code
       poll, wait    ◄── how it ended ──   waits for its children          ◄─────────   exits
 
-What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever, and so is
+What must be a fresh process, because its interpreter or its libraries are set up otherwise, is started as ever. So is
 everything in tests of starting itself, of memory, and of what depends on the order of sets (`cold_ranks`): forked ranks
 share one order.
 """

@@ -17,7 +17,8 @@ from drumline.pipeline.launch.launch import _error, launch
 from drumline.pipeline.launch.wire import Failure
 from some import some
 
-pytestmark = [
+# Starts processes, which takes long on a busy machine.
+pytestmark = [pytest.mark.torch, pytest.mark.cold_ranks, pytest.mark.timeout(900)]
     pytest.mark.torch,
     pytest.mark.cold_ranks,
     pytest.mark.timeout(900),
