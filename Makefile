@@ -48,12 +48,11 @@ lint: $(VENV)/full.stamp style
 test: lint docs
 	$(BIN)/pytest --numprocesses 2
 
-# Every family of models that has a pipeline plan, a matrix of families and schedules for docs/models.md (an hour), and
-# every schedule with all counts; `make test` runs some of them.
+# All combinations of what `make test` thins out (models, schedules, counts, transports), and the matrix of Hugging Face
+# families and schedules for docs/models.md; an hour.
 matrices: $(VENV)/full.stamp
-	ALL_FAMILIES=1 $(BIN)/pytest tests/pipeline/test_hugging_face.py -k every_family --numprocesses 2
+	ALL_CASES=1 $(BIN)/pytest -m matrix --numprocesses 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_matrix.py --write
-	ALL_COUNTS=1 $(BIN)/pytest tests/core/test_validate.py -k every_admissible_count --numprocesses 2
 
 bench: $(VENV)/full.stamp
 	@mkdir -p out

@@ -47,6 +47,8 @@ markers =
     torch: compares with PyTorch
     slow: full matrices
     browser: opens pages
+    matrix: thinned
+    cold_ranks: fresh processes
 """
 # A plugin that writes down what failed, in words that need no parsing.
 REPORT = """\

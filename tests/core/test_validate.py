@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from matrices import ALL
 from programs import NAMES, admissible, build, programs
 from reference import run_on_edge_channel
 
@@ -36,12 +36,12 @@ def test_every_schedule_is_legal_on_small_counts(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_legal_for_every_admissible_count(name: str) -> None:
     # `make matrices` proves all; else of more than 6 ranks and of more than 12 microbatches every third number.
-    every = "ALL_COUNTS" in os.environ
     for ranks, microbatches, stages in admissible(name, 12, 24, 4):
-        if every or ((ranks <= 6 or ranks % 3 == 0) and (microbatches <= 12 or microbatches % 3 == 0)):
+        if ALL or ((ranks <= 6 or ranks % 3 == 0) and (microbatches <= 12 or microbatches % 3 == 0)):
             assert validate(build(name, ranks, microbatches, stages)) == [], (name, ranks, microbatches, stages)
 
 

@@ -17,6 +17,7 @@ from drumline.core.errors import BatchError, MismatchError, ModelError, NonFinit
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
+from matrices import KINDS, some_of
 from some import some
 from torch_models import SYNCHRONOUS, WIDTH, data, mlp, programs
 
@@ -67,7 +68,8 @@ class Pair:
         return found
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", some_of(SYNCHRONOUS, KINDS))
 def test_captured_steps_give_the_same_bits(name: str) -> None:
     for num_ranks in (1, 2, 4):
         for program in programs(name, num_ranks, (4,)):

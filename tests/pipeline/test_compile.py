@@ -18,6 +18,7 @@ from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward import toolchain
 from drumline.runtime.backward.split_backend import Waiting
+from matrices import matrix
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, programs
 
@@ -136,8 +137,7 @@ def agree(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
         assert (one.grad - theirs.grad).norm() <= tolerance * theirs.grad.norm(), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@matrix("name, num_ranks", MODELS, (2, 4), times=1)
 def test_loss_and_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
     for schedule in SCHEDULES:
         if (name, schedule) == ("batch norm", "dualpipe"):

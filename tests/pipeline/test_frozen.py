@@ -19,6 +19,7 @@ from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.balance import balance
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from some import some
 from torch_models import TWO_WAYS, WIDTH, Reference, data, low_rank_upper_half, mlp, programs
 
@@ -64,8 +65,7 @@ def check_what_ran(pipe: Pipeline) -> None:
     assert all(one.action.stage > lowest for one in ran.transfers if one.action.op is Op.SEND_B)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@matrix("name, num_ranks", SCHEDULES, (2, 4), times=1)
 def test_gradients_are_those_of_one_process(name: str, num_ranks: int) -> None:
     (program,) = programs(name, num_ranks, (8,))
     batch, target = data(11)

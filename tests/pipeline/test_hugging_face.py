@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from hf_models import (
     tiny,
     tiny_family,
 )
+from matrices import ALL, matrix
 from some import some
 
 pytestmark = pytest.mark.torch
@@ -54,9 +54,7 @@ def difference(mine: Tensor, wanted: Tensor, whole: float) -> float:
     return float((mine - wanted).norm() / max(float(wanted.norm()), 1e-4 * whole))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", MODELS)
+@matrix("name, schedule, num_ranks", MODELS, SCHEDULES, (2, 4))
 def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks: int) -> None:
     model = tiny(name)
     reference = copy.deepcopy(model)
@@ -104,9 +102,10 @@ def test_three_steps_like_the_unsplit_model(name: str, schedule: str, num_ranks:
 
 
 # All of them take minutes: `make matrices` runs all, every other test run some.
-FAMILIES = [name for name in families() if name not in UNRUNNABLE][:: 1 if "ALL_FAMILIES" in os.environ else 8]
+FAMILIES = [name for name in families() if name not in UNRUNNABLE][:: 1 if ALL else 8]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_a_pipeline_plan_runs_piece_by_piece(family: str) -> None:
     model = tiny_family(family)

@@ -19,10 +19,6 @@ from some import some
 
 # Starts processes, which takes long on a busy machine.
 pytestmark = [pytest.mark.torch, pytest.mark.cold_ranks, pytest.mark.timeout(900)]
-    pytest.mark.torch,
-    pytest.mark.cold_ranks,
-    pytest.mark.timeout(900),
-]  # starts processes, which takes long on a busy machine
 
 
 def is_running(pid: int) -> bool:

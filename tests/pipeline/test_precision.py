@@ -14,6 +14,7 @@ from torch.nn import functional
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError, RunError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
+from matrices import matrix
 from some import some
 from torch_models import TWO_WAYS, Reference, data, mlp, programs
 
@@ -61,9 +62,7 @@ def compared(
         reference.compare(pipe, exact=exact)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@matrix("name, precision, num_ranks", SCHEDULES, ("bf16", "fp16"), (2, 4))
 def test_loss_and_gradients_are_those_of_one_process(name: str, precision: str, num_ranks: int) -> None:
     tried = 0
     for program in programs(name, num_ranks, (4, 8)):

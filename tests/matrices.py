@@ -1,0 +1,53 @@
+"""Tests over all combinations of several things: `make matrices` runs them all, other runs as many as can fail alone.
+
+A fault is nearly always one of a value (this model, this schedule) or of a pair of them. So of each axis every value
+occurs, in two different companies; all combinations take ten times as long.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+ALL = "ALL_CASES" in os.environ
+# One schedule of every kind: of every placement, with whole and with split backwards, in one direction and in two.
+KINDS = ("1f1b", "interleaved-zb", "zb-v", "hanayo", "chimera", "dualpipe")
+
+
+def matrix(names: str, *axes: Iterable[Any], times: int = 2) -> Callable[[Any], Any]:
+    """Parametrise a test with all combinations, or with so many that each value of the longest axis occurs `times`."""
+    values = [list(axis) for axis in axes]
+    cells = list(product(*values)) if ALL else thinned(values, times)
+    ids = ["-".join(map(str, cell)) for cell in cells]
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.matrix(pytest.mark.parametrize(names, cells, ids=ids)(test))
+
+    return decorate
+
+
+def thinned(axes: Sequence[Sequence[Any]], times: int) -> list[tuple[Any, ...]]:
+    """Return diagonals through a matrix, no cell twice.
+
+    >>> thinned([["a", "b", "c"], [2, 4]], 1)
+    [('a', 2), ('b', 4), ('c', 2)]
+    """
+    longest = max(len(axis) for axis in axes)
+    cells = [
+        tuple(axis[(at + turn * number) % len(axis)] for number, axis in enumerate(axes))
+        for turn in range(times)
+        for at in range(longest)
+    ]
+    return list(dict.fromkeys(cells))
+
+
+def some_of(values: Sequence[T], kept: Iterable[T]) -> list[T]:
+    """Return all values, or those that stand for the others."""
+    chosen = set(kept)
+    assert chosen <= set(values), chosen - set(values)
+    return [value for value in values if ALL or value in chosen]
