@@ -28,10 +28,10 @@ PLAN = (
     ),
     Bug(
         "rounding-takes-a-pair-away",
-        "plan/search/bounds/earliest.py",
-        "most = min(most, int(room / size * (1 + _ROUNDING)))",
-        "most = min(most, int(room / size))",
-        "Where 0.3 / 0.1 is 2.9999, a pair less is said to fit, and the bound is too high.",
+        "core/timeline/idle.py",
+        "return math.inf if self.max_bytes is None else self.max_bytes * (1 + _ROUNDING)",
+        "return math.inf if self.max_bytes is None else self.max_bytes",
+        "Where three times 0.1 is above 0.3, a pair less is said to fit.",
     ),
     Bug(
         "whole-backward-hands-on-late",
