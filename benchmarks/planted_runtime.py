@@ -193,6 +193,7 @@ RUNTIME = (
         "held.difference(self._own, self._given, *alive.values())",
         "held.difference(self._own, *alive.values())",
         "The batch, which nobody holds for a backward, is weighed.",
+        survives="Seen only where a batch passes a stage's first segment untouched; kept() leaves it out already.",
     ),
     Bug(
         "any-order-meets",
@@ -263,6 +264,7 @@ RUNTIME = (
         "            if tape is not None:\n                tape.records.clear()\n",
         "",
         "A forward that has to run again leaves the records of both runs on the tape.",
+        survives="Records of the first run get no gradient, so W skips them; they only stay in memory until then.",
     ),
     Bug(
         "mean-of-unequal-microbatches",

@@ -13,6 +13,8 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
 
     >>> all_finite([torch.ones(3)]), all_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
     (True, False)
+    >>> all_finite([torch.full((2,), 3e38)])  # though their sum is not
+    True
     """
     if not tensors:
         return True
