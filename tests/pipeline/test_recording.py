@@ -169,6 +169,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
         assert not (tmp_path / "ended.json").exists()
         train(pipe, 1)
     assert dl.read_run(tmp_path).steps == (0, 1, 2)
+    assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("rank*"))] == [3, 3]
 
 
 def test_nothing_is_recorded_if_nothing_is_asked_for() -> None:
