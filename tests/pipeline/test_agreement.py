@@ -14,7 +14,17 @@ from torch.nn import functional
 
 from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitTimeout
 from drumline.pipeline import transports
-from drumline.pipeline.agreement import Given, agree_on_batch, begun, code_of, first_difference, plan_of, samples_of
+from drumline.pipeline.agreement import (
+    Followed,
+    Given,
+    agree_on_batch,
+    agree_on_followed,
+    begun,
+    code_of,
+    first_difference,
+    plan_of,
+    samples_of,
+)
 from drumline.pipeline.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.cut import Block
@@ -76,6 +86,34 @@ def test_another_graph_is_seen_in_what_was_written() -> None:
     x, _ = data()
     one, other = (pieces_of(Doubles(order), Inputs((x,), {})) for order in (KINDS, [*KINDS, "other"]))
     assert written(one) != written(other)
+
+
+class Grown(Rotated):
+    """Goes by its order only where it is given more rows than at first."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (len(self.order) if len(x) > 2 else 1)
+
+
+def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
+    x, _ = data()
+    models = [Grown(KINDS), Grown(KINDS[::-1]), Grown([*KINDS, "other"])]
+    each = [pieces_of(model, Inputs((x[:2],), {})) for model in models]
+    followed = [Followed(blocks) for blocks in each]
+    assert [one.fresh() for one in followed] == [{}] * 3
+    told = []
+    for blocks, one in zip(each, followed, strict=True):
+        for rows in (x[:2], x[:4], x[:4]):
+            value: Any = Inputs((rows,), {})
+            for block in blocks:
+                value = block.module(value)
+        told.append(one.fresh())
+        assert one.fresh() == {}
+    assert [len(one) for one in told] == [1] * 3
+    agree_on_followed(told[:2], 1)
+    agree_on_followed([told[0], {}, told[1]], 1)
+    with pytest.raises(MismatchError, match="step 1: ranks 1 and 2 followed the model to another graph for new inputs"):
+        agree_on_followed([{}, told[0], told[2]], 1)
 
 
 class Changes(Rotated):
@@ -220,6 +258,14 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
     found["batch"] = seen(lambda: stepped(pipeline(check_model=False), x + rank, y))
     found["turned"] = seen(lambda: stepped(pipeline(check_model=False), (x.t().contiguous() + rank).t(), y))
     found["strides"] = seen(lambda: stepped(pipeline(check_model=False), x.t().contiguous().t() if rank else x, y))
+
+    def late() -> None:
+        torch.manual_seed(0)
+        pipe = pipeline(Grown([*KINDS, "other"] if rank else KINDS))
+        stepped(pipe, x, y)
+        stepped(pipe, *data(16))
+
+    found["late"] = seen(late)
     found["rows"] = seen(lambda: stepped(pipeline(check_model=False), x[: 8 - rank], y[: 8 - rank]))
 
     def beside() -> None:
@@ -250,6 +296,7 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
         "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
         "batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
         "turned": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "late": "step 1: ranks 0 and 1 followed the model to another graph for new inputs",
         "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",
     }
     for what, text in texts.items():
