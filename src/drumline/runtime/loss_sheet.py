@@ -92,12 +92,12 @@ class Multiplying(TorchFunctionMode):
         for block in self._blocks:
             self._handles.append(block.register_forward_pre_hook(self._begins, prepend=True))
             self._handles.append(block.register_forward_hook(self._ends, always_call=True))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Watch no more."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 
