@@ -256,6 +256,8 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
 
     found["loaded"] = seen(loaded)
     found["batch"] = seen(lambda: stepped(pipeline(check_model=False), x + rank, y))
+    found["checked batch"] = seen(lambda: stepped(pipeline(), x + rank, y))
+    found["checked target"] = seen(lambda: stepped(pipeline(), x, y + rank))
     found["turned"] = seen(lambda: stepped(pipeline(check_model=False), (x.t().contiguous() + rank).t(), y))
     found["strides"] = seen(lambda: stepped(pipeline(check_model=False), x.t().contiguous().t() if rank else x, y))
 
@@ -295,6 +297,8 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
         "setting": "ranks 0 and 1 have another merge_weight_gradients: False and True",
         "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
         "batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "checked batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "checked target": "step 0: ranks 0 and 1 got different targets: of the same shapes, with other numbers",
         "turned": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
         "late": "step 1: ranks 0 and 1 followed the model to another graph for new inputs",
         "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",

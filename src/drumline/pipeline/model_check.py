@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import DrumlineError, MismatchError, ModelError
-from drumline.pipeline.agreement import first_difference, samples_of
+from drumline.pipeline.agreement import Given, agree_on_batch, first_difference, samples_of
 from drumline.pipeline.comparing import norm_of, off, outputs_off, sketch
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
@@ -77,6 +77,7 @@ class _Card:
     samples: dict[str, bytes]
     is_whole: bool
     here: Places
+    given: Given
 
 
 def needs_check(model: Model) -> bool:
@@ -160,8 +161,11 @@ class ModelCheck:
         started = time.perf_counter()
         local = self._cut(number, called, target)
         here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
-        card = _Card(local is not None, samples_of(self._named()), _is_whole(self._plain), here)
+        card = _Card(
+            local is not None, samples_of(self._named()), _is_whole(self._plain), here, Given.of(called, target)
+        )
         told = self._crew.all_told("check", [card] * len(self._crew.channels))
+        agree_on_batch([one.given for one in told], number)  # before differences are put down to the model
         given = local if local is not None and all(one.has_batch for one in told) else None
         self._given = given = given or self._passed_on(number, called, target)
         if all(one.is_whole for one in told):
@@ -308,7 +312,7 @@ class ModelCheck:
             return outcome
         named = self._plain.named_parameters()
         wanted = {name: self._wanted.gradients.get(named[name]) for name in self._named() if name in named}
-        whole = sum(float(one.double().norm()) ** 2 for one in wanted.values() if one is not None) ** 0.5
+        whole = sum(norm_of(one) ** 2 for one in wanted.values()) ** 0.5
         for name, one in wanted.items():
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
