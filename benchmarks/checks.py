@@ -14,6 +14,7 @@ the same process, likewise the quickest tenth; each pipeline is made anew for it
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import pickle
 import statistics
@@ -41,12 +42,12 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
-    from drumline.pipeline import pipeline, tally
+    from drumline.pipeline import agreement, pipeline, tally
     from drumline.pipeline.agreement import Followed
     from drumline.pipeline.watched import Watched
 
     seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}
-    begun = pipeline.begun
+    begun = agreement.begun
 
     def sampled(batch: Any, target: Any) -> Callable[[], Any]:
         later = timed(seconds["batch"], begun)(batch, target)
@@ -151,6 +152,8 @@ def first_steps(
         plain = time.perf_counter() - start
         model.zero_grad()
         with made() as pipe:
+            gc.collect()  # what earlier pipelines left would be looked through in the middle
+            gc.freeze()
             pipe.step(x, target=y)
             checked = pipe.checked
         if turn >= 2:
