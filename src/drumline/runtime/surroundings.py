@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -85,7 +86,7 @@ class Surroundings:
         if names & {"environ", "getenv", "environb"}:
             self._readers[id(os.environ), "os.environ"] = lambda: dict(os.environ)
         for name in names & sys.modules.keys():  # imported where it runs
-            self._look(lambda name=name: sys.modules.get(name), (id(sys.modules), name), names)
+            self._look(partial(sys.modules.get, name), (id(sys.modules), name), names)
         for cell in function.__closure__ or ():
             self._look(_of_cell(cell), (id(cell), ""), names)
         space = function.__globals__
