@@ -171,6 +171,9 @@ def all_outcomes(names: Sequence[str], schedules: Sequence[str], *, num_ranks: i
 def one_rank(names: Sequence[str], schedules: Sequence[str], out: str, *, thin: bool) -> None:
     """Be one of two processes."""
     dist.init_process_group("gloo")
+    orders: list[Any] = [None, None]
+    dist.all_gather_object(orders, list({"sliding_attention", "full_attention"}))
+    assert orders[0] != orders[1], "with these hash seeds the sets that Gemma3 goes through have one order"
     Path(out).write_text(json.dumps(all_outcomes(names, schedules, num_ranks=None, thin=thin)))
     dist.destroy_process_group()
 
@@ -183,7 +186,7 @@ def two_processes(names: Sequence[str], schedules: Sequence[str], *, thin: bool)
         running = []
         for rank in range(2):
             more = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            given = {name: str(value) for name, value in {**more, "PYTHONHASHSEED": 7 + 31 * rank}.items()}
+            given = {name: str(value) for name, value in {**more, "PYTHONHASHSEED": 1 + rank}.items()}
             command = [
                 sys.executable,
                 __file__,

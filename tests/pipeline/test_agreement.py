@@ -16,7 +16,17 @@ from drumline.core.errors import DrumlineError, MismatchError, RankFailed, WaitT
 from drumline.pipeline import transports
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.agreement import Given, agree_on_batch, code_of, first_difference, plan_of, samples_of
+from drumline.pipeline.verify.agreement import (
+    Followed,
+    Given,
+    agree_on_batch,
+    agree_on_followed,
+    begun,
+    code_of,
+    first_difference,
+    plan_of,
+    samples_of,
+)
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Inputs, pieces_of
 
@@ -78,6 +88,34 @@ def test_another_graph_is_seen_in_what_was_written() -> None:
     assert written(one) != written(other)
 
 
+class Grown(Rotated):
+    """Goes by its order only where it is given more rows than at first."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (len(self.order) if len(x) > 2 else 1)
+
+
+def test_kinds_of_input_that_come_late_are_told_once_and_compared() -> None:
+    x, _ = data()
+    models = [Grown(KINDS), Grown(KINDS[::-1]), Grown([*KINDS, "other"])]
+    each = [pieces_of(model, Inputs((x[:2],), {})) for model in models]
+    followed = [Followed(blocks) for blocks in each]
+    assert [one.fresh() for one in followed] == [{}] * 3
+    told = []
+    for blocks, one in zip(each, followed, strict=True):
+        for rows in (x[:2], x[:4], x[:4]):
+            value: Any = Inputs((rows,), {})
+            for block in blocks:
+                value = block.module(value)
+        told.append(one.fresh())
+        assert one.fresh() == {}
+    assert [len(one) for one in told] == [1] * 3
+    agree_on_followed(told[:2], 1)
+    agree_on_followed([told[0], {}, told[1]], 1)
+    with pytest.raises(MismatchError, match="step 1: ranks 1 and 2 followed the model to another graph for new inputs"):
+        agree_on_followed([{}, told[0], told[2]], 1)
+
+
 class Changes(Rotated):
     """Changes a value in place, before it is used or afterwards."""
 
@@ -106,6 +144,59 @@ def test_batches_differ_by_shape_or_by_numbers_and_none_is_no_batch() -> None:
         agree_on_batch([Given.of((x,), None), Given.of((torch.cat([x[:-1], x[-1:] + 1]),), None)], 0)
     with pytest.raises(MismatchError, match=r"different targets: float32\(8, 6\) and float32\(7, 6\)"):
         agree_on_batch([Given.of(None, y), Given.of(None, y[:7])], 0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "sliced": lambda x: x[:, 1:4],
+    "every other": lambda x: x[::2],
+    "expanded": lambda x: x[:, None, :].expand(8, 3, 6),
+    "in bfloat16": lambda x: x.bfloat16().t(),
+    "in float8": lambda x: x.to(torch.float8_e4m3fn).t(),
+    "conjugated": lambda x: torch.complex(x, x).conj(),
+    "permuted": lambda x: x.view(2, 4, 6).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_count_however_memory_is_laid_out(layout: str) -> None:
+    x, _ = data()
+    one, other = LAYOUTS[layout](x), LAYOUTS[layout](x + 1)
+    agree_on_batch([Given.of((one,), None), Given.of((one.contiguous().clone(),), None)], 0)
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different batches: of the same shapes, with other"):
+        agree_on_batch([Given.of((one,), None), Given.of((other,), None)], 0)
+    with pytest.raises(MismatchError, match="ranks 0 and 1 got different targets: of the same shapes, with other"):
+        agree_on_batch([Given.of(None, one.contiguous()), Given.of(None, other)], 0)
+
+
+def test_every_part_of_a_tensor_is_looked_at() -> None:
+    for number in (1, 2, 7, 8, 9, 15, 16, 17, 1000):
+        for one in (torch.zeros(number), torch.zeros(number, 2)[:, 0]):
+            looked = 0
+            for start in range(8):
+                other = one.clone() if one.is_contiguous() else torch.zeros(number, 2)[:, 0]
+                other[number * start // 8 : max(number * start // 8 + 1, number * (start + 1) // 8)] = 1.0
+                looked += Given.of(other, None) != Given.of(one, None)
+            assert looked == 8, (number, one.stride())
+
+
+def test_a_batch_is_what_it_was_before_the_step() -> None:
+    x, _ = data()
+    later = begun((x.t(),), None)
+    before = Given.of((x.t().clone(),), None)
+    x.mul_(2)
+    assert later() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_on_a_device_are_those_on_the_host(layout: str) -> None:
+    x, _ = data()
+    one = LAYOUTS[layout](x)
+    there = LAYOUTS[layout](x.cuda())
+    agree_on_batch([Given.of((one,), None), Given.of((there,), None)], 0)
+    with pytest.raises(MismatchError, match="of the same shapes, with other"):
+        agree_on_batch([Given.of((one,), None), Given.of((LAYOUTS[layout](x.cuda() + 1),), None)], 0)
 
 
 def test_code_and_settings_of_torchs_layers_tell_models_apart() -> None:
@@ -165,6 +256,18 @@ def on_a_rank() -> dict[str, tuple[str, str, float]]:
 
     found["loaded"] = seen(loaded)
     found["batch"] = seen(lambda: stepped(pipeline(check_model=False), x + rank, y))
+    found["checked batch"] = seen(lambda: stepped(pipeline(), x + rank, y))
+    found["checked target"] = seen(lambda: stepped(pipeline(), x, y + rank))
+    found["turned"] = seen(lambda: stepped(pipeline(check_model=False), (x.t().contiguous() + rank).t(), y))
+    found["strides"] = seen(lambda: stepped(pipeline(check_model=False), x.t().contiguous().t() if rank else x, y))
+
+    def late() -> None:
+        torch.manual_seed(0)
+        pipe = pipeline(Grown([*KINDS, "other"] if rank else KINDS))
+        stepped(pipe, x, y)
+        stepped(pipe, *data(16))
+
+    found["late"] = seen(late)
     found["rows"] = seen(lambda: stepped(pipeline(check_model=False), x[: 8 - rank], y[: 8 - rank]))
 
     def beside() -> None:
@@ -187,6 +290,7 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     zero, one = launch(on_a_rank, num_ranks=2, timeout=240)
     assert zero["set"][0] == one["set"][0] == ""
     assert zero["loaded"][0] == one["loaded"][0] == ""
+    assert zero["strides"][0] == one["strides"][0] == ""
     texts = {
         "transport": "ranks 0 and 1 have another transport: shared-memory and gloo",
         "graph": "ranks 0 and 1 followed the model to another graph: layers",
@@ -194,6 +298,10 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
         "setting": "ranks 0 and 1 have another merge_weight_gradients: False and True",
         "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
         "batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "checked batch": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "checked target": "step 0: ranks 0 and 1 got different targets: of the same shapes, with other numbers",
+        "turned": "step 0: ranks 0 and 1 got different batches: of the same shapes, with other numbers",
+        "late": "step 1: ranks 0 and 1 followed the model to another graph for new inputs",
         "rows": "step 0: ranks 0 and 1 got different batches: float32(8, 6) and float32(7, 6)",
     }
     for what, text in texts.items():

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.torch
         ("gpt2_double_heads", True, "zb-h1", "right"),  # two means over different things
         ("vit_masked", True, "zb-v", "right"),  # a sum divided by a count
         ("qwen2_vl", True, "1f1b", "right"),  # pictures packed, sizes as numbers
+        ("gemma3", True, "zb-v", "right"),  # goes through a set
         ("clip", True, "1f1b", "refused: the model's loss compares rows of the batch with each other"),
     ],
 )

@@ -175,7 +175,7 @@ def test_what_nobody_seeds_is_not_checked_and_one_line_says_so(capfd: pytest.Cap
     assert capfd.readouterr().err.count("the first step was not checked against the model by itself: rank 0") == 1
 
 
-def test_a_model_without_memory_of_its_own_is_not_checked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_memory_is_checked_where_all_ranks_are_in_one_process() -> None:
     pipe = pipeline(on_meta(lambda: Mixed(lambda _, x: x.tanh())))
     step(pipe)
     assert pipe.checked is not None  # all ranks are in this process, so that all of it came to memory

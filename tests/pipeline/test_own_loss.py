@@ -164,6 +164,27 @@ class Balanced(Body):
         return {"loss": loss + 0.1 * (use * use).sum()}
 
 
+class Judged(nn.Linear):
+    """A block that calls losses inside itself, row by row; a hook of it does too."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_forward_hook(lambda _, given, made: made + functional.mse_loss(made, given[0], reduction="none"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        first = torch.zeros(made.shape[:2], dtype=torch.long)
+        return made * functional.cross_entropy(made.transpose(1, 2), first, reduction="none")[..., None]
+
+
+class JudgedTwo(Two):
+    """Has parts with factors of their own, and blocks that call the same losses as these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Judged()
+
+
 class Wrapper(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -203,7 +224,7 @@ def like_the_whole_batch(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Padded, Summed, Two, Decayed])
+@pytest.mark.parametrize("kind", [Shifted, Masked, Criterion, Padded, Summed, Two, JudgedTwo, Decayed])
 def test_a_models_own_loss_is_that_of_the_whole_batch(kind: type[Body], schedule: str) -> None:
     batch = text()
     like_the_whole_batch(kind(), batch, schedule, lambda model: loss_of(model(**batch)))

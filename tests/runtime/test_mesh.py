@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -174,6 +175,93 @@ def test_a_crash_is_named(meshes: Meshes, hosts: Sequence[str | None]) -> None:
         with pytest.raises(RankFailed, match="rank 1 died") as caught:
             wait_for_ever(mesh)
         assert caught.value.rank == 1
+
+
+# ---- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def others_do(*runs: Callable[[Callable[[], bool]], object]) -> Iterator[None]:
+    """Have other ranks do something in threads, which is given what says that they may stop."""
+    over = threading.Event()
+    threads = [threading.Thread(target=run, args=(over.is_set,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def waiting(mesh: Mesh, what: Any, needs: tuple[int, ...]) -> Callable[[Callable[[], bool]], object]:
+    return lambda over: mesh.wait(over, what, deadline(), needs=lambda: needs, every_ms=5)
+
+
+def too_late(mesh: Mesh, peers: Sequence[Mesh], needs: int) -> str:
+    """Return what a rank says whose wait is over at once, when those peers wait as well."""
+    while any(one._waiting is None for one in peers):
+        time.sleep(0.001)
+    with pytest.raises(WaitTimeout) as caught:
+        mesh.wait(lambda: False, f"rank {mesh.rank} waits", 0, needs=lambda: (needs,))
+    return str(caught.value)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give answers all the time that a busy machine may need."""
+    monkeypatch.setattr(limits, "GRACE", 100.0)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("hosts", [(None,) * 3, TCP])
+def test_a_wait_that_took_too_long_names_the_rank_at_the_end_of_the_chain(
+    meshes: Meshes, hosts: Sequence[str | None]
+) -> None:
+    first, second, third = meshes(hosts=hosts)
+    words = iter(["rank 2 waits for its data"])
+    with others_do(
+        waiting(second, "rank 1 at 1F0 waits for 2B4 of rank 2", (2,)), waiting(third, lambda: next(words), ())
+    ):
+        said = too_late(first, (second, third), 1)
+    assert "(rank 1 at 1F0 waits for 2B4 of rank 2; rank 2 waits for its data)" in said
+
+
+@pytest.mark.usefixtures("patient")
+def test_ranks_that_wait_for_each_other_in_a_circle_are_named_once(meshes: Meshes) -> None:
+    first, second, third = meshes()
+    with others_do(waiting(second, "rank 1 waits for rank 2", (2,)), waiting(third, "rank 2 waits for rank 0", (0,))):
+        said = too_late(first, (second, third), 1)
+    assert "(rank 1 waits for rank 2; rank 2 waits for rank 0)" in said
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_waits_for_nobody_says_so(meshes: Meshes) -> None:
+    first, second, _ = meshes()
+
+    def looks(over: Callable[[], bool]) -> None:
+        while not over():
+            second.pump()
+
+    with others_do(looks):
+        assert "(rank 1 waits for nobody)" in too_late(first, (), 1)
+
+
+def test_a_rank_that_does_not_answer_ends_the_chain(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "GRACE", 0.01)
+    first, _, _ = meshes()
+    assert "(rank 1 does not answer: it computes or hangs)" in too_late(first, (), 1)
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_wait_is_over_for_others_once_it_has_ended(meshes: Meshes) -> None:
+    _, second, _ = meshes()
+    second.wait(lambda: True, "rank 1 waits", deadline(), needs=lambda: (2,))
+    assert second._waiting is None
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def test_an_abort_that_comes_after_a_crash_explains_it(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ the words of the refusal. Everything else must end with the plain model's loss a
 
 from __future__ import annotations
 
-from zoo import branches, buffers, functions, hooks, memory, modes, shapes
+from zoo import branches, buffers, functions, hooks, memory, modes, shapes, stale
 from zoo.branches import ONLY_BY_CHECK
 from zoo.entry import WIDTH, ZOO, Entry
 
@@ -22,4 +22,5 @@ __all__ = [
     "memory",
     "modes",
     "shapes",
+    "stale",
 ]

@@ -164,7 +164,9 @@ class Intake:
             return nullcontext()
         plan = self._own_shares.plan
         loss = plan.loss(plan.kind(inputs, train=True)[0])
-        return nullcontext() if loss is None else Multiplying(loss.walk.graph, loss.terms, factors)
+        if loss is None or plan.model is None:
+            return nullcontext()
+        return Multiplying(loss.walk.graph, loss.terms, factors, plan.model)
 
     def _take_shares(self, step: Step, found: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""

@@ -20,7 +20,7 @@ from drumline.pipeline.result import StepResult
 from drumline.pipeline.setup import Options, set_up
 from drumline.pipeline.state.guard import Guard
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.verify.agreement import Followed, Given
+from drumline.pipeline.verify.agreement import Followed, Given, begun
 from drumline.pipeline.verify.model_check import Checked
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import Planned
@@ -186,6 +186,7 @@ class Pipeline:
             self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             captured = self._engine.captured
             fits = captured is not None and captured.fits(step)
+            given = self._given(batch, named, target)
             if not fits or self._intake.counts_labels:  # a step like the last one weighs what that did
                 self._intake.cut(step)
             before = self._holdings.put_aside(list(self.parameters()))
@@ -196,7 +197,7 @@ class Pipeline:
             self._shared.after()
             self._updates.end(step, self.parameters())
             self._holdings.put_back(before)
-            tally = self._told(step, drafts, self._given(batch, named, target))
+            tally = self._told(step, drafts, given())
         if self._check.is_pending:
             self._compare_first(step)
         return StepResult(step.number, lambda: tally.loss, _output(step))
@@ -243,8 +244,9 @@ class Pipeline:
         with self._crew.together("the start of a step"):
             self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
             self._intake.cut(step)
+            given = self._given(batch, named, target)
             self._engine.run(step, [])
-            tally = self._told(step, [], self._given(batch, named, target))
+            tally = self._told(step, [], given())
         return StepResult(step.number, lambda: tally.loss, _output(step) if outputs else None)
 
     def _renew(self) -> None:
@@ -263,9 +265,9 @@ class Pipeline:
 
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
-    def _given(self, batch: tuple[Any, ...], named: dict[str, Any], target: Any) -> Given | None:
-        """Return what the other ranks compare their batches with; ranks of one process have one."""
-        return None if self._crew.alone else Given.of((batch, named), target)
+    def _given(self, batch: tuple[Any, ...], named: dict[str, Any], target: Any) -> Callable[[], Given | None]:
+        """Return what says what other ranks compare their batches with; ranks of one process have one."""
+        return (lambda: None) if self._crew.alone else begun((batch, named), target)
 
     def _told(self, step: Step, drafts: Sequence[Draft], given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""

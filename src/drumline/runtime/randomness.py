@@ -9,7 +9,7 @@ as the generators stand after a run where they stood before.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -140,29 +140,35 @@ class Randomness:
             for generator in self._generators:
                 generator.manual_seed(seed)
             if self._drawing is not None:
-                self._seeded = block, self._states()
+                self._seeded = block, self.states()
 
     def watch(self) -> None:
         """Remember where the generators stand, unless that is known from when they were last looked at."""
         if not self._silent and not self._standing:
-            self._standing = self._states()
+            self._standing = self.states()
 
     def drew(self) -> bool:
         """Whether anything was drawn since they were last looked at."""
         if self._silent:
             return False
-        before, self._standing = self._standing, self._states()
+        before, self._standing = self._standing, self.states()
         return _differ(before, self._standing)
 
-    def _states(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """Return where the generators stand."""
         return [generator.get_state() for generator in self._generators]
+
+    def go_on(self, states: Sequence[Tensor]) -> None:
+        """Let the generators stand where another rank's do."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _listen(self) -> None:
         """Note whether the block that was seeded last has drawn."""
         if self._drawing is not None and self._seeded is not None:
             block, before = self._seeded
             self._seeded = None
-            if block not in self._drawing and _differ(before, self._states()):
+            if block not in self._drawing and _differ(before, self.states()):
                 self._drawing.append(block)
 
     @contextmanager
@@ -189,7 +195,7 @@ class Randomness:
     def kept_aside(self) -> Iterator[None]:
         """Give the user's own random numbers back afterwards, as if nothing had been drawn."""
         self._standing = []
-        states = self._states()
+        states = self.states()
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ they told says in what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from drumline.core.errors import MismatchError
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.verify.elements import NUM_ELEMENTS, samples_begun
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece, Plan
 from drumline.runtime.blocks.value_names import function_name, short
 from drumline.runtime.values import pack
 
-_NUM_ELEMENTS = 8  # of each tensor are looked at
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's type, shape and some elements
 
 
@@ -171,7 +171,7 @@ def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 def _picked(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1]
+    return flat[:: max(1, flat.numel() // NUM_ELEMENTS)]
 
 
 def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str] | None:
@@ -194,7 +194,7 @@ def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a rank was called with: of every tensor its type and shape, and if it is on the host some elements.
+    """What a rank was called with: of every tensor its type, its shape and some elements.
 
     >>> Given.of(torch.zeros(4, 2), None).batch[0][:2]
     ('torch.float32', (4, 2))
@@ -205,23 +205,31 @@ class Given:
 
     @staticmethod
     def of(batch: Any, target: Any) -> Given:
-        """Return what tells this batch and target from others, without making the host wait for a device."""
-        return Given(_print(batch), _print(target))
+        """Return what tells this batch and target from others."""
+        return begun(batch, target)()
 
 
-def _print(value: Any) -> tuple[Print, ...]:
-    tensors = () if value is None else pack(value)[0]
-    return tuple([(str(one.dtype), tuple(one.shape), _sample(one)) for one in tensors])
+def begun(batch: Any, target: Any) -> Callable[[], Given]:
+    """Look at a batch and a target before a step, which may change them; what is returned says what they were.
 
+    What is on a device starts on its way to the host at once, all of it together, so that nobody waits for it later.
 
-def _sample(tensor: Tensor) -> bytes:
-    """Return some elements as bytes; every step does this, so it goes by numpy, whose calls cost a tenth of torch's."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return b""
-    one = tensor.detach()
-    flat = (one.view(torch.int16) if one.dtype is torch.bfloat16 else one).numpy().reshape(-1)
-    found: bytes = flat[:: max(1, len(flat) // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1].tobytes()
-    return found
+    >>> one = torch.zeros(4, 2)
+    >>> later = begun(one, None)
+    >>> _ = one.fill_(1.0)
+    >>> later() == Given.of(torch.zeros(4, 2), None)
+    True
+    """
+    batches, targets = (() if value is None else pack(value)[0] for value in (batch, target))
+    samples = samples_begun([*batches, *targets])
+
+    def given() -> Given:
+        found = samples()
+        pairs = zip((*batches, *targets), found, strict=True)
+        prints = [(str(one.dtype), tuple(one.shape), sample) for one, sample in pairs]
+        return Given(tuple(prints[: len(batches)]), tuple(prints[len(batches) :]))
+
+    return given
 
 
 def agree_on_batch(told: Sequence[Given | None], step: int) -> None:

@@ -4,15 +4,19 @@
     in the step       a witness notes the same microbatch's gradients, output and loss where the stages are
     after the step    each rank compares its own; what several ranks hold is compared by their sum. All ranks hear of it
 
-It costs one microbatch's forward and backward of the model, once. Ranks without the whole model check nothing, and rank
-0 says so. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is: there is nothing to check.
+It costs one microbatch's forward and backward of the model, once. Where ranks have only their own stages in memory (a
+model on the meta device), each runs the model's own forward and hears of others' blocks what they make: see relay.py.
+Rank 0 says what cannot be compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is:
+there is nothing to check.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +29,11 @@ from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import is_chain
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.verify.agreement import first_difference, samples_of
+from drumline.pipeline.verify.agreement import Given, agree_on_batch, first_difference, samples_of
 from drumline.pipeline.verify.comparing import norm_of, off, outputs_off, sketch
 from drumline.pipeline.verify.plain import Plain
 from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
+from drumline.pipeline.verify.relay import GaveUp, Places, Relay
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients.witness import Witness
@@ -58,8 +63,21 @@ class _Outcome:
     shared: dict[str, list[float]] = field(default_factory=dict)  # sketches of what several ranks hold, as found here
     wanted: dict[str, list[float]] = field(default_factory=dict)  # and as the model by itself has it
     seconds: float = 0.0
+    in_parts: frozenset[str] = frozenset()  # of `wanted`, what is of this rank's blocks alone
+    changed: str = ""  # what blocks may have changed unseen by other ranks
     unchecked: str = ""
     has_moods: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """What a rank has to begin with."""
+
+    has_batch: bool
+    samples: dict[str, bytes]
+    is_whole: bool
+    here: Places
+    given: Given
 
 
 def needs_check(model: Model) -> bool:
@@ -91,9 +109,13 @@ class ModelCheck:
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake
-        plain = Plain(model, [block.name for block in blocks]) if self.is_pending else None
-        self._reason = "" if plain is None else _why_not(plain)
-        self._plain = None if self._reason else plain
+        self._plain = Plain(model, [block.name for block in blocks]) if self.is_pending else None
+        self._reason = ""  # why it is not checked
+        self._places = Places.of(blocks)
+        self._relay: Relay | None = None
+        # Of what several ranks hold: what each sees its own uses of, and what each sees more uses of than its own.
+        self._in_parts: set[str] = set()
+        self._unsure: set[str] = set()
         self._homes = {name: block.name for block in blocks for name, _ in block.named_parameters()}
         self._different = different  # two ranks and the parameter for which they were given different values
         self._given: Slice | None = None
@@ -135,13 +157,21 @@ class ModelCheck:
         """Run one microbatch through the model by itself, and have the step watched; all ranks call it."""
         if not self.is_pending:
             return
+        assert self._plain is not None
         started = time.perf_counter()
         local = self._cut(number, called, target)
-        card = local is not None, samples_of(self._named())
+        here = Places.of(block for stage in self._engine.stages() for block in stage.blocks)
+        card = _Card(
+            local is not None, samples_of(self._named()), _is_whole(self._plain), here, Given.of(called, target)
+        )
         told = self._crew.all_told("check", [card] * len(self._crew.channels))
-        given = local if local is not None and all(complete for complete, _ in told) else None
+        agree_on_batch([one.given for one in told], number)  # before differences are put down to the model
+        given = local if local is not None and all(one.has_batch for one in told) else None
         self._given = given = given or self._passed_on(number, called, target)
-        self._reason = self._reason or self._stale([one for _, one in told])
+        if all(one.is_whole for one in told):
+            self._reason = self._stale([one.samples for one in told])
+        else:
+            self._relay = self._relayed(here, told)
         if not self._reason:
             self._wanted = self._run(given, number, scale)
         for executor in self._engine.executors:
@@ -185,6 +215,24 @@ class ModelCheck:
             return "other ranks' parameters were changed since the pipeline was made"
         return ""
 
+    def _relayed(self, here: Places, told: Sequence[_Card]) -> Relay:
+        """Return how the model is run where ranks have only their own blocks of it."""
+        assert self._plain is not None
+        assert isinstance(self._plain.model, nn.Module)
+        assembly = self._engine.assembly
+        homes = Counter(name for one in told for name in one.here.blocks)
+        for tensor in assembly.ties.tensors:
+            used = {one for one in homes for name in tensor.names if name.startswith(f"{one}.")}
+            is_between = any(name in self._places.between for name in tensor.names)
+            holders = [one.here.blocks for one in told if used & set(one.here.blocks)]
+            if all(used <= set(one) for one in holders):
+                continue  # who has it sees all of its uses
+            if is_between or any(homes[one] > 1 for one in used):
+                self._unsure.update(tensor.names)
+            else:
+                self._in_parts.update(tensor.names)
+        return Relay(self._crew, self._plain.model, self._places, here, assembly.device, assembly.randomness)
+
     def _run(self, given: Slice, number: int, scale: float) -> Wanted | None:
         assert self._plain is not None
         assembly = self._engine.assembly
@@ -192,17 +240,21 @@ class ModelCheck:
         mine = self._named()
         named = self._plain.named_parameters()
         try:
-            wanted = plain_step(
-                self._plain,
-                given,
-                self._intake.loss,
-                wanted=[named[name] for name in mine if name in named and named[name].requires_grad],
-                device=assembly.device,
-                randomness=assembly.randomness,
-                precision=assembly.precision,
-                scale=scale,
-                multiplying=self._intake.multiplying(given.inputs, given.factors),
-            )
+            with nullcontext() if self._relay is None else self._relay.running():
+                wanted = plain_step(
+                    self._plain,
+                    given,
+                    self._intake.loss,
+                    wanted=[named[name] for name in mine if name in named and named[name].requires_grad],
+                    device=assembly.device,
+                    randomness=assembly.randomness,
+                    precision=assembly.precision,
+                    scale=scale,
+                    multiplying=self._intake.multiplying(given.inputs, given.factors),
+                )
+        except GaveUp as error:
+            self._reason = f"each rank has only its own stages in memory, and they could not run it together: {error}"
+            return None
         except torch.OutOfMemoryError:
             self._reason = "there is no memory for the whole model"
             return None
@@ -225,14 +277,19 @@ class ModelCheck:
         self.is_pending = False
         self._rescale(step)
         outcome = self._outcome(step)
-        if (outcome.differences or any(one > self._allowed for one in outcome.others.values())) and self._wanted:
+        if (outcome.differences or any(one > self._allowed for one in outcome.others.values())) and self._is_alone:
             outcome.has_moods = self._has_moods(step)
         outcome.seconds = self._seconds + time.perf_counter() - started
         told: list[_Outcome] = self._crew.all_told("checked", [outcome] + [_Outcome()] * (len(self._crew.channels) - 1))
-        self._plain = self._wanted = self._given = None
+        self._plain = self._wanted = self._given = self._relay = None
         for executor in self._engine.executors:
             executor.witness = None
         self._judge(told)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank can run the model by itself once more."""
+        return self._wanted is not None and self._relay is None
 
     def _rescale(self, step: Step) -> None:
         """Give the wanted gradients the share that the step took: some losses must be seen before it is known."""
@@ -245,7 +302,8 @@ class ModelCheck:
                 one.mul_(share / self._given.share)
 
     def _outcome(self, step: Step) -> _Outcome:
-        outcome = _Outcome(unchecked=self._reason)
+        outcome = _Outcome(unchecked=self._reason, in_parts=frozenset(self._in_parts))
+        outcome.changed = "" if self._relay is None else self._relay.changed
         found = self._found()
         ties, alone = self._engine.assembly.ties, self._crew.alone
         shared = {one.name for one in ties.tensors if one.is_copied and not alone}
@@ -254,10 +312,15 @@ class ModelCheck:
             return outcome
         named = self._plain.named_parameters()
         wanted = {name: self._wanted.gradients.get(named[name]) for name in self._named() if name in named}
-        whole = sum(float(one.double().norm()) ** 2 for one in wanted.values() if one is not None) ** 0.5
+        whole = sum(norm_of(one) ** 2 for one in wanted.values()) ** 0.5
         for name, one in wanted.items():
             if named[name]._post_accumulate_grad_hooks:
                 continue  # what it does to the gradient once that has been added is done in the step alone
+            if name in shared and name in self._unsure:
+                outcome.unchecked = (
+                    f"not the gradient of {name}, which several ranks use, and not each in blocks of its own"
+                )
+                continue  # every rank has all of it here, and in the step its own part
             if name in shared:
                 outcome.wanted[name] = [*([0.0] * 4 if one is None else sketch(one)), norm_of(one), whole]
                 continue
@@ -318,19 +381,21 @@ class ModelCheck:
         )
         if names or others:
             has_moods = any(one.has_moods for one in told)
-            self.refusal = _moody() if has_moods else self._wrong(names, wrong, others)
+            changed = next((one.changed for one in told if one.changed), "")
+            self.refusal = _moody() if has_moods else self._wrong(names, wrong, others, changed)
             raise self.refusal
         if unchecked and self._crew.rank == 0:
+            compared = "only in part checked" if self.checked.num_parameters else "not checked"
             print(
-                "drumline: the first step was not checked against the model by itself: "
-                f"{self.checked.unchecked}; `drumline verify` compares the two on a smaller one",
+                f"drumline: the first step was {compared} against the model by itself: {self.checked.unchecked}; "
+                "`drumline verify` compares the two on a smaller one",
                 file=sys.stderr,
             )
 
     def _shared_wrong(self, told: Sequence[_Outcome]) -> dict[str, float]:
         """Return what several ranks hold and whose sum over them is wrong."""
         found = {}
-        for name, (*wanted, norm, whole) in {name: one for each in told for name, one in each.wanted.items()}.items():
+        for name, (*wanted, norm, whole) in _wanted_of(told).items():
             each = [one.shared[name] for one in told if name in one.shared]
             made = [sum(column) for column in zip(*each, strict=True)] or [0.0] * len(wanted)
             apart = max(abs(one - other) for one, other in zip(made, wanted, strict=True))
@@ -338,7 +403,9 @@ class ModelCheck:
                 found[name] = apart / norm if norm else apart
         return found
 
-    def _wrong(self, names: Sequence[str], wrong: Mapping[str, float], others: Mapping[str, float]) -> ModelError:
+    def _wrong(
+        self, names: Sequence[str], wrong: Mapping[str, float], others: Mapping[str, float], changed: str
+    ) -> ModelError:
         what = [f"its {one} is {apart:.2g} of its size off" for one, apart in others.items()]
         if names:
             home = self._homes.get(names[0], "")
@@ -349,15 +416,27 @@ class ModelCheck:
         return ModelError(
             "the model, followed block by block, returns something else than by itself: " + ", ".join(what),
             expected="the same numbers as model(...) and backward() give; no optimizer has stepped",
-            fix="move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks",
+            fix="move what hooks, modes or attributes change between blocks into a block, or pass a list of blocks"
+            + (f"; or, since {changed}, which other ranks cannot see it change: check_model=False" if changed else ""),
         )
 
 
-def _why_not(plain: Plain) -> str:
-    """Return why a model cannot be run by itself, if it cannot."""
+def _wanted_of(told: Sequence[_Outcome]) -> dict[str, list[float]]:
+    """Return the sketches of what several ranks hold, as the model has it: of all of it, or the sum of the parts."""
+    found: dict[str, list[float]] = {}
+    for each in told:
+        for name, one in each.wanted.items():
+            if name in each.in_parts and name in found:
+                found[name] = [first + second for first, second in zip(found[name], one, strict=True)]
+            else:
+                found[name] = one
+    return found
+
+
+def _is_whole(plain: Plain) -> bool:
+    """Whether all of a model is in memory."""
     tensors = (one for part in plain.modules for one in (*part._parameters.values(), *part._buffers.values()))
-    is_whole = not any(one is not None and one.is_meta for one in tensors)
-    return "" if is_whole else "only its own stages are in memory"
+    return not any(one is not None and one.is_meta for one in tensors)
 
 
 def _moody() -> ModelError:

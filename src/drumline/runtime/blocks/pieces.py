@@ -152,6 +152,16 @@ class Piece(nn.Module):
         """Where it is looked up what the parts of the model's own loss count."""
         return self.plan.sheet
 
+    @property
+    def called(self) -> list[str]:
+        """The names of the model's modules that it calls."""
+        return list(self._callees)
+
+    @property
+    def lent(self) -> list[str]:
+        """The names of parameters and buffers that it uses outside of their modules."""
+        return list(self._homes)
+
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
         *path, last = name.split(".")
@@ -259,6 +269,11 @@ class Plan:
         """Follow what becomes of the model that the pieces were made from."""
         self._model, self._pieces = ref(model), [ref(one) for one in pieces]
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that the pieces were made from, as long as it is there."""
+        return None if self._model is None else self._model()
+
     def begin(self) -> None:
         """Take the model's parameters and buffers for what they should be, once all are in place."""
         if self.watch is not None:
@@ -266,7 +281,7 @@ class Plan:
 
     def renew(self) -> bool:
         """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
-        model = None if self._model is None else self._model()
+        model = self.model
         if model is None or self.watch is None:
             return False
         for name, buffer in self.watch.exchanged():

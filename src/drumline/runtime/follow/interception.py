@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.contents import tensors_in
 from drumline.runtime.follow.attributes import MISSING, Attributes
+from drumline.runtime.watch.fingerprint import can_change
 
 _Apply = Callable[..., Any]
 
@@ -113,7 +114,7 @@ def _attributes(follower: Follower, thread: int) -> Iterator[None]:
             if is_told() and not _is_part(self, key):
                 attributes.read(self, key, MISSING)
             raise
-        if is_told() and not callable(value):
+        if is_told() and (not callable(value) or can_change(value)):
             attributes.read(self, key, value)
         return value
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from drumline.runtime.blocks.graph import Graph
 from drumline.runtime.loss.terms import Terms
@@ -72,11 +73,15 @@ def _multiplied(
 class Multiplying(TorchFunctionMode):
     """Multiplies the parts of a loss where a model computes it by itself, in one microbatch.
 
-    A part is told by its function, and by how many calls of that function come before it in the graph.
+    A part is told by its function, and by how many calls of that function come before it in the graph. What blocks call
+    inside of themselves, and what their hooks call, is not in the graph and does not count.
     """
 
-    def __init__(self, graph: Graph, terms: Terms, factors: Factors) -> None:
+    def __init__(self, graph: Graph, terms: Terms, factors: Factors, model: nn.Module) -> None:
         super().__init__()
+        self._blocks = [model.get_submodule(name) for name in dict.fromkeys(one.block for one in graph.calls) if name]
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
         self._calls: dict[Any, int] = {}
         self._parts: dict[tuple[Any, int], float | Tensor] = {}
         by_call = dict(zip((term.call for term in terms.known), factors, strict=True))
@@ -87,10 +92,32 @@ class Multiplying(TorchFunctionMode):
             if at in by_call and function is not None:
                 self._parts[function, number] = by_call[at]
 
+    def __enter__(self) -> Multiplying:
+        """Watch when blocks begin and end, their own hooks included."""
+        for block in self._blocks:
+            self._handles.append(block.register_forward_pre_hook(self._begins, prepend=True))
+            self._handles.append(block.register_forward_hook(self._ends, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Watch no more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def _begins(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _ends(self, *_: Any) -> None:
+        self._depth -= 1
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Count the call, and multiply what it makes if it is a part."""
+        if self._depth:
+            return func(*args, **(kwargs or {}))
         number = self._calls[func] = self._calls.get(func, -1) + 1
         return _multiplied(func, args, kwargs or {}, self._parts.get((func, number)))
 

@@ -6,19 +6,29 @@ and by how often they were changed in place, all else by identity.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import OrderedDict, defaultdict, deque
-from types import FunctionType, MethodType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
 _SEQUENCES = (list, tuple, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_DEPTH = 3
-_SIZED = (*_SEQUENCES, *_MAPPINGS, set, frozenset)
-_MOST = 1024  # entries: of more only the number is looked at
+_KINDS = (*_SEQUENCES, *_MAPPINGS, set, frozenset)
+_CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial)
+_SETTLED = (*PLAIN, tuple, frozenset)
+_DEPTH = 6
+_SIZED = (list, tuple, deque, dict, set, frozenset)
+_MOST = 1024  # entries: of more it is only looked at which they are
+_MANY = 65536  # entries: of more only the number is looked at
+_WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
 
 
 class _Same:
@@ -32,6 +42,20 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.one is self.one and other.version == self.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Entries:
+    """The very entries of a long container; they live on here, so that no others get their ids."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, value: Any) -> None:
+        self.kept = [one for pair in value.items() for one in pair] if isinstance(value, dict) else list(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Entries) and list(map(id, self.kept)) == list(map(id, other.kept))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -54,17 +78,55 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
         return _Same(value, 0 if value.is_inference() else value._version)
     if depth == 0:
         return _Same(value)
-    if isinstance(value, _SIZED) and len(value) > _MOST:
-        return (_Same(value), len(value))
-    if kind in _SEQUENCES:
-        return (kind, [fingerprint(one, depth - 1) for one in value])
-    if kind in _MAPPINGS:
-        return (kind, [(key, fingerprint(one, depth - 1)) for key, one in value.items()])
-    if kind in (set, frozenset):
-        return (kind, set(value))
-    if is_object(value):
-        return (_Same(value), [(key, fingerprint(one, depth - 1)) for key, one in vars(value).items()])
+    if isinstance(value, _SIZED):
+        return _contents(value, kind, depth)
+    if isinstance(value, np.ndarray | array | bytearray):
+        return _numbers(value)
+    if isinstance(value, partial):
+        return (_Same(value.func), fingerprint(value.args, depth - 1), fingerprint(value.keywords, depth - 1))
+    fields = _fields(value)
+    if fields is not None:
+        return (_Same(value), [(key, fingerprint(one, depth - 1)) for key, one in fields.items()])
     return _Same(value)
+
+
+def _contents(value: Any, kind: type, depth: int) -> Any:
+    """Return what a container is: of its own kind, or of a class that is made from one."""
+    own = () if kind in _KINDS else (_Same(value),)
+    if len(value) > _MOST:
+        return (_Same(value), _Entries(value) if len(value) <= _MANY else len(value))
+    if isinstance(value, dict):
+        return (kind, *own, [(key, fingerprint(one, depth - 1)) for key, one in value.items()])
+    if isinstance(value, set | frozenset):
+        return (kind, *own, set(value))
+    return (kind, *own, [fingerprint(one, depth - 1) for one in value])
+
+
+def _numbers(value: Any) -> Any:
+    """Return what an array is: all of its bytes, or of a large one some."""
+    if value.__class__ is np.ndarray and value.dtype.hasobject:
+        return _Same(value)
+    if not isinstance(value, np.ndarray):
+        return (_Same(value), bytes(value[:_MANY]), len(value))
+    few = value if value.nbytes <= _MANY else value.reshape(-1)[:: max(1, value.size // _MOST)]
+    return (_Same(value), value.shape, few.tobytes())
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Return the fields of an object of somebody's own class, those of the class that are plain included."""
+    if isinstance(value, _WHOLE):
+        return None
+    fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return fields if hasattr(value, "__dict__") and not callable(value) else None
+    for cls in kind.__mro__[:-1]:
+        for key, one in vars(cls).items():
+            if isinstance(one, MemberDescriptorType):
+                fields.setdefault(key, getattr(value, key, None))
+            elif type(one) in PLAIN and not key.startswith("__"):
+                fields.setdefault(key, one)
+    return fields
 
 
 def only_named(before: Any, now: Any) -> bool:
@@ -92,8 +154,7 @@ def can_change(value: Any) -> bool:
     >>> can_change([1]), can_change((1, 2)), can_change("a")
     (True, False, False)
     """
-    kind = type(value)
-    return kind in (list, deque, set) or kind in _MAPPINGS or is_object(value)
+    return isinstance(value, _CHANGING) or (not isinstance(value, _SETTLED) and is_object(value))
 
 
 def is_object(value: Any) -> bool:
@@ -103,6 +164,4 @@ def is_object(value: Any) -> bool:
     >>> is_object(SimpleNamespace(scale=1)), is_object(nn.ReLU()), is_object(print)
     (True, False, False)
     """
-    if isinstance(value, nn.Module | Tensor | type | FunctionType | MethodType | ModuleType):
-        return False
-    return hasattr(value, "__dict__") and not callable(value)
+    return bool(_fields(value)) or (hasattr(value, "__dict__") and _fields(value) is not None)

@@ -8,10 +8,12 @@ Which they are is read off the functions' code, without running it. Those of lib
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -80,6 +82,11 @@ class Surroundings:
             return
         self._seen.add(id(function.__code__))
         names = set(_names_in(function.__code__))
+        self._readers[id(function), function.__name__] = _of_function(function)
+        if names & {"environ", "getenv", "environb"}:
+            self._readers[id(os.environ), "os.environ"] = lambda: dict(os.environ)
+        for name in names & sys.modules.keys():  # imported where it runs
+            self._look(partial(sys.modules.get, name), (id(sys.modules), name), names)
         for cell in function.__closure__ or ():
             self._look(_of_cell(cell), (id(cell), ""), names)
         space = function.__globals__
@@ -90,12 +97,16 @@ class Surroundings:
         value = read()
         if isinstance(value, FunctionType | MethodType) or hasattr(value, "cache_info"):
             self._follow(getattr(value, "__func__", value))
+            self._readers[key] = read
         elif isinstance(value, ModuleType | type):
             if not _is_known(value):
+                self._readers[key] = read
                 space = vars(value)
                 for name in names & space.keys():
-                    if isinstance(space[name], FunctionType) or hasattr(space[name], "cache_info"):
-                        self._follow(space[name])
+                    one = getattr(space[name], "__func__", space[name])
+                    if isinstance(one, FunctionType) or hasattr(one, "cache_info"):
+                        self._follow(one)
+                        self._readers[id(value), name] = _of_object(value, name)
                     elif _is_watched(space[name]):
                         self._readers[id(value), name] = _of_object(value, name)
         elif _is_watched(value):
@@ -123,6 +134,17 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
         yield from (getattr(one, "__func__", one) for one in vars(module)[kind].values())
 
 
+def code_of(module: nn.Module) -> list[Any]:
+    """Return which functions a module has, of its own and of its classes, libraries' left out."""
+    kind = type(module)
+    found: list[Any] = [kind]
+    found += [one for one in vars(module).values() if isinstance(one, FunctionType | MethodType)]
+    for cls in kind.__mro__:
+        if not _is_known(cls):
+            found += [one for one in vars(cls).values() if not isinstance(one, PLAIN)]
+    return [fingerprint(one, 0) for one in found]
+
+
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for one in code.co_consts:
@@ -136,6 +158,11 @@ def _of_dict(space: dict[str, Any], name: str) -> Reader:
 
 def _of_object(value: Any, name: str) -> Reader:
     return lambda: vars(value).get(name, _MISSING)
+
+
+def _of_function(function: FunctionType) -> Reader:
+    """Return what reads how a function may change: its code, its defaults and its attributes."""
+    return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
 
 
 def _of_cell(cell: CellType) -> Reader:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.follow.attributes import MISSING, Place
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
-from drumline.runtime.watch.surroundings import Surroundings
+from drumline.runtime.watch.surroundings import Surroundings, code_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _shared = nn.modules.module
@@ -45,7 +45,7 @@ class Watch:
         self._modules = [(name, ref(module)) for name, module in modules]
         self._inside = inside
         self._children = [(name, seen, _children(module)) for name, seen, module in self._alive()]
-        self._surroundings = Surroundings(module for name, _, module in self._alive() if name in inside)
+        self._surroundings = self._around()
         self._places: dict[Place, ref[nn.Module]] = {}
         self._before = self._now()
         self._tables: list[tuple[str, ref[nn.Module], Table, Table]] = []
@@ -74,10 +74,18 @@ class Watch:
         """Whether anything is not as it was when this was last asked; refuses modules that were exchanged."""
         self.refuse_exchanged()
         before, self._before = self._before, self._now()
-        return before != self._before
+        if before == self._before:
+            return False
+        self._surroundings = self._around()  # other code may read others
+        self._before = self._now()
+        return True
+
+    def _around(self) -> Surroundings:
+        return Surroundings(module for name, _, module in self._alive() if name in self._inside)
 
     def _now(self) -> list[Any]:
         found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
+        found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
         for _, seen in self._modules:
             module = seen()
             if module is None:

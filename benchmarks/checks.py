@@ -1,0 +1,217 @@
+"""What the comparisons between ranks cost per step, and the check of the first step once.
+
+    python benchmarks/checks.py [--rounds 100] [--sizes 256x64 ...] [--schedules 1f1b ...] [--json FILE]
+
+Two ranks, one thread each; 8 blocks of Linear(D, D) + GELU with a path around each, so that the model is followed; 8
+microbatches. Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
+("batch": sampled, put into what is told anyway, and taken out of it), and comparing what all ranks told ("agree"). The
+share is the median of all three as a part of the quickest tenth of the steps, from a barrier to the end of `settle`,
+which other work on the machine disturbs least; that of the rank with the larger one is shown. The bar is 1% at D = 256.
+The check of the first step stands beside one microbatch's forward and backward of the plain model, timed before it in
+the same process, likewise the quickest tenth; each pipeline is made anew for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BLOCKS = 8
+PARTS = ("watch", "batch", "agree")
+
+
+def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which adds to what it took in the step at hand."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[-1] += time.perf_counter() - start
+
+    return run
+
+
+def watched() -> dict[str, list[float]]:
+    """Have the comparisons of all pipelines timed, from here on."""
+    from drumline.pipeline import pipeline
+    from drumline.pipeline.record import tally
+    from drumline.pipeline.verify import agreement
+    from drumline.pipeline.verify.agreement import Followed
+    from drumline.pipeline.verify.watched import Watched
+
+    seconds: dict[str, list[float]] = {part: [0.0] for part in PARTS}
+    begun = agreement.begun
+
+    def sampled(batch: Any, target: Any) -> Callable[[], Any]:
+        later = timed(seconds["batch"], begun)(batch, target)
+
+        def given() -> Any:
+            found = timed(seconds["batch"], later)()
+            timed(seconds["batch"], lambda: pickle.loads(pickle.dumps(found)))()  # as part of what is told
+            return found
+
+        return given
+
+    places: Any = (Watched, pipeline, tally, Followed)
+    kind, steps, tallies, followed = places
+    kind.look = timed(seconds["watch"], kind.look)
+    followed.fresh = timed(seconds["watch"], followed.fresh)
+    steps.begun = sampled
+    for name in ("agree_on_batch", "agree_on_mode", "agree_on_followed"):
+        setattr(tallies, name, timed(seconds["agree"], getattr(tallies, name)))
+    return seconds
+
+
+def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict[str, Any]]:
+    """Run every case on this rank."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    import drumline as dl
+
+    class Around(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    seconds = watched()
+    rows = []
+    for width, depth in sizes:
+        for name in names:
+            torch.manual_seed(1)
+            x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
+
+            def made(width: int = width, name: str = name, x: Tensor = x) -> Any:
+                torch.manual_seed(0)
+                settings: dict[str, Any] = {
+                    "num_microbatches": microbatches,
+                    "schedule": name,
+                    "example": x,
+                    "balance": "even",
+                }
+                return dl.Pipeline(Around(width), loss_fn=functional.mse_loss, **settings)
+
+            row = {"schedule": name, "width": width, "rows": depth, **steps(made, seconds, x, y, rounds)}
+            model = Around(width)
+            row |= first_steps(made, model, x, y, microbatches, rounds=max(rounds // 5, 5))
+            rows.append(row)
+    return rows
+
+
+def steps(
+    made: Callable[[], Any], seconds: dict[str, list[float]], x: Any, y: Any, rounds: int
+) -> dict[str, list[float]]:
+    """Return what the parts and the whole of each step took."""
+    import torch.distributed as dist
+
+    found: dict[str, list[float]] = {part: [] for part in ("step", *PARTS)}
+    with made() as pipe:
+        for turn in range(rounds + 5):
+            for part in PARTS:
+                seconds[part][:] = [0.0]
+            dist.barrier()
+            start = time.perf_counter()
+            pipe.step(x, target=y)
+            pipe.settle()
+            whole = time.perf_counter() - start
+            pipe.zero_grad()
+            if turn >= 5:
+                found["step"].append(whole)
+                for part in PARTS:
+                    found[part].append(seconds[part][-1])
+    return found
+
+
+def first_steps(
+    made: Callable[[], Any], model: Any, x: Any, y: Any, microbatches: int, *, rounds: int
+) -> dict[str, list[float]]:
+    """Return what the check of a first step took, and one microbatch of the plain model."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional
+
+    found: dict[str, list[float]] = {"check": [], "microbatch": []}
+    one, wanted = x.tensor_split(microbatches)[0], y.tensor_split(microbatches)[0]
+    for turn in range(rounds + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        torch.autograd.backward(functional.mse_loss(model(one), wanted))
+        plain = time.perf_counter() - start
+        model.zero_grad()
+        with made() as pipe:
+            gc.collect()  # what earlier pipelines left would be looked through in the middle
+            gc.freeze()
+            pipe.step(x, target=y)
+            checked = pipe.checked
+        if turn >= 2:
+            found["microbatch"].append(plain)
+            found["check"].append(checked.seconds)
+    return found
+
+
+def spread(values: list[float], unit: float) -> str:
+    """Return a median with its quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle * unit:.4g} ({low * unit:.3g} to {high * unit:.3g})"
+
+
+def share(row: dict[str, Any]) -> float:
+    """Return what part of a step is comparing."""
+    both = zip(*(row[part] for part in PARTS), strict=True)
+    return float(statistics.median(sum(parts) for parts in both) / quickest(row["step"]))
+
+
+def quickest(values: list[float]) -> float:
+    """Return the mean of the quickest tenth."""
+    return statistics.mean(sorted(values)[: max(len(values) // 10, 1)])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--sizes", nargs="*", default=["256x64"])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1", "zb-v"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    import drumline as dl
+
+    sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
+    ranks = dl.launch(measure, sizes, args.microbatches, list(args.schedules), args.rounds, num_ranks=2)
+    print(
+        "D/rows    schedule   step ms (quartiles)  quickest"
+        "             watch us             batch us             agree us   share"
+    )
+    for each in zip(*ranks, strict=True):
+        row = max(each, key=share)
+        case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {spread(row['step'], 1e3):>22s}"
+        case += f"{quickest(row['step']) * 1e3:10.4g}"
+        print(f"{case}{''.join(f'{spread(row[part], 1e6):>21s}' for part in PARTS)}  {share(row):6.2%}")
+    print("\nD/rows    schedule   check of the first step ms   one microbatch, forward and backward ms   times")
+    for each in zip(*ranks, strict=True):
+        row = max(each, key=lambda one: statistics.median(one["check"]))
+        times = quickest(row["check"]) / quickest(row["microbatch"])
+        case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s}"
+        print(f"{case} {spread(row['check'], 1e3):>28s} {spread(row['microbatch'], 1e3):>41s} {times:7.2f}")
+    if args.json:
+        args.json.write_text(json.dumps(ranks, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""The model by itself where no rank has all of it: each rank runs the model's own forward, each block runs at its home.
+
+    rank 0   embed ──► layers.0 ──► (layers.1: heard of rank 1) ──► loss
+    rank 1   (heard) ─► (heard) ──► layers.1 ─────────────────────► loss
+
+So every rank computes all that the forward does between blocks, with the user's hooks, modes and attributes, and its
+own blocks; what the blocks of others return it hears, and in the backward the gradients of what they were given.
+
+The ranks speak in turns. The n-th word of each is about the same call; if it is not, or one of them fails, all of them
+hear so at once and give up: nobody waits for what does not come.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import RankFailed, WaitTimeout
+from drumline.pipeline.crew import Crew
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.values import pack, plain_in, unpack
+from drumline.runtime.watch.fingerprint import can_change
+
+MOST_BYTES = 512 * 2**20  # that blocks tell in all
+
+
+class GaveUp(Exception):
+    """The ranks cannot run the model together; the text says why. All of them raise it at the same word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which modules are blocks, and which parameters and buffers the forward uses between them."""
+
+    blocks: tuple[str, ...]
+    between: tuple[str, ...]
+
+    @staticmethod
+    def of(blocks: Iterable[Block]) -> Places:
+        """Return those of a followed model's pieces."""
+        pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
+        called = dict.fromkeys(name for one in pieces for name in one.called)
+        lent = dict.fromkeys(name for one in pieces for name in one.lent)
+        return Places(tuple(called), tuple(lent))
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    call: str
+    speaks: bool = False
+    tensors: tuple[Tensor | None, ...] = ()
+    form: Any = None
+    wants_gradient: tuple[bool, ...] = ()
+    generators: tuple[Tensor, ...] = ()
+
+
+@dataclass(slots=True)
+class Relay:
+    """One run of a model through the blocks of all ranks; `here` are the names of those that this process has."""
+
+    crew: Crew
+    model: nn.Module
+    places: Places
+    here: Places
+    device: torch.device
+    randomness: Randomness
+    changed: str = ""  # what a block was given that it may have changed unseen by other ranks
+    _num_bytes: int = 0
+    _is_inside: bool = False
+    _calls: dict[str, list[tuple[bool, _Word]]] = field(default_factory=dict)  # whether with gradients, what was heard
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let blocks of other ranks be heard of inside; raises GaveUp on all ranks if any of them fails."""
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self._lit(self._values_between()))
+                for name in self.places.blocks:
+                    module = self.model.get_submodule(name)
+                    if any(True for _ in (*module.parameters(), *module.buffers())):
+                        stack.enter_context(_forwarded(module, partial(self._run, name)))
+                yield
+            self._exchange(_Word("the end"))
+        except (GaveUp, RankFailed, WaitTimeout):
+            raise
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}")
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        is_here = name in self.here.blocks
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:  # of another block, which brings it along
+                return forward(*args, **kwargs)
+            tensors, form = pack((args, kwargs))
+            wants = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+            calls = self._calls.setdefault(name, [])
+            call = f"call {len(calls) + 1} of {name}{' with gradients' if wants else ''}"
+            if torch._C._current_graph_task_id() >= 0:
+                wanted, heard = calls.pop() if len(calls) > 1 else calls[0]
+                if wants != wanted:
+                    self._give_up(f"the model runs {name!r} by itself in the middle of its backward")
+                return self._inside(forward, args, kwargs) if is_here else self._received(call, heard, tensors, wants)
+            for one in plain_in(form):
+                if can_change(one):
+                    self.changed = f"{name!r} is given a {type(one).__name__}"
+            if is_here:
+                made, word = self._at_home(call, forward, tensors, form, wants)
+            else:
+                word = self._exchange(_Word(call))
+                made = self._received(call, word, tensors, wants)
+            calls.append((wants, word))
+            return made
+
+        return run
+
+    def _inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_inside = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._is_inside = False
+
+    def _at_home(
+        self, call: str, forward: Callable[..., Any], tensors: Sequence[Tensor], form: Any, wants: bool
+    ) -> tuple[Any, _Word]:
+        """Run a block of this process, and tell what it made."""
+        given = list(tensors)
+        places = [at for at, one in enumerate(given) if wants and one.requires_grad]
+        if places:
+            entered = _Home.apply(self, call, *(given[at] for at in places))  # type: ignore[no-untyped-call]
+            for at, one in zip(places, entered, strict=True):
+                given[at] = one
+        versions = [one._version for one in given]
+        args, kwargs = unpack(given, form)
+        made = self._inside(forward, args, kwargs)
+        if [one._version for one in given] != versions:
+            self._give_up(f"{call} changes what it is given in place")
+        outputs, output_form = pack(made)
+        told = tuple(one.detach().to("cpu", copy=True) for one in outputs)
+        wanted = tuple(one.requires_grad for one in outputs)
+        self._exchange(_Word(call, True, told, output_form, wanted, tuple(self.randomness.states())))
+        return made, _Word(call)
+
+    def _received(self, call: str, heard: _Word, tensors: Sequence[Tensor], wants: bool) -> Any:
+        """Return what a block of another process made of these tensors."""
+        self.randomness.go_on(heard.generators)
+        if wants:
+            given = [one for one in tensors if one.requires_grad]
+            made = _Elsewhere.apply(self, call, heard, *given)  # type: ignore[no-untyped-call]
+        else:
+            # Copies, since what is to get a gradient must not be changed in place itself.
+            pairs = zip(self.placed(heard.tensors), heard.wants_gradient, strict=True)
+            made = [one.requires_grad_().clone() if wanted else one for one, wanted in pairs]
+        return unpack(made, heard.form)
+
+    def gradients(self, call: str, mine: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """Tell the gradients of what a block was given, or hear them of its home."""
+        told = tuple(None if one is None else one.detach().to("cpu", copy=True) for one in mine or ())
+        heard = self._exchange(_Word(f"the backward of {call}", mine is not None, told))
+        return self.placed(heard.tensors)
+
+    def placed(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        """Return tensors on this rank's device."""
+        return [None if one is None else one.to(self.device) for one in tensors]
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, word: _Word) -> _Word:
+        self._num_bytes += sum(one.nbytes for one in word.tensors if one is not None)
+        if self._num_bytes > MOST_BYTES:
+            self._give_up(f"its blocks make over {MOST_BYTES // 2**20} MiB of a microbatch")
+        try:
+            packed = pickle.dumps(word)
+        except Exception as error:  # what an object's own pickling may raise
+            self._give_up(f"{word.call} cannot be sent: {error}")
+        heard = [pickle.loads(one) for one in self._told("", word.call, packed)]
+        return next((one for one in heard if one.speaks), word)
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._told(why, "", b"")
+        raise AssertionError("who gives up hears so")
+
+    def _told(self, why: str, call: str, packed: bytes) -> list[bytes]:
+        """Tell one word and return those of all; raise GaveUp where they are not about the same call."""
+        told = self.crew.all_told("check block", [(why, call, packed)])
+        problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(told) if problem]
+        if not problems and len({call for _, call, _ in told}) > 1:
+            calls = " and ".join(f"rank {rank} at {call}" for rank, (_, call, _) in enumerate(told))
+            problems = [f"the ranks run blocks in different orders: {calls}"]
+        if problems:
+            raise GaveUp(problems[0])
+        return [packed for *_, packed in told]
+
+    # ---- what is used between blocks ---------------------------------------------------------------------------------
+
+    def _values_between(self) -> dict[str, Tensor]:
+        """Return the values of all parameters and buffers that the forward uses between blocks."""
+        named = _named(self.model)
+        mine = {name: named[name] for name in self.here.between if not named[name].is_meta}
+        whole = [name for name in self.places.between if named[name].is_meta]
+        lacking = {name for one in self.crew.all_told("check between", [whole]) for name in one}
+        told = {name: one.detach().to("cpu", copy=True) for name, one in mine.items() if name in lacking}
+        if sum(one.nbytes for one in told.values()) > MOST_BYTES:
+            self._give_up(f"parameters between its blocks have over {MOST_BYTES // 2**20} MiB")
+        heard = [pickle.loads(one) for one in self._told("", "values between blocks", pickle.dumps(told))]
+        return {name: value for one in heard for name, value in one.items()}
+
+    @contextmanager
+    def _lit(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let nothing of the model be on the meta device: what is used here is given its value, all else zeros.
+
+        The zeros need no memory; they are there for code that asks a module for its device.
+        """
+        named = _named(self.model)
+        found: dict[int, Tensor] = {id(named[name]): value.to(self.device) for name, value in values.items()}
+        before: list[tuple[dict[str, Any], str, Tensor]] = []
+        for module in self.model.modules():
+            tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for table in tables:
+                for name, one in table.items():
+                    if one is not None and one.is_meta:
+                        before.append((table, name, one))
+        made: dict[int, Tensor] = {}
+        for table, name, one in before:
+            if id(one) not in made:
+                zeros = torch.zeros((), dtype=one.dtype, device=self.device).expand(one.shape)
+                value = found.get(id(one), zeros)
+                is_parameter = isinstance(one, nn.Parameter)
+                made[id(one)] = nn.Parameter(value, requires_grad=one.requires_grad) if is_parameter else value
+            table[name] = made[id(one)]
+        try:
+            yield
+        finally:
+            for table, name, one in before:
+                table[name] = one
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+
+
+@contextmanager
+def _forwarded(module: nn.Module, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let a module's forward be another one inside; its hooks run around that as ever."""
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+class _Home(torch.autograd.Function):
+    """What a block of this process is given, so that its part of the gradients can be told."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, call: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.relay, ctx.call = relay, call
+        ctx.set_materialize_grads(False)
+        return tuple(one.clone() for one in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.relay.gradients(ctx.call, gradients)
+        return (None, None, *gradients)
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A block of another process."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, call: str, heard: _Word, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.relay, ctx.call = relay, call
+        made = relay.placed(heard.tensors)
+        ctx.mark_non_differentiable(*(one for one, wants in zip(made, heard.wants_gradient, strict=True) if not wants))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        return (None, None, None, *ctx.relay.gradients(ctx.call, None))
