@@ -16,7 +16,7 @@ from collections import defaultdict
 from itertools import accumulate
 
 from drumline.core import rules
-from drumline.core.action import Action, Op
+from drumline.core.action import Action
 from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
 from drumline.core.one_order import in_one_order
@@ -71,7 +71,7 @@ def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
     receives: dict[Place, list[Action]] = defaultdict(list)
     for (_, target), messages in sorted(edges.items()):
         # Within one overlapped pair activations leave before gradients, here as in the sends below.
-        messages.sort(key=lambda message: (message[0], message[1].op is not Op.RECV_F))
+        messages.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
         for position, (_, recv, _) in zip(_posting([at for *_, at in messages], ahead), messages, strict=True):
             receives[Place(target, position)].append(recv)
     rows = []
@@ -80,7 +80,7 @@ def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
         for at, action in enumerate(row):
             lowered += receives[Place(rank, at)]
             lowered.append(action)
-            lowered += sorted(sends[Place(rank, at)], key=lambda send: send.op is not Op.SEND_F)
+            lowered += sorted(sends[Place(rank, at)], key=rules.leaves_late)
         rows.append(tuple(lowered))
     return tuple(rows)
 

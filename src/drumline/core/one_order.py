@@ -101,7 +101,7 @@ class _Run:
         self.at[rank] += 1
         self.free[rank] = now + _SECONDS.get(action.op, 0)
         # Within one overlapped pair activations leave before gradients.
-        for message, target in sorted(self.made[place], key=lambda one: one[0].send.op is not Op.SEND_F):
+        for message, target in sorted(self.made[place], key=lambda one: rules.leaves_late(one[0].send)):
             self.push(self.free[rank], _MESSAGE, rank, message, target)
         self.happen(place, now)
         self.wake([rank], now)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
-from drumline.core.backwards import Backward, backwards
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
 from drumline.core.placement import Placement
@@ -108,7 +108,7 @@ class Program:
     @cached_property
     def backwards(self) -> tuple[Backward, ...]:
         """What each stage does of its backward: the whole, I alone, or nothing because it is frozen."""
-        return backwards(self.columns.stage, self.columns.code, self.num_stages)
+        return self.columns.backwards(self.num_stages)
 
     @cached_property
     def num_updates(self) -> int:

@@ -39,7 +39,7 @@ def _stray(index: Index) -> Iterator[Violation]:
             reason = f"is posted again; it was at position {places[0].position}"
             yield Violation(place.rank, place.position, action, reason)
         made = index.first(rules.producers(action))
-        taken = _consumer(index, action)
+        taken = index.first(rules.consumers(action))
         place = places[0]
         if made is None:
             reason = f"carries what {rules.producers(action)[0]} never makes"
@@ -55,17 +55,6 @@ def _stray(index: Index) -> Iterator[Violation]:
             if place.rank != belongs:
                 reason = f"is on the wrong rank: {(made if sends else taken)[0]} is on rank {belongs}"
                 yield Violation(place.rank, place.position, action, reason)
-
-
-def _consumer(index: Index, transfer: Action) -> tuple[Action, Place] | None:
-    recv = rules.message_of(transfer).recv
-    producers = set(rules.producers(transfer))
-    for op in rules.NEEDS:
-        candidate = Action(recv.stage, op, recv.microbatch)
-        for alternatives in rules.needs(candidate, index.program.num_stages):
-            if producers & set(alternatives) and candidate in index.places:
-                return candidate, index.places[candidate][0]
-    return None
 
 
 def _message(index: Index, made: tuple[Action, Place], taken: tuple[Action, Place]) -> Iterator[Violation]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.channel import Queues
@@ -106,19 +107,19 @@ def _shape(index: Index) -> Iterator[Violation]:
     """Check that pairs are a forward and a backward, and that nothing is done twice."""
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
-            if action.parts and sorted(part.op for part in action.parts) != [Op.BACKWARD, Op.FORWARD]:
+            if action.parts and {part.op for part in action.parts} != set(rules.OVERLAPPED):
                 yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
     for action, places in index.places.items():
         for again in places[1:]:
             first = places[0]
             reason = f"runs again; it ran on rank {first.rank} at position {first.position}"
             yield Violation(again.rank, again.position, action, reason)
-        if action.op in _HALVES and action._replace(op=Op.BACKWARD) in index.places:
-            place, whole = places[0], action._replace(op=Op.BACKWARD)
+        if action.op in _HALVES and (whole := action._replace(op=Op.BACKWARD)) in index.places:
+            place = places[0]
             yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
 
 
-_HALVES = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+_HALVES = {op for way in rules.WAYS[Backward.WHOLE] if Op.BACKWARD not in way for op in way} - {Op.FORWARD}
 
 
 def _placed(index: Index) -> Iterator[Violation]:
@@ -144,25 +145,30 @@ def _complete(index: Index) -> Iterator[Violation]:
     """Check that no work is missing; what a frozen stage leaves out, it leaves out for all microbatches."""
     kinds = index.program.backwards
     for stage in index.stages:
+        ways = rules.WAYS[kinds[stage]]
         for microbatch in index.microbatches:
-            forward, whole, first, second = (
-                Action(stage, op, microbatch) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-            )
-            if forward not in index.places:
-                yield Violation(index.home(forward), None, forward, "is missing")
-            if kinds[stage] is Backward.NONE or whole in index.places:
-                continue
-            halves = first in index.places, second in index.places
-            if kinds[stage] is Backward.INPUT:
-                if not halves[0]:
-                    others = f"stage {stage} has it for other microbatches"
-                    yield Violation(index.home(first), None, first, f"is missing, though {others}")
-                continue
-            if not any(halves):
-                yield Violation(index.home(whole), None, whole, f"is missing, and so are {first} and {second}")
-            elif not all(halves):
-                missing, there = (second, first) if halves[0] else (first, second)
-                yield Violation(index.home(missing), None, missing, f"is missing, though {there} is there")
+            there = {op for op in rules.NEEDS if Action(stage, op, microbatch) in index.places}
+            if not any(way <= there for way in ways):
+                yield from _missing(index, stage, microbatch, there)
+
+
+def _missing(index: Index, stage: int, microbatch: int, there: set[Op]) -> Iterator[Violation]:
+    """Name what is missing of a stage's work on a microbatch, of the way of which most is there."""
+    kind = index.program.backwards[stage]
+    nearest = max(rules.WAYS[kind], key=lambda way: len(way & there))
+    halves = " and ".join(str(Action(stage, op, microbatch)) for op in rules.NEEDS if op in _HALVES)
+    for op in rules.NEEDS:
+        if op in nearest - there:
+            why = "is missing"
+            if op is not Op.FORWARD and kind is Backward.INPUT:
+                why += f", though stage {stage} has it for other microbatches"
+            elif op in _HALVES:
+                other = next(half for half in _HALVES if half is not op)
+                why += f", though {Action(stage, other, microbatch)} is there"
+            elif op is not Op.FORWARD:
+                why += f", and so are {halves}"
+            action = Action(stage, op, microbatch)
+            yield Violation(index.home(action), None, action, why)
 
 
 def _ordered(index: Index) -> Iterator[Violation]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from drumline.core.action import AWAITED, Op
+from drumline.core import rules
+from drumline.core.action import AWAITED, Action, Op
 from drumline.core.program import Program
 from drumline.core.simulate.cells import Cells, producers
 from drumline.core.simulate.graph import (
     CODE,
     OPS,
     PLACE,
-    RECVS,
-    SENDS,
+    TRANSFERS,
     WAITS,
     Crossings,
     Exchanges,
@@ -23,6 +23,10 @@ from drumline.core.simulate.graph import (
     Waits,
     Work,
 )
+
+# By the code of what makes a message: its send, its receive, and whether it is the second to leave an overlapped pair.
+_SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
+_LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
 
 
 def compile_program(program: Program, messages: Messages) -> Graph:
@@ -43,7 +47,7 @@ def _compile(program: Program, messages: Messages) -> Graph:
     cells = Cells.of(program)
     work = cells.work
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
-    producer = producers(work, num_stages, num_microbatches)
+    producer = producers(program.columns, work, num_stages, num_microbatches)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
@@ -52,11 +56,11 @@ def _compile(program: Program, messages: Messages) -> Graph:
 
     fused = len(work.node) - len(cells.timed_rank)
     halves = np.sort(work.code[len(work.code) - 2 * fused :].reshape(-1, 2), axis=1)
-    if np.any(halves != [CODE[Op.FORWARD], CODE[Op.BACKWARD]]):
+    if np.any(halves != sorted(CODE[op] for op in rules.OVERLAPPED)):
         raise NotCompilable
 
     assembly = Assembly(cells, producer[remote], remote)
-    spelled = bool(np.isin(cells.code, SENDS + RECVS).any())
+    spelled = bool(np.isin(cells.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:
         assembly.gates()
     posted = assembly.posted(num_stages, num_microbatches) if spelled else None
@@ -124,7 +128,7 @@ class Assembly:
         self.exchange_node = np.empty(0, dtype=np.int64)
         # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
         self.posted_after = cells.follows[self.exchanges]
-        self.forward_first = self.made_by * 2 + (work.code[producer] != CODE[Op.FORWARD])
+        self.forward_first = self.made_by * 2 + _LATE[work.code[producer]]
         self.waits = np.flatnonzero(np.isin(cells.code, WAITS))
         self.awaited = np.full(len(self.waits), -1)
         self.gate = self.sent = np.empty(0, dtype=np.int64)
@@ -205,16 +209,15 @@ class Assembly:
     def posted(self, num_stages: int, num_microbatches: int) -> tuple[Ints, Ints, Ints]:
         """Return after which timed action each message is sent and its receive posted, and the order of the sends."""
         cells, work = self.cells, self.cells.work
-        listed = np.flatnonzero(np.isin(cells.code, SENDS + RECVS))
+        listed = np.flatnonzero(np.isin(cells.code, TRANSFERS))
         where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
         inside = (cells.stage[listed] < num_stages) & (cells.microbatch[listed] < num_microbatches)
         if not inside.all():
             raise NotCompilable
         where[cells.code[listed], cells.stage[listed], cells.microbatch[listed]] = listed
-        backward = (work.code[self.producer] != CODE[Op.FORWARD]).astype(np.int64)
-        microbatch = work.microbatch[self.producer]
-        sent = where[np.array(SENDS)[backward], work.stage[self.producer], microbatch]
-        received = where[np.array(RECVS)[backward], work.stage[self.consumer], microbatch]
+        made, microbatch = work.code[self.producer], work.microbatch[self.producer]
+        sent = where[_SEND[made], work.stage[self.producer], microbatch]
+        received = where[_RECV[made], work.stage[self.consumer], microbatch]
         every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
         if not every_one or np.any((sent < 0) | (received < 0)):
             raise NotCompilable

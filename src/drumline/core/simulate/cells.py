@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import Op
-from drumline.core.backwards import Backward, backwards
+from drumline.core.backwards import Backward
 from drumline.core.program import Program
+from drumline.core.simulate.columns import Columns, Flags
 from drumline.core.simulate.graph import CODE, PLACE, Ints, NotCompilable, Work
 
 
@@ -49,7 +49,17 @@ class Cells:
         )
 
 
-def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
+def _complete(kind: Backward) -> Flags:
+    """Return which sets of ops are all that a stage of this kind runs for a microbatch; bit i is the op of place i."""
+    found = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
+    found[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
+    return found
+
+
+_COMPLETE = {kind: _complete(kind) for kind in Backward}
+
+
+def producers(columns: Columns, work: Work, num_stages: int, num_microbatches: int) -> Ints:
     """Return, per plain action, which other makes its input from a neighbouring stage (-1: none is needed).
 
     Checks along the way what the simulator relies on: nothing missing or twice, own-stage inputs earlier in the row.
@@ -64,20 +74,12 @@ def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
     where[home] = computing
     if np.count_nonzero(where >= 0) != len(computing):
         raise NotCompilable
-    forward, whole, first, second = (
-        where[PLACE[CODE[op]] * size : (PLACE[CODE[op]] + 1) * size] >= 0
-        for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    )
-    if not forward.all():
-        raise NotCompilable
-    if np.any(whole == first) or np.any(first != second):
+    done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(-1, size) >= 0)
+    if not _COMPLETE[Backward.WHOLE][done].all():
         # Not every stage trains; then frozen ones must be frozen for all microbatches.
-        kinds = backwards(work.stage, work.code, num_stages)
-        passed = np.repeat([kind is not Backward.NONE for kind in kinds], num_microbatches)
-        trained = np.repeat([kind is Backward.WHOLE for kind in kinds], num_microbatches)
-        twice = whole & (first | second)
-        if np.any((whole | first) != passed) or np.any((whole | second) != trained) or twice.any():
-            raise NotCompilable
+        for kind, ops in zip(columns.backwards(num_stages), done.reshape(num_stages, -1), strict=True):
+            if not _COMPLETE[kind][ops].all():
+                raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=np.int64)
     for op, needed in rules.NEEDS.items():
         consumers = np.flatnonzero(place == PLACE[CODE[op]])
