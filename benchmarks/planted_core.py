@@ -56,9 +56,9 @@ CORE = (
     ),
     Bug(
         "queue-depth-before-its-last-change",
-        "core/simulate/simulate.py",
-        "last = np.append(time[1:] != time[:-1], True)",
-        "last = np.append(True, time[1:] != time[:-1])",
+        "core/timeline/timeline.py",
+        "                    curve[-1] = (time, depth)\n",
+        "                    pass\n",
         "Of changes at one moment the depth after the first is recorded.",
     ),
     Bug(

@@ -6,16 +6,13 @@ rank 1   outside│overhead│ wait until 0F0 is made │flight│take│ 1F0 �
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.measured.account import Doing, Piece
 from drumline.core.timeline.idle import Cause, Idle
-
-if TYPE_CHECKING:
-    from drumline.core.measured.measured import Measured
+from drumline.core.timeline.timeline import Timeline
 
 _CAUSES = {
     Doing.SEND: Cause.TRANSFER,
@@ -31,17 +28,21 @@ _CAUSES = {
 }
 
 
-def idle_intervals(timeline: Measured, rank: int) -> Iterator[Idle]:
-    """Yield a rank's idle intervals from the timeline's start to its end, in order of time."""
+def idle_intervals(
+    timeline: Timeline, rank: int, pieces: list[Piece], seconds: Callable[[int, int], float]
+) -> Iterator[Idle]:
+    """Yield a rank's idle intervals from the timeline's start to its end, in order of time.
+
+    `pieces` are the rank's account, and `seconds(rank, moment)` tells a moment of its clock in the timeline's time.
+    """
     low, high = timeline.start, timeline.end
-    pieces = timeline.accounts[rank]
     upcoming = _upcoming(pieces)
-    begin, end = (timeline.seconds(rank, moment) for moment in (pieces[0].start, pieces[-1].end))
+    begin, end = (seconds(rank, moment) for moment in (pieces[0].start, pieces[-1].end))
     if begin > low:
         yield from _before_begin(timeline, rank, low, min(begin, high))
     explained = _Explained(timeline, rank)
     for number, piece in enumerate(pieces):
-        start, stop = max(timeline.seconds(rank, piece.start), low), min(timeline.seconds(rank, piece.end), high)
+        start, stop = max(seconds(rank, piece.start), low), min(seconds(rank, piece.end), high)
         if stop > start and piece.doing is not Doing.COMPUTE:
             yield explained.idle(piece, upcoming[number], start, stop)
     if end < high:
@@ -59,7 +60,7 @@ def _upcoming(pieces: list[Piece]) -> list[int]:
     return found[::-1]
 
 
-def _before_begin(timeline: Measured, rank: int, start: float, end: float) -> Iterator[Idle]:
+def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> Iterator[Idle]:
     """Yield the time before the rank's step: the pipeline fills until its first input is made, then it is late."""
     track = timeline.tracks[rank]
     before = track.actions[0] if track.actions else None
@@ -75,7 +76,7 @@ def _before_begin(timeline: Measured, rank: int, start: float, end: float) -> It
 class _Explained:
     """Turns the pieces of a rank into idle intervals."""
 
-    def __init__(self, timeline: Measured, rank: int) -> None:
+    def __init__(self, timeline: Timeline, rank: int) -> None:
         self.timeline = timeline
         self.rank = rank
         self.actions = timeline.tracks[rank].actions

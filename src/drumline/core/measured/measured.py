@@ -219,18 +219,16 @@ class Measured(Timeline):
         """Per rank, its step as pieces without gaps, each with what the rank did in it."""
         return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 
+    @property
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`."""
+        return self.accounted
+
     @cached_property
     def accounted(self) -> tuple[Idle, ...]:
         """Every idle interval, as the ranks measured it."""
-        return tuple(idle for rank in range(self.num_ranks) for idle in idle_intervals(self, rank))
-
-    @cached_property
-    def last_action(self) -> tuple[int, Action]:
-        """The rank and the action, or exchange, that ends last of all."""
-        tracks = ((track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.tracks) if track.ends)
-        spans = ((span.end, span.rank, span.action) for span in self.exchanges)
-        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
-        return rank, action
+        ranks = enumerate(self.accounts)
+        return tuple(idle for rank, pieces in ranks for idle in idle_intervals(self, rank, pieces, self.seconds))
 
     @property
     def overhead(self) -> tuple[float, ...]:

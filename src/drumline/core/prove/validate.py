@@ -58,10 +58,8 @@ def validate(
     found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
     broken = [*messages.check(index), *waits.check(index)]
     found += [*broken, *exchanges.check(index)]
-    if kind is Queues.EDGE or broken or not index.transfers:
-        found += _deadlocks(index)
-    else:
-        found += queues.check(index, _remote_inputs(index), kind)
+    matters = kind is not Queues.EDGE and not broken
+    found += queues.check(index, _remote_inputs(index), kind if matters else None)
     if limit:
         found += _held(program, limit, costs or Costs())
     return sorted(found, key=_by_place)
@@ -181,28 +179,6 @@ def _ordered(index: Index) -> Iterator[Violation]:
                 yield Violation(place.rank, place.position, action, f"runs {how} {needed}")
 
 
-def _deadlocks(index: Index) -> Iterator[Violation]:
-    """Run all rows against the channel; where nothing moves, report each cycle of ranks that wait for each other."""
-    rows = index.program.rows
-    at = [0] * len(rows)
-    needed = _remote_inputs(index)
-    waiting: dict[Place, list[int]] = {}
-    active = list(range(len(rows)))
-    while active:
-        rank = active.pop()
-        while at[rank] < len(rows[rank]):
-            inputs = needed.get(Place(rank, at[rank]), ())
-            blocker = next((place for place in inputs if at[place.rank] <= place.position), None)
-            if blocker is not None:
-                waiting.setdefault(blocker, []).append(rank)
-                break
-            passed = Place(rank, at[rank])
-            at[rank] += 1
-            active += waiting.pop(passed, ())
-    stuck = {rank: place for place, ranks in waiting.items() for rank in ranks}
-    yield from _cycles(index, at, stuck)
-
-
 def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
     """Return, per place, the places on other ranks that must be passed first.
 
@@ -219,31 +195,6 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
             sent = [messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
             found.setdefault(place, []).extend(sent)
     return found | exchanges.waits_for_exchange(index) | waits.waits(index)
-
-
-def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:
-    seen: set[int] = set()
-    for start in sorted(stuck):
-        path: list[int] = []
-        rank = start
-        while rank in stuck and rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = stuck[rank].rank
-        if rank in path:
-            cycle = path[path.index(rank) :]
-            links = [_link(index, one, at[one], stuck[one]) for one in cycle]
-            first = cycle[0]
-            action = index.program.rows[first][at[first]]
-            yield Violation(first, at[first], action, f"never runs, ranks wait for each other: {'; '.join(links)}")
-
-
-def _link(index: Index, rank: int, at: int, needed: Place) -> str:
-    rows = index.program.rows
-    return (
-        f"rank {rank} at {rows[rank][at]} (position {at}) waits for "
-        f"{rows[needed.rank][needed.position]} of rank {needed.rank} (position {needed.position})"
-    )
 
 
 def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
