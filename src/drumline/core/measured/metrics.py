@@ -17,14 +17,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import cast
 
 from drumline.core.action import TIMED_OPS, Op
 from drumline.core.measured.align import Dial
 from drumline.core.measured.breakdown import NANO, Parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import BETWEEN, RECEIVES, Record
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 
 _PARTS = tuple(one.name for one in fields(Parts))
 
@@ -61,12 +60,10 @@ def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
     return {f"pp/stage{stage}/busy_seconds": nanoseconds * NANO for stage, nanoseconds in sorted(stages.items())}
 
 
+@once_per_program
 def _stages(program: Program) -> list[list[int]]:
     """Return, per rank, the stage of each timed action."""
-    if "stages" not in program.compiled:
-        rows = ([one.stage for one in row if one.op in TIMED_OPS] for row in program.rows)
-        program.compiled["stages"] = list(rows)
-    return cast(list[list[int]], program.compiled["stages"])
+    return [[action.stage for action in row if action.op in TIMED_OPS] for row in program.rows]
 
 
 def _of_queues(timeline: Measured) -> dict[str, float]:

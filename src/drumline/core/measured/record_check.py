@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Op
@@ -15,7 +15,7 @@ from drumline.core.errors import RecordError
 from drumline.core.files import Kind
 from drumline.core.measured.record import BETWEEN, COLUMNS, OVERHEADS, RECEIVES, Record, coded, decoded
 from drumline.core.parsed import Parsed
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 
 LINE = Kind("record", RecordError, "the line as the run wrote it", 256 * 2**20)
 
@@ -121,12 +121,10 @@ def _check_messages(table: str, flat: Sequence[int], first: int, program: Progra
             raise LINE.refuse(f"a damaged record: {table} has {decoded(*one)}, which the program does not send")
 
 
+@once_per_program
 def _receives(program: Program) -> set[tuple[int, ...]]:
     """Return every message of a program, as columns: what stages hand on, and gradients that are exchanged."""
-    if "receives" not in program.compiled:
-        sent = (rules.message(action, program.num_stages) for action in program.work())
-        exchanged = RECEIVES.index(Op.REDUCE_GRAD)
-        program.compiled["receives"] = {coded(one.recv) for one in sent if one is not None} | {
-            (stage, exchanged, -1) for stage in range(program.num_stages)
-        }
-    return cast(set[tuple[int, ...]], program.compiled["receives"])
+    sent = (rules.message(action, program.num_stages) for action in program.work())
+    exchanged = RECEIVES.index(Op.REDUCE_GRAD)
+    received: set[tuple[int, ...]] = {coded(message.recv) for message in sent if message is not None}
+    return received | {(stage, exchanged, -1) for stage in range(program.num_stages)}

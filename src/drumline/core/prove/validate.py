@@ -19,7 +19,7 @@ from drumline.core.backwards import Backward
 from drumline.core.channel import Queues
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.prove import exchanges, messages, queues, waits
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.violation import Violation
@@ -65,6 +65,7 @@ def validate(
     return sorted(found, key=_by_place)
 
 
+@once_per_program
 def misplaced_or_misused(program: Program) -> bool:
     """Whether a program that compiles breaks a rule all the same: of placement, parameter state, exchange or update.
 

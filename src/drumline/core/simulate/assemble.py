@@ -6,7 +6,7 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, Action, Op
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.simulate.cells import Cells, producers
 from drumline.core.simulate.graph import (
     CODE,
@@ -29,21 +29,13 @@ _SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED el
 _LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
 
 
+@once_per_program
 def compile_program(program: Program, messages: Messages) -> Graph:
     r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
 
     >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
     4
     """
-    cache = program.compiled
-    if messages not in cache:
-        cache[messages] = _compile(program, messages)
-    graph = cache[messages]
-    assert isinstance(graph, Graph)
-    return graph
-
-
-def _compile(program: Program, messages: Messages) -> Graph:
     cells = Cells.of(program)
     work = cells.work
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.prove.versions import versions
 from drumline.core.simulate.graph import CODE, OPS, Ints
 
@@ -56,10 +56,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
     >>> [holding.peak_pairs for holding in holdings(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"), Costs())]
     [2, 1]
     """
-    # Pairs and versions follow from the rows alone, so they are counted once per program.
-    if "holdings" not in program.compiled:
-        program.compiled["holdings"] = tuple(_counted(program))
-    counted = cast(tuple[Holding, ...], program.compiled["holdings"])
+    counted = _counted(program)
     costs.check_counts(program.num_stages, program.num_microbatches)
     if not costs.knows_bytes:
         return counted
@@ -122,10 +119,12 @@ def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) 
     }
 
 
-def _counted(program: Program) -> Iterator[Holding]:
+@once_per_program
+def _counted(program: Program) -> tuple[Holding, ...]:
+    """Return pairs and versions, which follow from the rows alone."""
     extra = versions(program, Costs())
-    for rank, pairs in enumerate(_pairs(program)):
-        yield Holding(pairs, None, 0.0, 1 if extra is None else extra[rank].peak, None)
+    peaks = [1] * program.num_ranks if extra is None else [rank.peak for rank in extra]
+    return tuple(Holding(pairs, None, 0.0, peak, None) for pairs, peak in zip(_pairs(program), peaks, strict=True))
 
 
 def _pairs(program: Program) -> Iterator[list[tuple[int, int]]]:

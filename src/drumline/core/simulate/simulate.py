@@ -301,7 +301,7 @@ def _messages(costs: Costs) -> Messages:
 
 def _compiled(program: Program, costs: Costs) -> Graph:
     graph = compile_program(program, _messages(costs))
-    if not graph.plain and _misused(program):
+    if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
     costs.check_counts(graph.num_stages, graph.num_microbatches)
     for source, target in costs.edges:
@@ -310,13 +310,6 @@ def _compiled(program: Program, costs: Costs) -> Graph:
                 f"edges names {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, which the program has"
             )
     return graph
-
-
-def _misused(program: Program) -> bool:
-    """Check once per program what compiling does not."""
-    if "misused" not in program.compiled:
-        program.compiled["misused"] = misplaced_or_misused(program)
-    return bool(program.compiled["misused"])
 
 
 def _invalid(program: Program) -> InvalidProgram:
