@@ -56,7 +56,7 @@ WAIT_OPS = frozenset(AWAITED)
 
 
 class Action(NamedTuple):
-    """One action of one rank; an overlapped pair carries its two halves in `parts`, and counts for the first one's stage.
+    """One action of one rank; an overlapped pair carries its two halves in `parts`, and has the first one's stage.
 
     A named tuple rather than a dataclass: programs have up to millions, and tuples hash and compare five times faster.
 
