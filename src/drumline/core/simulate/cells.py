@@ -74,10 +74,10 @@ def producers(columns: Columns, work: Work, num_stages: int, num_microbatches: i
     where[home] = computing
     if np.count_nonzero(where >= 0) != len(computing):
         raise NotCompilable
-    done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(-1, size) >= 0)
+    done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(len(rules.NEEDS), size) >= 0)
     if not _COMPLETE[Backward.WHOLE][done].all():
         # Not every stage trains; then frozen ones must be frozen for all microbatches.
-        for kind, ops in zip(columns.backwards(num_stages), done.reshape(num_stages, -1), strict=True):
+        for kind, ops in zip(columns.backwards(num_stages), done.reshape(num_stages, num_microbatches), strict=True):
             if not _COMPLETE[kind][ops].all():
                 raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=np.int64)
