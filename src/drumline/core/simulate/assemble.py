@@ -51,23 +51,23 @@ def compile_program(program: Program, messages: Messages) -> Graph:
     if np.any(halves != sorted(CODE[op] for op in rules.OVERLAPPED)):
         raise NotCompilable
 
-    assembly = Assembly(cells, producer[remote], remote)
+    builder = GraphBuilder(cells, producer[remote], remote)
     spelled = bool(np.isin(cells.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:
-        assembly.gates()
-    posted = assembly.posted(num_stages, num_microbatches) if spelled else None
+        builder.gates()
+    posted = builder.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
-        assembly.blocking(posted)
-        assembly.gates()  # behind the sends, which are done when they end
+        builder.blocking(posted)
+        builder.gates()  # behind the sends, which are done when they end
     elif messages is Messages.LINKS or spelled:
-        assembly.links(posted)
+        builder.links(posted)
         messages = Messages.LINKS
     else:
-        assembly.latency()
+        builder.latency()
     if messages is not Messages.BLOCKING:
-        assembly.await_sends()
-    assembly.exchange()
-    return assembly.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
+        builder.await_sends()
+    builder.exchange()
+    return builder.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
 
 
 def _is_plain(cells: Cells, num_stages: int) -> bool:
@@ -96,7 +96,7 @@ class Turns:
         return turn
 
 
-class Assembly:
+class GraphBuilder:
     """Collects nodes as (chain, key inside it, need, crossing), then numbers them chain by chain.
 
     The timed actions come first, as nodes 0, 1, ... of their rows; until `build` every need is an index in this order.

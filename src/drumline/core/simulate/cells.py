@@ -29,24 +29,16 @@ class Cells:
     @staticmethod
     def of(program: Program) -> Cells:
         """Sort a program's columns by what takes time and what does not; halves of pairs come last, two by two."""
-        columns = program.columns
-        timed = columns.timed
-        begins = timed & columns.heads
-        number = np.cumsum(begins) - 1
-        order = np.argsort(columns.paired, kind="stable")
-        work, other = order[timed[order]], np.flatnonzero(~timed)
-        first = np.searchsorted(columns.rank[begins], np.arange(columns.num_ranks))
-        follows = np.where(number[other] >= first[columns.rank[other]], number[other], -1)
-        return Cells(
-            columns.num_ranks,
-            columns.rank[begins],
-            Work(columns.stage[work], columns.code[work], columns.microbatch[work], number[work], columns.rank[work]),
-            columns.stage[other],
-            columns.code[other],
-            columns.microbatch[other],
-            columns.rank[other],
-            follows,
-        )
+        columns, timed = program.columns, program.timed_columns
+        order = np.argsort(timed.paired, kind="stable")
+        work = (column[order] for column in (timed.stage, timed.code, timed.microbatch, timed.cell, timed.rank))
+        other = np.flatnonzero(~columns.timed)
+        rank = columns.rank[other]
+        follows = (np.cumsum(columns.timed & columns.heads) - 1)[other]
+        follows[follows < np.cumsum((0, *timed.lengths))[rank]] = -1
+        others = (columns.stage[other], columns.code[other], columns.microbatch[other], rank, follows)
+        ranks = np.repeat(np.arange(columns.num_ranks), timed.lengths)
+        return Cells(columns.num_ranks, ranks, Work(*work), *others)
 
 
 def _complete(kind: Backward) -> Flags:
