@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from drumline.core.measured.account import account
-from drumline.core.measured.breakdown import parts_of, summed_parts
+from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record

@@ -12,9 +12,9 @@ from drumline.core.lower import lower
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.frozen import untrained
+from drumline.core.prove.messages import wait_for
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.prove.waits import wait_for
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 

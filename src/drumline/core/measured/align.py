@@ -233,7 +233,7 @@ def agreed(apart: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
     others = ~np.eye(len(apart), dtype=bool)
 
     def paths(widened: int) -> Floats:
-        found = apart + widened * others
+        found: Floats = apart + widened * others
         for middle in range(len(found)):
             found = np.minimum(found, found[:, middle, None] + found[None, middle, :])
         return found

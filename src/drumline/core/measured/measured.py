@@ -11,10 +11,8 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.measured.account import Piece, account
+from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
-from drumline.core.measured.attribute import idle_intervals
-from drumline.core.measured.breakdown import NANO, Parts, summed_parts
 from drumline.core.measured.record import BETWEEN, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle

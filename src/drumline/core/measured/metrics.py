@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from drumline.core.action import TIMED_OPS, Op
+from drumline.core.measured.account import NANO, Parts
 from drumline.core.measured.align import Dial
-from drumline.core.measured.breakdown import NANO, Parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import BETWEEN, RECEIVES, Record
 from drumline.core.program import Program, once_per_program

@@ -20,7 +20,7 @@ from drumline.core.channel import Queues
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
-from drumline.core.prove import exchanges, messages, queues, waits
+from drumline.core.prove import exchanges, messages, queues
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.violation import Violation
 from drumline.core.simulate.memory import holdings
@@ -56,7 +56,7 @@ def validate(
         return gaps
     index = Index(program, placement or program.placement)
     found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
-    broken = [*messages.check(index), *waits.check(index)]
+    broken = [*messages.check(index), *messages.check_waits(index)]
     found += [*broken, *exchanges.check(index)]
     matters = kind is not Queues.EDGE and not broken
     found += queues.check(index, _remote_inputs(index), kind if matters else None)
@@ -75,7 +75,7 @@ def misplaced_or_misused(program: Program) -> bool:
     if program.agreed_placement is None:
         return True
     index = Index(program, program.placement)
-    return any(True for check in (exchanges.check, waits.check) for _ in check(index))
+    return any(True for check in (exchanges.check, messages.check_waits) for _ in check(index))
 
 
 def _by_place(violation: Violation) -> tuple[int, int]:
@@ -195,7 +195,7 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
         if remote:
             sent = [messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
             found.setdefault(place, []).extend(sent)
-    return found | exchanges.waits_for_exchange(index) | waits.waits(index)
+    return found | exchanges.waits_for_exchange(index) | messages.waits(index)
 
 
 def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
