@@ -128,14 +128,14 @@ class _Line:
 def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
     """Return every clock against the first, through those whose messages leave the least room."""
     pairs = {}
-    for one in range(num_clocks):
+    for clock in range(num_clocks):
         for other in range(num_clocks):
-            if one != other and (line := _fitted(messages, one, other)) is not None:
-                pairs[one, other] = line
+            if clock != other and (line := _fitted(messages, clock, other)) is not None:
+                pairs[clock, other] = line
     found = {0: _Line(0.0, 0.0, 1.0, 0.0, 0.0)}
     while edges := [edge for edge in pairs if edge[0] in found and edge[1] not in found]:
-        one, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
-        found[other] = _chained(found[one], pairs[one, other])
+        clock, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
+        found[other] = _chained(found[clock], pairs[clock, other])
     unknown = _Line(0.0, 0.0, 1.0, math.inf, 0.0)
     return [found.get(clock, unknown) for clock in range(num_clocks)]
 
@@ -147,10 +147,10 @@ def _chained(first: _Line, second: _Line) -> _Line:
     return _Line(own, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
 
 
-def _fitted(messages: Sequence[_Message], one: int, other: int) -> _Line | None:
+def _fitted(messages: Sequence[_Message], clock: int, other: int) -> _Line | None:
     """Return the line between all messages one way and all the other way; None if one of the two is missing."""
-    forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (one, other)]
-    back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, one)]
+    forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (clock, other)]
+    back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, clock)]
     if not forth or not back:
         return None
     zero, shown = forth[0]

@@ -270,10 +270,10 @@ class _Lines:
             ) from None
 
 
-def _check_run(path: Path, found: str, run: str) -> None:
-    if found != run:
+def _check_run(path: Path, named: str, run: str) -> None:
+    if named != run:
         raise RecordError(
-            f"{path} belongs to the run {found}",
+            f"{path} belongs to the run {named}",
             expected=f"{run}, as {CONFIG} says",
             fix="give every run a folder of its own",
         )

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Op
+from drumline.core.costs import Costs
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -44,6 +45,13 @@ class Messages(Enum):
     LATENCY = auto()
     LINKS = auto()
     BLOCKING = auto()
+
+    @staticmethod
+    def of(costs: Costs) -> Messages:
+        """Return how messages are modelled under these costs."""
+        if not costs.has_finite_links:
+            return Messages.LATENCY
+        return Messages.LINKS if costs.overlap else Messages.BLOCKING
 
 
 class NotCompilable(Exception):

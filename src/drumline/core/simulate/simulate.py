@@ -254,7 +254,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     many = [costs] if isinstance(costs, Costs) else list(costs)
     if not many:
         return np.empty(0)
-    kinds = {_messages(one) for one in many}
+    kinds = {Messages.of(one) for one in many}
     if len(kinds) > 1:
         raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
     try:
@@ -293,14 +293,8 @@ def _by_work(graph: Graph, factors: Floats) -> Floats:
     return ordered
 
 
-def _messages(costs: Costs) -> Messages:
-    if not costs.has_finite_links:
-        return Messages.LATENCY
-    return Messages.LINKS if costs.overlap else Messages.BLOCKING
-
-
 def _compiled(program: Program, costs: Costs) -> Graph:
-    graph = compile_program(program, _messages(costs))
+    graph = compile_program(program, Messages.of(costs))
     if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
     costs.check_counts(graph.num_stages, graph.num_microbatches)

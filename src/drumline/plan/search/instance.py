@@ -104,9 +104,7 @@ class Instance:
     @cached_property
     def messages(self) -> Messages:
         """How messages are modelled; under BLOCKING only the simulator itself gives times."""
-        if not self.costs.has_finite_links:
-            return Messages.LATENCY
-        return Messages.LINKS if self.costs.overlap else Messages.BLOCKING
+        return Messages.of(self.costs)
 
     @cached_property
     def rank(self) -> list[int]:
