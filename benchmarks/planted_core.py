@@ -56,9 +56,9 @@ CORE = (
     ),
     Bug(
         "queue-depth-before-its-last-change",
-        "core/simulate/simulate.py",
-        "last = np.append(time[1:] != time[:-1], True)",
-        "last = np.append(True, time[1:] != time[:-1])",
+        "core/timeline/timeline.py",
+        "                    curve[-1] = (time, depth)\n",
+        "                    pass\n",
         "Of changes at one moment the depth after the first is recorded.",
     ),
     Bug(
@@ -105,14 +105,14 @@ CORE = (
     ),
     Bug(
         "first-gradient-buffer-twice",
-        "core/prove/versions.py",
+        "core/simulate/memory.py",
         "gradient[stage] * np.maximum(buffers - 1, 0)",
         "gradient[stage] * buffers",
         "The gradient buffer that every stage has anyway is counted again.",
     ),
     Bug(
         "gradients-of-the-next-step",
-        "core/prove/versions.py",
+        "core/simulate/memory.py",
         "step = np.searchsorted(row.microbatch[updates], row.microbatch[release])",
         'step = np.searchsorted(row.microbatch[updates], row.microbatch[release], side="right")',
         "The last microbatch of a step is taken for the first of the next one's accumulation.",
@@ -288,7 +288,7 @@ CORE = (
     ),
     Bug(
         "receive-past-another-message",
-        "core/one_order.py",
+        "core/lower.py",
         "len(row) - (row != [] and row[-1].is_compute)",
         "len(row) - (row != [])",
         "A receive is put before another message of its rank, which it waits for.",

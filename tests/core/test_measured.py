@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from drumline.core.measured.account import account
-from drumline.core.measured.breakdown import parts_of, summed_parts
+from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import BETWEEN, OVERHEADS, Record
+from drumline.core.program import Program
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Cause
 from records import PROGRAM, two_ranks
@@ -190,6 +190,14 @@ def test_metrics_are_what_the_timeline_says() -> None:
     assert metrics["pp/rank1/wait_seconds"] == timeline.parts[1].wait
     for (source, target), curve in some(timeline.queue_depths.items()):
         assert metrics[f"pp/edge{source}-{target}/peak_queue"] == max(depth for _, depth in curve)
+
+
+def test_the_stages_of_an_overlapped_pair_share_its_seconds() -> None:
+    program = Program.parse("0F0,1F0,(0F1;1B0)OVERLAP_F_B,0B0,1F1,1B1,0B1")
+    record = Record(0, end_ns=80, starts=range(0, 70, 10), ends=range(10, 80, 10), held=[0])
+    metrics = step_metrics(program, [record])
+    stages = {name: round(seconds * 1e9) for name, seconds in metrics.items() if name.startswith("pp/stage")}
+    assert stages == {"pp/stage0/busy_seconds": 35, "pp/stage1/busy_seconds": 35}
 
 
 def test_messages_and_waits_name_what_they_are_about() -> None:

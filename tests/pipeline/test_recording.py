@@ -21,8 +21,7 @@ from torch import nn
 
 import drumline as dl
 from drumline.core.errors import RunError, UsageError
-from drumline.core.measured.account import account
-from drumline.core.measured.breakdown import parts_of, summed_parts
+from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft

@@ -4,9 +4,6 @@ import pytest
 
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.shape import (
-    FORMULAS,
-    Pace,
-    makespan,
     num_sides,
     pairs_held,
     simulated,
@@ -14,13 +11,26 @@ from drumline.plan.cluster.shape import (
     stages_of,
 )
 from drumline.plan.cluster.work import Ops, Work
-from drumline.schedules import schedules
+from drumline.schedules import find, schedules
+from drumline.schedules.formulas import Pace, Paces
 
+FORMULAS = [name for name, one in schedules().items() if one.makespan is not None]
 COUNTED = [*FORMULAS, "zb-h2", "v-half", "v-min", "interleaved-zb", "chimera", "hanayo"]
 
 
 def stages_per_rank(name: str) -> int:
     return schedules()[name].stages_per_rank
+
+
+def makespan(name: str, paces: list[Pace], num_microbatches: int, per_rank: int = 1, hop_seconds: float = 0.0) -> float:
+    formula = find(name).makespan
+    assert formula is not None
+    return formula(Paces(paces, num_microbatches, per_rank, hop_seconds))
+
+
+def test_formulas_are_there() -> None:
+    assert len(FORMULAS) == 10
+    assert makespan("zb-v", [Pace(4, 2.0, 2.0, 2.0)], 8, 2) == 51.0
 
 
 @pytest.mark.parametrize("name", COUNTED)

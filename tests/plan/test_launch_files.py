@@ -23,7 +23,7 @@ from drumline.plan.cluster.model.named import MODELS, model
 from drumline.plan.cluster.model.transformer import Experts, Transformer
 from drumline.plan.launch.launch import Config, launch
 from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.pins import SCHEDULES
+from drumline.plan.layouts.pins import tried_schedules
 from some import some
 
 SIZES = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "feedforward")
@@ -280,7 +280,7 @@ PLAN = ("plan", "gpt-1.7b", "--hardware", "h100", "--gpus", "8", "--brief", "--t
 COMMAND = re.compile(r"\bdrumline [a-z]+ [^`\n]*")
 
 
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("schedule", sorted(tried_schedules()))
 def test_every_command_of_drumline_that_a_plan_prints_runs(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,13 +22,13 @@ from drumline.plan.cluster.machine.named import cluster
 from drumline.plan.cluster.model.hugging_face import transformer_of
 from drumline.plan.cluster.model.named import model
 from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
+from drumline.plan.cluster.shape import pairs_held, simulated
 from drumline.plan.cluster.weigh import peak_bytes
 from drumline.plan.cluster.work import Ops, Work
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
 from drumline.plan.launch.ranks import AXES, group, links, place
 from drumline.plan.layouts.changes import against_fsdp, changes
-from drumline.plan.layouts.cut import FOLDED, layer_counts, rank_weights
+from drumline.plan.layouts.cut import layer_counts, rank_weights
 from drumline.plan.layouts.explain import plan_json
 from drumline.plan.layouts.margins import margins, pareto
 from drumline.plan.layouts.mesh import Mesh, meshes
@@ -38,7 +38,8 @@ from drumline.plan.layouts.scaling import strong, weak
 from drumline.plan.layouts.space import layouts
 from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
 from drumline.plan.layouts.why import why
-from drumline.schedules import generate
+from drumline.schedules import find, generate
+from drumline.schedules.formulas import Pace, Paces
 from some import some
 
 PLAIN = small_transformer()
@@ -238,7 +239,7 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
 def test_folded_schedules_lie_where_their_programs_put_them() -> None:
     from drumline.plan.layouts.cut import rank_of
 
-    for name in (*FOLDED, "interleaved-1f1b"):
+    for name in ("zb-v", "v-half", "v-min", "hanayo", "dualpipe-v", "interleaved-1f1b"):
         placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement
         for rank in range(4):
             assert [stage for stage in range(8) if rank_of(stage, 4, name) == rank] == list(placement.stages_of(rank))
@@ -431,7 +432,9 @@ def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatc
     for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 2.1, 0.9)):
         stages = [Ops(Work(forward), Work(), Work(middle), Work(weight))] * (2 * num_ranks)
         pace = Pace(num_ranks, 2 * forward, 2 * middle, 2 * weight)
-        found = makespan("v-half", [pace], num_microbatches, 2)
+        formula = find("v-half").makespan
+        assert formula is not None
+        found = formula(Paces([pace], num_microbatches, 2))
         assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.04)
     program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
     held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))

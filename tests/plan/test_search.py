@@ -11,13 +11,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from drumline.core.costs import Costs, Edge
+from drumline.core.costs import Costs, Edge, cut_finer
 from drumline.core.errors import PlanError
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import makespans, simulate
-from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.everywhere import placement_named, search_all
 from drumline.plan.search.instance import B, F, I, Instance, Rows, W

@@ -56,7 +56,7 @@ WAIT_OPS = frozenset(AWAITED)
 
 
 class Action(NamedTuple):
-    """One action of one rank; an overlapped pair carries its two halves in `parts`.
+    """One action of one rank; an overlapped pair carries its two halves in `parts`, and has the first one's stage.
 
     A named tuple rather than a dataclass: programs have up to millions, and tuples hash and compare five times faster.
 
@@ -148,7 +148,7 @@ def overlap(forward: Action, backward: Action) -> Action:
     >>> overlap(F(0, 5), B(1, 2))
     (0F5;1B2)OVERLAP_F_B
     """
-    return _new(Action, (-1, _OVERLAP, None, (forward, backward)))
+    return _new(Action, (forward.stage, _OVERLAP, None, (forward, backward)))
 
 
 # ASCII digits only and no leading zeros, so that one action has one spelling: parse(format(x)) == x and back.
@@ -186,7 +186,7 @@ def _parse_pair(text: str) -> Action:
     parts = tuple(_parse_single(part) for part in match.groups())
     if any(part.op not in COMPUTE_OPS for part in parts):
         raise ProgramError(f"{_shown(text)} overlaps what is not compute", expected="F, B, I or W in both halves")
-    return Action(-1, Op.OVERLAP, None, parts)
+    return Action(parts[0].stage, Op.OVERLAP, None, parts)
 
 
 def _shown(text: str) -> str:

@@ -20,9 +20,13 @@ from drumline.core.parsed import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one field takes; `each` is "stage" or "microbatch" where a list with one value for each will do."""
+    """What one field takes; `each` is "stage" or "microbatch" where a list with one value for each will do.
+
+    `parted` is what equal parts of a stage have a part of each, and not as much as the whole of it.
+    """
 
     each: str = ""
+    parted: bool = False
     optional: bool = False
     infinite: bool = False
     flag: bool = False
@@ -34,7 +38,7 @@ class Shape:
         return f"{one}, or one for each {self.each}" if self.each else one
 
 
-_STAGE, _OPTIONAL = Shape("stage"), Shape("stage", optional=True)
+_STAGE, _OPTIONAL = Shape("stage", parted=True), Shape("stage", parted=True, optional=True)
 
 SHAPES: dict[str, Shape] = {
     "forward": _STAGE,
@@ -47,12 +51,12 @@ SHAPES: dict[str, Shape] = {
     "microbatch_factor": Shape("microbatch"),
     "comm": Shape(),
     "bytes_per_second": Shape(infinite=True),
-    "message_bytes": _STAGE,
+    "message_bytes": Shape("stage"),
     "overlap": Shape(flag=True),
     "activation_bytes": _OPTIONAL,
     "held_until_weight_bytes": _OPTIONAL,
     "recompute": Shape("stage", flag=True),
-    "checkpoint_bytes": _STAGE,
+    "checkpoint_bytes": Shape("stage"),
     "weight_bytes": _STAGE,
     "gradient_bytes": _STAGE,
     "optimizer_bytes": _STAGE,

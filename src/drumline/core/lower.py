@@ -7,20 +7,37 @@ of an edge are open, that is posted and not taken up.
 Why this cannot hang if the compute order cannot: a receive never stands behind the action that takes its message or any
 later message of the edge, so waiting for the edge's order is waiting for the sender's row and nothing else.
 
-On fewer queues an early receive keeps other messages waiting and may hang. For these, see `one_order`.
+On fewer queues an early receive keeps other messages waiting and may hang. For these, sends and receives stand in one
+order for all ranks, which is safe on a channel that has a single queue per rank. The rows run once, on paper, and
+everything that happens is written down in one list: an action when it begins, and a message when it is made, as its
+send on one rank and its receive on the other at the same moment. A rank's row is its part of that list.
+
+    the list   0F0  0SEND_F0/1RECV_F0  1F0  1B0  1SEND_B0/0RECV_B0  0B0
+    rank 0     0F0  0SEND_F0                               0RECV_B0  0B0
+    rank 1                    1RECV_F0  1F0  1B0  1SEND_B0
+
+Why this cannot hang on any channel: of all that has not happened yet, the first in the list can happen. What it needs
+and every message that stands before it in a queue come before it in the list, and so have happened.
+
+Where the receiver is busy when the message is made, its receive moves up before the action that keeps it busy, unless
+another of its messages stands between. That changes no queue, so it is as safe, and the message need not wait.
+
+How long actions take decides only how good the order is, not whether it is safe. They count as F = I = W = 1.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
-from drumline.core.one_order import in_one_order
 from drumline.core.program import Program, Row
+from drumline.core.prove import exchanges, messages
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
@@ -57,30 +74,24 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
 
 def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
     """Return the rows with receives as early as one queue per directed edge allows."""
-    program = index.program
     sends: dict[Place, list[Action]] = defaultdict(list)
     edges: dict[tuple[int, int], list[tuple[Place, Action, int]]] = defaultdict(list)
-    for action, inputs in index.inputs.items():
-        taken = index.places[action][0]
-        for producer, made in inputs:
-            if made.rank != taken.rank:
-                message = rules.message(producer, program.num_stages)
-                assert message is not None
-                sends[made].append(message.send)
-                edges[made.rank, taken.rank].append((made, message.recv, taken.position))
+    for message, made, taken in index.messages():
+        sends[made].append(message.send)
+        edges[made.rank, taken.rank].append((made, message.recv, taken.position))
     receives: dict[Place, list[Action]] = defaultdict(list)
-    for (_, target), messages in sorted(edges.items()):
+    for (_, target), passing in sorted(edges.items()):
         # Within one overlapped pair activations leave before gradients, here as in the sends below.
-        messages.sort(key=lambda message: (message[0], message[1].op is not Op.RECV_F))
-        for position, (_, recv, _) in zip(_posting([at for *_, at in messages], ahead), messages, strict=True):
+        passing.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
+        for position, (_, recv, _) in zip(_posting([at for *_, at in passing], ahead), passing, strict=True):
             receives[Place(target, position)].append(recv)
     rows = []
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(index.program.rows):
         lowered: list[Action] = []
         for at, action in enumerate(row):
             lowered += receives[Place(rank, at)]
             lowered.append(action)
-            lowered += sorted(sends[Place(rank, at)], key=lambda send: send.op is not Op.SEND_F)
+            lowered += sorted(sends[Place(rank, at)], key=rules.leaves_late)
         rows.append(tuple(lowered))
     return tuple(rows)
 
@@ -94,3 +105,97 @@ def _posting(taken: list[int], ahead: int) -> list[int]:
     latest = list(accumulate(reversed(taken), min))[::-1]
     consumed = sorted(taken)
     return [min(latest[number], consumed[number - ahead] + 1 if number >= ahead else 0) for number in range(len(taken))]
+
+
+_SECONDS = {
+    Op.FORWARD: 1,
+    Op.BACKWARD: 2,
+    Op.BACKWARD_INPUT: 1,
+    Op.BACKWARD_WEIGHT: 1,
+    Op.OVERLAP: 3,
+}
+_MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action stands between a message and what made it
+
+
+def in_one_order(index: Index) -> list[list[Action]]:
+    r"""Return the rows of a valid program with its messages spelled out.
+
+    >>> from drumline.core.program import Program
+    >>> program = Program.parse("0F0,0B0\n1F0,1B0")
+    >>> in_one_order(Index(program, program.placement))
+    [[0F0, 0SEND_F0, 0RECV_B0, 0B0], [1RECV_F0, 1F0, 1B0, 1SEND_B0]]
+    """
+    run = _Run(index)
+    run.to_the_end()
+    return run.written
+
+
+class _Run:
+    """The rows, run on paper."""
+
+    def __init__(self, index: Index) -> None:
+        self.rows: Sequence[Sequence[Action]] = index.program.rows
+        self.written: list[list[Action]] = [[] for _ in self.rows]
+        self.made: dict[Place, list[tuple[rules.Message, int]]] = defaultdict(list)
+        self.needs: dict[Place, list[Action | Place]] = defaultdict(list)
+        for message, made, taken in index.messages():
+            self.made[made].append((message, taken.rank))
+            self.needs[taken].append(message.recv)
+        for needed in (exchanges.waits_for_exchange(index), messages.waits(index)):
+            for place, others in needed.items():
+                self.needs[place] += others
+        self.at = [0] * len(self.rows)
+        self.free = [0] * len(self.rows)
+        self.happened: set[Action | Place] = set()
+        self.waiting: dict[Action | Place, list[int]] = defaultdict(list)
+        # Behind its moment and kind an event has a number, so that ties have one order.
+        self.events: list[tuple[int, int, int, int, rules.Message | None, int]] = []
+        self.count = 0
+
+    def to_the_end(self) -> None:
+        """Write down what happens, event by event."""
+        self.wake(range(len(self.rows)), 0)
+        while self.events:
+            now, kind, _, rank, message, target = heappop(self.events)
+            if kind == _ACTION:
+                self.begin(rank, now)
+            else:
+                assert message is not None
+                self.written[rank].append(message.send)
+                row = self.written[target]
+                row.insert(len(row) - (row != [] and row[-1].is_compute), message.recv)
+                self.happen(message.recv, now)
+        assert self.at == [len(row) for row in self.rows], "a valid program runs to its end"
+
+    def begin(self, rank: int, now: int) -> None:
+        """Write down a rank's next action, and when its messages will be made."""
+        place = Place(rank, self.at[rank])
+        action = self.rows[rank][place.position]
+        self.written[rank].append(action)
+        self.at[rank] += 1
+        self.free[rank] = now + _SECONDS.get(action.op, 0)
+        # Within one overlapped pair activations leave before gradients.
+        for message, target in sorted(self.made[place], key=lambda one: rules.leaves_late(one[0].send)):
+            self.push(self.free[rank], _MESSAGE, rank, message, target)
+        self.happen(place, now)
+        self.wake([rank], now)
+
+    def happen(self, what: Action | Place, now: int) -> None:
+        self.happened.add(what)
+        self.wake(self.waiting.pop(what, ()), now)
+
+    def wake(self, ranks: Iterable[int], now: int) -> None:
+        """Let ranks begin their next action, or wait for the first input that is not there."""
+        for rank in ranks:
+            if self.at[rank] == len(self.rows[rank]):
+                continue
+            inputs = self.needs.get(Place(rank, self.at[rank]), ())
+            missing = next((one for one in inputs if one not in self.happened), None)
+            if missing is None:
+                self.push(max(self.free[rank], now), _ACTION, rank)
+            else:
+                self.waiting[missing].append(rank)
+
+    def push(self, moment: int, kind: int, rank: int, message: rules.Message | None = None, target: int = -1) -> None:
+        self.count += 1
+        heappush(self.events, (moment, kind, self.count, rank, message, target))

@@ -8,15 +8,16 @@ The text is PyTorch's own, so a file written here loads there and the other way 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import islice
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from drumline.core import placement
 from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
-from drumline.core.backwards import Backward, backwards
+from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
 from drumline.core.placement import Placement
@@ -108,18 +109,13 @@ class Program:
     @cached_property
     def backwards(self) -> tuple[Backward, ...]:
         """What each stage does of its backward: the whole, I alone, or nothing because it is frozen."""
-        return backwards(self.columns.stage, self.columns.code, self.num_stages)
+        return self.columns.backwards(self.num_stages)
 
     @cached_property
     def num_updates(self) -> int:
         """How many optimizer steps the program itself takes; 0 for a flushed one, where the user takes it."""
         columns = self.columns
         return len(set(columns.microbatch[columns.code == CODE[Op.UPDATE]].tolist()))
-
-    @cached_property
-    def compiled(self) -> dict[object, object]:
-        """Forms that were computed from the rows once and are kept, by kind."""
-        return {}
 
     def work(self) -> Iterator[Action]:
         """Yield every plain action, both halves of overlapped pairs included, rank by rank."""
@@ -201,6 +197,36 @@ class Program:
     def save(self, path: str | Path) -> None:
         """Write the text form to a file."""
         Path(path).write_text(self.format() + "\n", encoding="utf-8")
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def once_per_program(
+    make: Callable[Concatenate[Program, _Arguments], _Result],
+) -> Callable[Concatenate[Program, _Arguments], _Result]:
+    """Let a function of a program compute once for the same program object and arguments, and keep what it returned.
+
+    >>> @once_per_program
+    ... def size(program: Program) -> int:
+    ...     print("counts")
+    ...     return program.num_actions
+    >>> program = Program.parse("0F0,0B0")
+    >>> size(program), size(program)
+    counts
+    (2, 2)
+    """
+
+    @wraps(make)
+    def kept(program: Program, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        results: dict[object, _Result] = program.__dict__.setdefault("_results", {})
+        key = (make.__module__, make.__qualname__, arguments, *sorted(named.items()))
+        if key not in results:
+            results[key] = make(program, *arguments, **named)
+        return results[key]
+
+    return kept
 
 
 def _parse_row(line: str, number: int, known: dict[str, Action]) -> Iterator[Action]:

@@ -1,10 +1,11 @@
-"""Who needs what. The only copy: validator, simulator, lowering and executor all read it here.
+"""Who needs what. The only copy: validator, simulator, search, lowering and executor all read it here.
 
     F of a stage needs F of the stage before it.          0F3 ──► 1F3 ──► 2F3
     B and I need F of their own stage, and B or I          │       │       │
     of the stage after it. W needs its own I.             0B3 ◄── 1B3 ◄── 2B3
 
-What one rank needs of another travels as a message: activations after F, gradients after B or I.
+What one rank needs of another travels as a message: activations after F, gradients after B or I. A stage that trains
+runs F and B, or F, I and W, once for every microbatch; a frozen one less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drumline.core.action import Action, Op
+from drumline.core.backwards import Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,33 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
     Op.BACKWARD_WEIGHT: (Need(0, (Op.BACKWARD_INPUT,)),),
 }
 
-# What ends a pair's stay in memory, and what makes a message for a neighbouring stage.
+# What a stage runs for a microbatch, by what it does of its backward: any one of these ways, all of it once.
+WAYS: dict[Backward, tuple[frozenset[Op], ...]] = {
+    Backward.WHOLE: (
+        frozenset({Op.FORWARD, Op.BACKWARD}),
+        frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}),
+    ),
+    Backward.INPUT: (frozenset({Op.FORWARD, Op.BACKWARD_INPUT}),),
+    Backward.NONE: (frozenset({Op.FORWARD}),),
+}
+
+# What ends a pair's stay in memory, and the halves of an overlapped pair.
 RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
-MESSAGE_TO: dict[Op, int] = {Op.FORWARD: +1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1}
+OVERLAPPED = (Op.FORWARD, Op.BACKWARD)
+
+
+def message_offsets(needs: dict[Op, tuple[Need, ...]]) -> dict[Op, int]:
+    """Return how many stages away what each op makes is needed, where that is not its own.
+
+    >>> message_offsets(NEEDS)[Op.FORWARD]
+    1
+    """
+    return {
+        op: -need.stage_offset for inputs in needs.values() for need in inputs for op in need.ops if need.stage_offset
+    }
+
+
+MESSAGE_TO = message_offsets(NEEDS)
 
 
 def needs(action: Action, num_stages: int) -> Iterator[tuple[Action, ...]]:
@@ -60,7 +86,13 @@ class Message:
     recv: Action
 
 
-_SPELLED = {+1: (Op.SEND_F, Op.RECV_F), -1: (Op.SEND_B, Op.RECV_B)}
+# Each send with its receive, and the ops of which one makes what they carry.
+_CARRIED = {
+    (Op.SEND_F, Op.RECV_F): (Op.FORWARD,),
+    (Op.SEND_B, Op.RECV_B): (Op.BACKWARD, Op.BACKWARD_INPUT),
+}
+SPELLED: dict[Op, tuple[Op, Op]] = {op: pair for pair, ops in _CARRIED.items() for op in ops}
+_MAKERS: dict[Op, tuple[Op, ...]] = {transfer: ops for pair, ops in _CARRIED.items() for transfer in pair}
 
 
 def message(action: Action, num_stages: int) -> Message | None:
@@ -74,7 +106,7 @@ def message(action: Action, num_stages: int) -> Message | None:
     offset = MESSAGE_TO.get(action.op)
     if offset is None or not 0 <= action.stage + offset < num_stages:
         return None
-    send, recv = _SPELLED[offset]
+    send, recv = SPELLED[action.op]
     return Message(
         Action(action.stage, send, action.microbatch), Action(action.stage + offset, recv, action.microbatch)
     )
@@ -86,8 +118,8 @@ def message_of(transfer: Action) -> Message:
     >>> message_of(Action.parse("2RECV_F0")).send
     1SEND_F0
     """
-    offset = +1 if transfer.op in (Op.SEND_F, Op.RECV_F) else -1
-    send, recv = _SPELLED[offset]
+    maker = _MAKERS[transfer.op][0]
+    offset, (send, recv) = MESSAGE_TO[maker], SPELLED[maker]
     stage = transfer.stage if transfer.op is send else transfer.stage - offset
     return Message(Action(stage, send, transfer.microbatch), Action(stage + offset, recv, transfer.microbatch))
 
@@ -99,8 +131,7 @@ def producers(transfer: Action) -> tuple[Action, ...]:
     (3B0, 3I0)
     """
     made = message_of(transfer).send
-    ops = (Op.FORWARD,) if made.op is Op.SEND_F else (Op.BACKWARD, Op.BACKWARD_INPUT)
-    return tuple(Action(made.stage, op, made.microbatch) for op in ops)
+    return tuple(Action(made.stage, op, made.microbatch) for op in _MAKERS[transfer.op])
 
 
 def consumers(transfer: Action) -> tuple[Action, ...]:
@@ -110,5 +141,14 @@ def consumers(transfer: Action) -> tuple[Action, ...]:
     (2B0, 2I0)
     """
     taken = message_of(transfer).recv
-    ops = (Op.FORWARD,) if taken.op is Op.RECV_F else (Op.BACKWARD, Op.BACKWARD_INPUT)
-    return tuple(Action(taken.stage, op, taken.microbatch) for op in ops)
+    needed = Need(-MESSAGE_TO[_MAKERS[transfer.op][0]], _MAKERS[transfer.op])
+    return tuple(Action(taken.stage, op, taken.microbatch) for op, inputs in NEEDS.items() if needed in inputs)
+
+
+def leaves_late(transfer: Action) -> bool:
+    """Whether a message is the second of the two that an overlapped pair makes: activations leave before gradients.
+
+    >>> leaves_late(Action.parse("2SEND_F0")), leaves_late(Action.parse("1RECV_B0"))
+    (False, True)
+    """
+    return Op.FORWARD not in _MAKERS[transfer.op]

@@ -9,11 +9,12 @@ from drumline.core.action import SEND_OPS, STATE_OPS, WAIT_OPS, Action, Op
 from drumline.core.channel import STRICTEST
 from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
+from drumline.core.placement import Placement
 from drumline.core.program import Program
 from drumline.core.prove.frozen import untrained
+from drumline.core.prove.messages import wait_for
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
-from drumline.core.prove.waits import wait_for
 
 _TITAN_BY_PLACEMENT = {"linear": "1F1B", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
@@ -145,15 +146,24 @@ def titan_schedule(program: Program) -> str:
     >>> titan_schedule(Program.parse("0F0,0B0\n1F0,1B0"))
     '1F1B'
     """
-    placement = program.placement
-    if placement.name not in _TITAN_BY_PLACEMENT or (
-        placement.name == "v" and placement.num_stages != 2 * placement.num_ranks
-    ):
+    found = titan_by_placement(program.placement)
+    if found is None:
         raise ProgramError(
             f"torchtitan has no schedule with the placement of {program.name!r}",
             expected="a linear or loop placement, or a V of two stages per rank",
         )
-    return _TITAN_BY_PLACEMENT[placement.name]
+    return found
+
+
+def titan_by_placement(placement: Placement) -> str | None:
+    """Return the schedule of torchtitan whose stages lie so, or None where it has none.
+
+    >>> titan_by_placement(Placement.v(4))
+    'ZBVZeroBubble'
+    """
+    if placement.name == "v" and placement.num_stages != 2 * placement.num_ranks:
+        return None
+    return _TITAN_BY_PLACEMENT.get(placement.name)
 
 
 def _refusal(program: Program) -> str:

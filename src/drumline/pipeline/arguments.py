@@ -13,6 +13,7 @@ from torch import nn
 from drumline.core.errors import ModelError, UsageError
 from drumline.core.program import Program
 from drumline.pipeline.model import splits
+from drumline.schedules import DEFAULT
 
 UNUSED = ("warn", "raise", "ignore")
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
@@ -40,7 +41,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name in _SWITCHES:
         if not isinstance(given.get(name, False), bool):
             raise UsageError(f"{name} is {given[name]!r}", expected="True or False")
-    schedule = given.get("schedule", "1f1b")
+    schedule = given.get("schedule", DEFAULT)
     if not isinstance(schedule, str | Path | Program):
         raise UsageError(f"schedule is {schedule!r:.80}", expected="a name, a Program, or a CSV file")
     record = given.get("record", True)

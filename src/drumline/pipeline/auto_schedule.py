@@ -24,6 +24,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.record.tally import Ledger
 from drumline.plan.search.search import search
+from drumline.schedules import schedules
 
 AUTO = "auto"
 _WARM_UPS, _MEASURED = 2, 5
@@ -32,12 +33,13 @@ _LEAST_GAIN = 0.01  # of the simulated step: for less, nothing is changed
 
 
 def first_schedule(stages_per_rank: int | None) -> str:
-    """Return the schedule that is measured first.
+    """Return the schedule that is measured first: the plainest that splits its backwards.
 
-    >>> first_schedule(None), first_schedule(2)
-    ('zb-h1', 'zb-v')
+    >>> first_schedule(None), first_schedule(2), first_schedule(3)
+    ('zb-h1', 'zb-v', 'interleaved-zb')
     """
-    return {1: "zb-h1", 2: "zb-v"}.get(stages_per_rank or 1, "interleaved-zb")
+    split = (one for one in schedules().values() if one.splits_backward and one.admits_stages(stages_per_rank or 1))
+    return next(split).name
 
 
 @dataclass

@@ -48,6 +48,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Inputs
 from drumline.runtime.capture.cuda import device_name
 from drumline.runtime.values import moved, pack, unpack
+from drumline.schedules import DEFAULT
 
 _TURNS = 3  # in which sizes of microbatches are measured
 _HANDLED_STEPS, _WARM_UPS = 5, 2
@@ -239,7 +240,7 @@ def _handled(size: int, device: torch.device) -> tuple[int, Handling, float]:
     width = max(size // 4, 1)
     light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
     batch = torch.ones(_MICROBATCHES, width, device=device)
-    with Pipeline(light, loss_fn=functional.mse_loss, schedule="1f1b", num_microbatches=_MICROBATCHES) as pipe:
+    with Pipeline(light, loss_fn=functional.mse_loss, schedule=DEFAULT, num_microbatches=_MICROBATCHES) as pipe:
         seen = _timelines(pipe, lambda: pipe.step(batch, target=batch), _HANDLED_STEPS)
     told = Handling.measured(seen)
     return 4 * width, told, told.end
@@ -262,7 +263,7 @@ class _Whole:
         with Pipeline(
             self.material.model,
             loss_fn=self.material.loss_fn,
-            schedule="1f1b",
+            schedule=DEFAULT,
             num_microbatches=2 * num_ranks,
             example=self.material.batch,
             balance="even",

@@ -47,6 +47,7 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.weights.files import Weights
 from drumline.runtime.weights.tied import Ties
+from drumline.schedules import DEFAULT
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
@@ -95,7 +96,7 @@ class Options:
         if decided is not None:
             settings |= {"num_ranks": decided.num_ranks, **decided.pipeline_settings}
         elif settings["schedule"] is None:
-            settings["schedule"] = "1f1b"
+            settings["schedule"] = DEFAULT
         arguments.check(settings)
         transports.check(settings["transport"])
         return Options(**settings)

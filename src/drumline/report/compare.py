@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, cut_finer
 from drumline.core.errors import CostsError, ScheduleError
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
 from drumline.report.summary import summarize
 from drumline.report.table import table

@@ -26,6 +26,6 @@ from drumline.schedules import (
 )
 # isort: on
 
-from drumline.schedules.registry import Schedule, find, generate, schedule, schedules, unregister
+from drumline.schedules.registry import DEFAULT, Schedule, find, generate, schedule, schedules, unregister
 
-__all__ = ["Schedule", "find", "generate", "schedule", "schedules", "unregister"]
+__all__ = ["DEFAULT", "Schedule", "find", "generate", "schedule", "schedules", "unregister"]

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, Op
-from drumline.schedules.eight_steps import EightSteps, Flow
+from drumline.schedules.eight_steps import EightSteps, Flow, idle
+from drumline.schedules.formulas import idling
 from drumline.schedules.registry import schedule
 from drumline.schedules.trim import trim
 
@@ -26,6 +27,8 @@ from drumline.schedules.trim import trim
     "dualpipe",
     summary="two directions overlap F with B: small bubble where F&B is fused; twice the weights",
     even_ranks=True,
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks + 1,
+    makespan=idling(idle),
 )
 def dualpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the eight steps on every rank, then exchange the two copies' gradients."""

@@ -15,13 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action
-from drumline.schedules.eight_steps import EightSteps, Flow
+from drumline.schedules.eight_steps import EightSteps, Flow, idle
+from drumline.schedules.formulas import idling
 from drumline.schedules.registry import schedule
 from drumline.schedules.trim import trim
 
 
 @schedule(
-    "dualpipe-v", summary="DualPipe in a V: its overlap of F with B, with one copy of the weights", stages_per_rank=2
+    "dualpipe-v",
+    summary="DualPipe in a V: its overlap of F with B, with one copy of the weights",
+    stages_per_rank=2,
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks + 1,
+    makespan=idling(lambda pace, num_ranks: idle(pace, 2 * num_ranks)),  # as twice as many ranks, folded
+    planned_with=(2,),
+    suits=lambda num_ranks, num_microbatches, stages_per_rank: num_microbatches >= 2 * num_ranks,
+    titan="DualPipeV",
 )
 def dualpipe_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the eight steps on every rank, flow 0 down the V and flow 1 up."""

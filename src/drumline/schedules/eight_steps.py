@@ -12,6 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from drumline.core.action import Action, B, F, I, W, overlap
+from drumline.schedules.formulas import Pace
+
+
+def idle(pace: Pace, num_ranks: int) -> float:
+    """Return (P/2-1)(F&B+B-3W), where an F&B takes as long as both; no W shortens it below 2F."""
+    each = pace.forward + 2 * pace.backward_input - pace.backward_weight
+    return (num_ranks / 2 - 1) * max(each, 2 * pace.forward)
 
 
 class Flow:

@@ -16,10 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
+from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
 
-@schedule("gpipe", summary="all forwards, then all backwards; simplest, stashes every microbatch")
+@schedule(
+    "gpipe",
+    summary="all forwards, then all backwards; simplest, stashes every microbatch",
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches,
+    makespan=fill_and_drain,
+    bubble=flush_bubble,
+)
 def gpipe(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run all forwards, then all backwards."""
     for rank in range(num_ranks):

@@ -14,8 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
+from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.groups import group_sizes, visits
 from drumline.schedules.registry import schedule
+
+
+def _peak_pairs(rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """Return the forwards that a rank runs ahead, and the one whose backward comes next."""
+    return (stages_per_rank - 1) * num_ranks + 2 * (num_ranks - 1 - rank) + 1
 
 
 @schedule(
@@ -23,6 +29,15 @@ from drumline.schedules.registry import schedule
     summary="1F1B over v stages per rank: a v-th of the bubble, more memory and v times the messages",
     stages_per_rank=2,
     stage_counts="any",
+    peak_pairs=_peak_pairs,
+    makespan=fill_and_drain,
+    bubble=flush_bubble,
+    planned_with=(2, 3, 4, 6, 8),
+    suits=lambda num_ranks, num_microbatches, stages_per_rank: (
+        stages_per_rank > 1 and num_microbatches % num_ranks == 0
+    ),
+    titan="Interleaved1F1B",
+    in_megatron=True,
 )
 def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
     """Run the grouped forwards and backwards in turn."""

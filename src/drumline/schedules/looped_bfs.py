@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
+from drumline.schedules.formulas import fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
 
@@ -22,6 +23,9 @@ from drumline.schedules.registry import schedule
     summary="GPipe over v stages per rank: a v-th of the bubble, each stage's weights gathered once",
     stages_per_rank=2,
     stage_counts="any",
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_microbatches * stages_per_rank,
+    makespan=fill_and_drain,
+    bubble=flush_bubble,
 )
 def looped_bfs(num_ranks: int, *, num_microbatches: int, stages_per_rank: int = 2) -> Iterator[list[Action]]:
     """Run every local stage's forwards, then every local stage's backwards in reverse."""

@@ -15,10 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
+from drumline.schedules.formulas import Paces
 from drumline.schedules.registry import schedule
 
 
-@schedule("naive", summary="one microbatch at a time: what pipelining is measured against")
+def _makespan(paces: Paces) -> float:
+    """Return every rank's time for every microbatch, and its way there and back."""
+    return paces.num_microbatches * (sum(pace.count * pace.total for pace in paces.each) + 2 * paces.hops)
+
+
+@schedule(
+    "naive",
+    summary="one microbatch at a time: what pipelining is measured against",
+    baseline=True,
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 1,
+    makespan=_makespan,
+)
 def naive(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run F then B of every microbatch before the next one starts."""
     for rank in range(num_ranks):

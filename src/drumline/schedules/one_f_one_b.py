@@ -16,10 +16,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
+from drumline.schedules.formulas import Paces, fill_and_drain, flush_bubble
 from drumline.schedules.registry import schedule
 
 
-@schedule("1f1b", summary="one forward, one backward in turn; GPipe's time with a stash of at most P")
+def _makespan(paces: Paces) -> float:
+    """Return GPipe's time, and what a rank waits for messages: it has no other microbatch to go on with."""
+    return fill_and_drain(paces) + 2 * paces.hops * paces.num_microbatches / paces.num_ranks
+
+
+@schedule(
+    "1f1b",
+    summary="one forward, one backward in turn; GPipe's time with a stash of at most P",
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks - rank,
+    makespan=_makespan,
+    bubble=flush_bubble,
+    planned_with=(1,),
+    titan="1F1B",
+    in_megatron=True,
+)
 def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run P-1-r forwards ahead on rank r, then one forward and one backward in turn."""
     for rank in range(num_ranks):

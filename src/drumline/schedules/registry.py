@@ -1,33 +1,46 @@
 """Names for recipes: how a schedule enters, is looked up, and becomes a program.
 
 A recipe is a function of the counts that yields one row of actions per rank, rank 0 first. Registering it is all that
-a schedule needs: proof, timing, comparison and execution come with the name.
+a schedule needs: proof, timing, comparison, search, planning, execution and export come with the name. Where its stages
+lie, and what of training it does, is read off its rows; what rows cannot say stands beside the recipe.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from drumline.core.action import Action
+from drumline.core.action import Action, Op
 from drumline.core.errors import DrumlineError, ScheduleError, counted, nearest
+from drumline.core.placement import Placement
 from drumline.core.program import MAX_ACTIONS, Program
+from drumline.schedules.formulas import Counts, IdleShare, Makespan, PeakPairs
 
 Rows = Iterable[Iterable[Action]]
 Recipe = Callable[..., Rows]
 
 # A recipe makes up to three actions per stage and microbatch.
 MAX_PAIRS = MAX_ACTIONS // 3
+DEFAULT = "1f1b"  # where none is named; others are compared with it
+
+# Ranks and microbatches of a program that shows what a recipe does; the later ones for recipes that refuse the first.
+_EXAMPLES = ((4, 8), (2, 4), (3, 6), (1, 1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
-    """A named recipe and what it admits.
+    """A named recipe, what it admits, and what is known of it.
 
     `stages_per_rank` is the default; `stage_counts` says which others would do: only it ("fixed"), "any", or "even".
+
+    Formulas, where there are some: `peak_pairs` and `makespan` as `formulas` has them, and the `bubble` that it never
+    goes below. `planned_with` are the stages per rank with which the planner of a cluster tries it (none: it does not),
+    where the counts `suit`; `saves_memory_of` names the schedule that it is made from to hold less. `titan` is what
+    torchtitan calls it; `in_megatron` says whether Megatron-LM has it. A `baseline` is there to compare with.
     """
 
     name: str
@@ -36,6 +49,80 @@ class Schedule:
     stages_per_rank: int = 1
     stage_counts: str = "fixed"
     even_ranks: bool = False
+    peak_pairs: PeakPairs | None = None
+    makespan: Makespan | None = None
+    bubble: IdleShare | None = None
+    planned_with: tuple[int, ...] = ()
+    suits: Counts | None = None
+    saves_memory_of: str = ""
+    titan: str = ""
+    in_megatron: bool = False
+    baseline: bool = False
+    _layouts: dict[tuple[int, int], Placement] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def example(self) -> Program | None:
+        """A small program of it, with the default stages per rank; None if it makes none."""
+        for num_ranks, num_microbatches in _EXAMPLES:
+            try:
+                return self.build(num_ranks, num_microbatches)
+            except ScheduleError:
+                continue
+        return None
+
+    @property
+    def placement(self) -> str:
+        """Where its stages lie: the name of a placement."""
+        return self.example.placement.name if self.example else "custom"
+
+    @property
+    def two_directions(self) -> bool:
+        """Whether microbatches enter at both ends, so that every stage has two copies."""
+        return self.example is not None and bool(self.example.placement.mirrored)
+
+    @property
+    def flushed(self) -> bool:
+        """Whether a step ends before the next one begins, and the optimizer runs between them."""
+        return self.example is None or not self.example.num_updates
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has backwards."""
+        return self.example is None or self.example.has_backward
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backwards come in two halves, some of them or all."""
+        return self.example is not None and Op.BACKWARD_INPUT in self.example.columns.ops
+
+    def layout(self, num_ranks: int, stages_per_rank: int) -> Placement:
+        """Return where the stages lie; with two directions, the second of two microbatches goes up.
+
+        >>> find("zb-v").layout(3, 2).homes
+        (0, 1, 2, 2, 1, 0)
+        """
+        counts = num_ranks, stages_per_rank
+        if counts not in self._layouts:
+            match self.placement:
+                case "linear" | "loop":
+                    found = Placement.loop(num_ranks, stages_per_rank=stages_per_rank)
+                case "v":
+                    found = Placement.v(num_ranks, stages_per_rank=stages_per_rank)
+                case "bidirectional":
+                    found = Placement.bidirectional(num_ranks, mirrored=[1])
+                case _:
+                    found = self.build(num_ranks, num_ranks, stages_per_rank).placement
+            self._layouts[counts] = found
+        return self._layouts[counts]
+
+    def admits_stages(self, stages_per_rank: int) -> bool:
+        """Whether a rank may hold so many stages."""
+        match self.stage_counts:
+            case "fixed":
+                return stages_per_rank == self.stages_per_rank
+            case "even":
+                return stages_per_rank % 2 == 0
+        return True
 
     def refusal(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleError | None:
         """Return why these counts do not do, with some that would, or None if they do."""
@@ -53,13 +140,13 @@ class Schedule:
                 expected="an even number of ranks",
                 fix=f"{' or '.join(map(str, near))} would do",
             )
-        if self.stage_counts == "fixed" and stages_per_rank != self.stages_per_rank:
+        if self.stage_counts == "fixed" and not self.admits_stages(stages_per_rank):
             return ScheduleError(
                 f"{self.name} with {counted(stages_per_rank, 'stage')} per rank",
                 expected=f"exactly {self.stages_per_rank} per rank",
                 fix=f"leave --stages-per-rank out or make it {self.stages_per_rank}",
             )
-        if self.stage_counts == "even" and stages_per_rank % 2:
+        if not self.admits_stages(stages_per_rank):
             return ScheduleError(
                 f"{self.name} with {counted(stages_per_rank, 'stage')} per rank: each wave passes every rank twice",
                 expected="an even number of stages per rank",
@@ -116,10 +203,8 @@ def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:
 _REGISTRY: dict[str, Schedule] = {}
 
 
-def schedule(
-    name: str, *, summary: str = "", stages_per_rank: int = 1, stage_counts: str = "fixed", even_ranks: bool = False
-) -> Callable[[Recipe], Recipe]:
-    """Register a recipe under `name`.
+def schedule(name: str, *, summary: str = "", **facts: Any) -> Callable[[Recipe], Recipe]:
+    """Register a recipe under `name`; `facts` are fields of `Schedule`.
 
     >>> from drumline.core.action import B, F
     >>> @schedule("two-at-a-time", summary="two forwards, two backwards, and so on")
@@ -136,10 +221,11 @@ def schedule(
     def register(recipe: Recipe) -> Recipe:
         if name in _REGISTRY:
             raise ScheduleError(f"the schedule {name!r} is registered already", fix="choose another name")
-        if stage_counts not in ("fixed", "any", "even"):
-            raise ScheduleError(f"stage_counts is {stage_counts!r}", expected="'fixed', 'any' or 'even'")
         first_line = (recipe.__doc__ or "").strip().partition("\n")[0]
-        _REGISTRY[name] = Schedule(name, recipe, summary or first_line, stages_per_rank, stage_counts, even_ranks)
+        made = Schedule(name, recipe, summary or first_line, **facts)
+        if made.stage_counts not in ("fixed", "any", "even"):
+            raise ScheduleError(f"stage_counts is {made.stage_counts!r}", expected="'fixed', 'any' or 'even'")
+        _REGISTRY[name] = made
         return recipe
 
     return register

@@ -15,13 +15,34 @@ from __future__ import annotations
 
 from drumline.core.action import Action
 from drumline.schedules.building_block import from_block
+from drumline.schedules.formulas import Paces
 from drumline.schedules.registry import schedule
+
+
+def _makespan(paces: Paces) -> float:
+    """Return half of 1F1B's bubble; where I is longer than F and half of W, every microbatch waits.
+
+    The pattern is made for equal F, I and W.
+    """
+    if paces.num_ranks == 1:
+        return paces.steady
+    lost = sum(count * (one.forward + 3 * one.backward_input - one.backward_weight) for one, count in paces.others)
+    busiest = paces.busiest
+    wait = max(2 * (busiest.backward_input - busiest.forward) - busiest.backward_weight, 0.0)
+    late = max(paces.num_microbatches - paces.num_ranks / 2 - 1, 0.0) * wait
+    return paces.steady + (lost + late) / paces.stages_per_rank + 8 * paces.hops
 
 
 @schedule(
     "v-half",
     summary="two stages per rank in a V: half of 1F1B's memory and about half of its bubble",
     stages_per_rank=2,
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: (
+        2 * (num_ranks // 2 + 1) if num_ranks > 1 else 2
+    ),
+    makespan=_makespan,
+    planned_with=(2,),
+    saves_memory_of="zb-v",
 )
 def v_half(num_ranks: int, *, num_microbatches: int) -> list[list[Action]]:
     """Repeat a block of some 6P slots per rank: P pairs."""

@@ -15,10 +15,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, F, I, W
+from drumline.schedules.formulas import Pace, idling
 from drumline.schedules.registry import schedule
 
 
-@schedule("zb-h1", summary="1F1B with W delayed into the drain: a third of its bubble, the same peak memory")
+def _idle(pace: Pace, num_ranks: int) -> float:
+    """Return (P-1)(F+I-W); a W that is longer than F or I fills no more than they leave."""
+    fills = min(pace.forward, pace.backward_input, pace.backward_weight)
+    return (num_ranks - 1) * (pace.forward + pace.backward_input - fills)
+
+
+@schedule(
+    "zb-h1",
+    summary="1F1B with W delayed into the drain: a third of its bubble, the same peak memory",
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: num_ranks,
+    makespan=idling(_idle),
+    planned_with=(1,),
+)
 def zb_h1(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run 1F1B with split backwards, W delayed by r microbatches on rank r."""
     for rank in range(num_ranks):

@@ -20,7 +20,11 @@ from drumline.schedules.registry import schedule
 from drumline.schedules.zb_h1 import delayed_weights
 
 
-@schedule("zb-h2", summary="no bubble inside any rank's span, for nearly twice 1F1B's memory; pays across steps")
+@schedule(
+    "zb-h2",
+    summary="no bubble inside any rank's span, for nearly twice 1F1B's memory; pays across steps",
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks - 1,
+)
 def zb_h2(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run 2(P-1-r) forwards ahead and W delayed by 2r microbatches on rank r."""
     for rank in range(num_ranks):

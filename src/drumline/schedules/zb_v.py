@@ -15,14 +15,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, F, I, W
+from drumline.schedules.formulas import Pace, idling
 from drumline.schedules.registry import schedule
 from drumline.schedules.trim import trim
+
+
+def _idle(pace: Pace, num_ranks: int) -> float:
+    """Return what the hand-made order is idle, by a formula that was read off the simulator; (P-1)F at F = I = W."""
+    forward, back = pace.forward, pace.backward_input
+    each = max(back, pace.backward_weight, 2 * forward - back)
+    return (num_ranks - 2) * each + max(forward, back) if num_ranks > 1 else 0.0
 
 
 @schedule(
     "zb-v",
     summary="two stages per rank in a V: no bubble inside the span at F = I = W, in 1F1B's memory",
     stages_per_rank=2,
+    peak_pairs=lambda rank, num_ranks, num_microbatches, stages_per_rank: 2 * num_ranks,
+    makespan=idling(_idle),
+    planned_with=(2,),
+    titan="ZBVZeroBubble",
 )
 def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run the recipe's three phases; fewer than 2P-1 microbatches are cut out of a full run."""

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drumline.core.measured.record import Record
+from drumline.core.simulate.graph import Floats
 
 _MOST_DRIFT = 1e-3  # more than any clock has, and twenty times what a good one does
 _NANOSECOND = 1.0
@@ -114,9 +114,6 @@ def _messages(records: Iterable[Record], clocks: Sequence[int]) -> Iterator[_Mes
                 yield _Message(by_rank[rank], target, left, came, is_word=True)
 
 
-# ---- drift -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Line:
     """One clock against another: it shows `own_ns` when that one shows `other_ns`, and runs `rate` times as fast."""
@@ -131,14 +128,14 @@ class _Line:
 def _tree(messages: Sequence[_Message], num_clocks: int) -> list[_Line]:
     """Return every clock against the first, through those whose messages leave the least room."""
     pairs = {}
-    for one in range(num_clocks):
+    for clock in range(num_clocks):
         for other in range(num_clocks):
-            if one != other and (line := _fitted(messages, one, other)) is not None:
-                pairs[one, other] = line
+            if clock != other and (line := _fitted(messages, clock, other)) is not None:
+                pairs[clock, other] = line
     found = {0: _Line(0.0, 0.0, 1.0, 0.0, 0.0)}
     while edges := [edge for edge in pairs if edge[0] in found and edge[1] not in found]:
-        one, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
-        found[other] = _chained(found[one], pairs[one, other])
+        clock, other = min(edges, key=lambda edge: (pairs[edge].room_ns, edge))
+        found[other] = _chained(found[clock], pairs[clock, other])
     unknown = _Line(0.0, 0.0, 1.0, math.inf, 0.0)
     return [found.get(clock, unknown) for clock in range(num_clocks)]
 
@@ -150,10 +147,10 @@ def _chained(first: _Line, second: _Line) -> _Line:
     return _Line(own, first.other_ns, rate, max(first.room_ns, second.room_ns), error)
 
 
-def _fitted(messages: Sequence[_Message], one: int, other: int) -> _Line | None:
+def _fitted(messages: Sequence[_Message], clock: int, other: int) -> _Line | None:
     """Return the line between all messages one way and all the other way; None if one of the two is missing."""
-    forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (one, other)]
-    back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, one)]
+    forth = [(each.left_ns, each.came_ns) for each in messages if (each.source, each.target) == (clock, other)]
+    back = [(each.came_ns, each.left_ns) for each in messages if (each.source, each.target) == (other, clock)]
     if not forth or not back:
         return None
     zero, shown = forth[0]
@@ -197,9 +194,6 @@ def _edge(room: Callable[[float], float], inside: float, outside: float, least: 
     return inside
 
 
-# ---- offset ----------------------------------------------------------------------------------------------------------
-
-
 def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, length: int) -> tuple[list[Dial], float]:
     """Return the clocks' dials, every offset in the middle of what the messages leave open, and how far these disagree.
 
@@ -215,7 +209,7 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
         apart[one.source, one.target] = min(apart[one.source, one.target], came - left)
         moments.append(left)
     reach = max(moments) - min(moments)
-    paths, slack = _consistent(apart)
+    paths, slack = agreed(apart, _NANOSECOND)
     dials = []
     for clock, line in enumerate(lines):
         high, low = float(paths[0, clock]), -float(paths[clock, 0])
@@ -225,13 +219,32 @@ def _offsets(messages: Sequence[_Message], lines: Sequence[_Line], begin: int, l
     return dials, slack
 
 
-def _consistent(apart: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Return the shortest paths, and what all distances had to be widened by for them to agree: usually nothing."""
-    slack = 0.0
-    while True:
-        paths = apart + slack * (1 - np.eye(len(apart)))
-        for middle in range(len(paths)):
-            paths = np.minimum(paths, paths[:, middle : middle + 1] + paths[middle : middle + 1])
-        if np.diagonal(paths).min() >= -_NANOSECOND:
-            return paths, slack
-        slack = max(2 * slack, 1000 * _NANOSECOND)
+def agreed(apart: Floats, tolerance: float = 0.0) -> tuple[Floats, int]:
+    """Return the shortest paths, and the smallest time by which all distances had to be widened for them to agree.
+
+    `apart[a, b]` is the least that a message took from clock a to clock b, as these show it; infinite if none did.
+
+    >>> paths, widened = agreed(np.array([[0.0, 50.0], [-20.0, 0.0]]))
+    >>> paths.tolist(), widened
+    ([[0.0, 50.0], [-20.0, 0.0]], 0)
+    >>> agreed(np.array([[0.0, 50.0], [-60.0, 0.0]]))[1]
+    5
+    """
+    others = ~np.eye(len(apart), dtype=bool)
+
+    def paths(widened: int) -> Floats:
+        found: Floats = apart + widened * others
+        for middle in range(len(found)):
+            found = np.minimum(found, found[:, middle, None] + found[None, middle, :])
+        return found
+
+    def agree(widened: int) -> bool:
+        return bool(np.diagonal(paths(widened)).min() >= -tolerance)
+
+    low, high = -1, 0
+    while not agree(high):
+        low, high = high, 2 * high + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if agree(middle) else (middle, high)
+    return paths(high), high

@@ -15,7 +15,7 @@ from statistics import median
 
 from drumline.core.action import RECV_OPS
 from drumline.core.costs import Costs
-from drumline.core.measured.breakdown import NANO
+from drumline.core.measured.account import NANO
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
 from drumline.core.program import Program

@@ -11,10 +11,8 @@ from typing import Any
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.costs import Costs
-from drumline.core.measured.account import Piece, account
+from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
-from drumline.core.measured.attribute import idle_intervals
-from drumline.core.measured.breakdown import NANO, Parts, summed_parts
 from drumline.core.measured.record import BETWEEN, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
@@ -219,18 +217,16 @@ class Measured(Timeline):
         """Per rank, its step as pieces without gaps, each with what the rank did in it."""
         return tuple(account(record, partial(self.here, record.rank)) for record in self._corrected)
 
+    @property
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`."""
+        return self.accounted
+
     @cached_property
     def accounted(self) -> tuple[Idle, ...]:
         """Every idle interval, as the ranks measured it."""
-        return tuple(idle for rank in range(self.num_ranks) for idle in idle_intervals(self, rank))
-
-    @cached_property
-    def last_action(self) -> tuple[int, Action]:
-        """The rank and the action, or exchange, that ends last of all."""
-        tracks = ((track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.tracks) if track.ends)
-        spans = ((span.end, span.rank, span.action) for span in self.exchanges)
-        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
-        return rank, action
+        ranks = enumerate(self.accounts)
+        return tuple(idle for rank, pieces in ranks for idle in idle_intervals(self, rank, pieces, self.seconds))
 
     @property
     def overhead(self) -> tuple[float, ...]:

@@ -17,14 +17,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import cast
 
 from drumline.core.action import TIMED_OPS, Op
+from drumline.core.measured.account import NANO, Parts
 from drumline.core.measured.align import Dial
-from drumline.core.measured.breakdown import NANO, Parts
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import BETWEEN, RECEIVES, Record
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 
 _PARTS = tuple(one.name for one in fields(Parts))
 
@@ -54,19 +53,19 @@ def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial,
 
 
 def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
-    stages = defaultdict[int, int](int)
+    stages = defaultdict[int, float](int)
     for row, record in zip(_stages(program), records, strict=True):
-        for stage, start, end in zip(row, record.starts, record.ends, strict=True):
-            stages[stage] += end - start
+        for parts, start, end in zip(row, record.starts, record.ends, strict=True):
+            for stage in parts:
+                stages[stage] += (end - start) / len(parts)
     return {f"pp/stage{stage}/busy_seconds": nanoseconds * NANO for stage, nanoseconds in sorted(stages.items())}
 
 
-def _stages(program: Program) -> list[list[int]]:
-    """Return, per rank, the stage of each timed action."""
-    if "stages" not in program.compiled:
-        rows = ([one.stage for one in row if one.op in TIMED_OPS] for row in program.rows)
-        program.compiled["stages"] = list(rows)
-    return cast(list[list[int]], program.compiled["stages"])
+@once_per_program
+def _stages(program: Program) -> list[list[tuple[int, ...]]]:
+    """Return, per rank, the stage of each timed action; of an overlapped pair both, which take half of it each."""
+    rows = ([action for action in row if action.op in TIMED_OPS] for row in program.rows)
+    return [[tuple(part.stage for part in action.work) for action in row] for row in rows]
 
 
 def _of_queues(timeline: Measured) -> dict[str, float]:

@@ -22,26 +22,34 @@ from drumline.core.costs import Costs, Edge
 from drumline.core.measured.measured import Measured, stage_costs
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.timeline import Timeline
 
 _UNITS: dict[str, Any] = dict.fromkeys(("forward", "backward_input", "backward_weight", "backward", "update"), 1.0)
 _NOT_WORK = (Op.UNSHARD, Op.RESHARD)
 
 
-def replay(timeline: Measured) -> Simulation:
-    r"""Return the step as the simulator has it, with the seconds of every action as they were measured.
+def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
+    r"""Return a step as the simulator has it, with the seconds of every action as they were.
+
+    Without `transfers` messages take no time.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.measured.record import Record
     >>> step = Measured(Program.parse("0F0,0B0"), (Record(0, starts=[0, 5], ends=[3, 9]),))
     >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
     (9.0, 7.0)
+    >>> apart = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
+    >>> apart.makespan, replay(apart).makespan, replay(apart, transfers=False).makespan
+    (7.0, 7.0, 6.0)
     """
-    costs = Costs(**_UNITS, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
+    costs = Costs(**_UNITS)
+    if transfers:
+        costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
     found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
     return replace(found, weighed=timeline.memory)  # the same actions in the same order hold the same
 
 
-def latencies(timelines: Sequence[Measured]) -> dict[tuple[int, int], Edge]:
+def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], Edge]:
     """Return what a message of each edge took in the middle, from being made to being there."""
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -50,7 +58,7 @@ def latencies(timelines: Sequence[Measured]) -> dict[tuple[int, int], Edge]:
     return {edge: Edge(median(seconds)) for edge, seconds in sorted(found.items())}
 
 
-def _message_bytes(timeline: Measured) -> list[float]:
+def _message_bytes(timeline: Timeline) -> list[float]:
     """Return the bytes that cross the boundary behind each stage, in the middle of its messages."""
     found: dict[int, list[float]] = defaultdict(list)
     for one in timeline.transfers:
@@ -87,7 +95,7 @@ def _trimmed_mean(values: Sequence[float]) -> float:
     return fmean(sorted(values)[left_out : len(values) - left_out])
 
 
-def _action_seconds(timeline: Measured) -> Floats:
+def _action_seconds(timeline: Timeline) -> Floats:
     """Return the seconds of every action, row by row; the halves of an overlapped pair get half of it each."""
     found = []
     for track in timeline.tracks:

@@ -23,8 +23,7 @@ from drumline.core.errors import DrumlineError, RecordError, counted
 from drumline.core.files import MIB, Kind, is_there, named, opened, parse_object, read_object
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.record import Record
-from drumline.core.measured.record_check import LINE, read_record
+from drumline.core.measured.record import LINE, Record, read_record
 from drumline.core.parsed import LARGEST, Parsed, shown
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
@@ -271,10 +270,10 @@ class _Lines:
             ) from None
 
 
-def _check_run(path: Path, found: str, run: str) -> None:
-    if found != run:
+def _check_run(path: Path, named: str, run: str) -> None:
+    if named != run:
         raise RecordError(
-            f"{path} belongs to the run {found}",
+            f"{path} belongs to the run {named}",
             expected=f"{run}, as {CONFIG} says",
             fix="give every run a folder of its own",
         )

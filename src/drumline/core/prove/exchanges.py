@@ -25,7 +25,7 @@ from drumline.core.simulate.graph import CODE, OPS, Ints
 
 
 @dataclass
-class Ledger:
+class GradientBook:
     """Where one rank makes, exchanges and uses one stage's gradients, as positions in its row."""
 
     made: dict[int, int] = field(default_factory=dict)
@@ -33,10 +33,10 @@ class Ledger:
     updates: list[tuple[int, int]] = field(default_factory=list)
 
     @staticmethod
-    def of(code: Ints, microbatch: Ints, position: Ints) -> Ledger:
+    def of(code: Ints, microbatch: Ints, position: Ints) -> GradientBook:
         """Enter what stands in a row, in its order; of what is made twice the first counts."""
         made, updates = (flags[code] & (microbatch >= 0) for flags in (_MAKES, _UPDATES))
-        return Ledger(
+        return GradientBook(
             dict(zip(microbatch[made][::-1].tolist(), position[made][::-1].tolist(), strict=True)),
             position[_EXCHANGES[code]].tolist(),
             list(zip(microbatch[updates].tolist(), position[updates].tolist(), strict=True)),
@@ -59,8 +59,8 @@ def _flags(ops: Iterable[Op]) -> Flags:
 _MAKES, _EXCHANGES, _UPDATES = _flags(rules.RELEASES), _flags({Op.REDUCE_GRAD}), _flags({Op.UPDATE})
 
 
-def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
-    """Return the ledger of every (rank, stage)."""
+def gradient_books(index: Index) -> dict[tuple[int, int], GradientBook]:
+    """Return the book of every (rank, stage)."""
     columns = index.program.columns
     entered = np.flatnonzero((_MAKES | _EXCHANGES | _UPDATES)[columns.code])
     entered = entered[np.lexsort((columns.stage[entered], columns.rank[entered]))]
@@ -69,7 +69,7 @@ def ledgers(index: Index) -> dict[tuple[int, int], Ledger]:
     books = zip(rank[begins].tolist(), stage[begins].tolist(), np.split(entered, begins[1:]), strict=True)
     position = columns.position
     return {
-        (on_rank, of_stage): Ledger.of(columns.code[book], columns.microbatch[book], position[book])
+        (on_rank, of_stage): GradientBook.of(columns.code[book], columns.microbatch[book], position[book])
         for on_rank, of_stage, book in (books if len(entered) else ())
     }
 
@@ -80,10 +80,10 @@ def check(index: Index) -> Iterator[Violation]:
         yield from _sharding(index)
     if not index.ops & {Op.UPDATE, Op.REDUCE_GRAD} and not index.placement.mirrored:
         return
-    books = ledgers(index)
-    for (rank, stage), ledger in sorted(books.items()):
-        yield from _updates(index, rank, stage, ledger)
-        yield from _exchanges(index, rank, stage, ledger)
+    books = gradient_books(index)
+    for (rank, stage), book in sorted(books.items()):
+        yield from _updates(index, rank, stage, book)
+        yield from _exchanges(index, rank, stage, book)
     yield from _between_copies(index, books)
 
 
@@ -92,12 +92,12 @@ def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
     waits: dict[Place, list[Place]] = {}
     if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
         return waits
-    books = ledgers(index)
-    for (rank, stage), ledger in books.items():
+    books = gradient_books(index)
+    for (rank, stage), book in books.items():
         for other in index.placement.ranks_of(stage) if stage < index.placement.num_stages else ():
             theirs = books.get((other, stage))
             if other != rank and theirs is not None:
-                for (_, at), mine, needed in zip(ledger.updates, ledger.exchanges, theirs.exchanges, strict=False):
+                for (_, at), mine, needed in zip(book.updates, book.exchanges, theirs.exchanges, strict=False):
                     if mine < at:
                         waits.setdefault(Place(rank, at), []).append(Place(other, needed))
     return waits
@@ -120,15 +120,15 @@ def _sharding(index: Index) -> Iterator[Violation]:
                         yield Violation(rank, at, part, f"runs while stage {part.stage} is not gathered")
 
 
-def _updates(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
+def _updates(index: Index, rank: int, stage: int, book: GradientBook) -> Iterator[Violation]:
     """Check that every gradient reaches exactly one optimizer step, after it was made."""
     row = index.program.rows[rank]
     taken = -1
-    by_microbatch = sorted(ledger.made.items())
-    for microbatch, at in ledger.updates:
+    by_microbatch = sorted(book.made.items())
+    for microbatch, at in book.updates:
         if microbatch <= taken:
             yield Violation(rank, at, row[at], f"comes after {stage}UPDATE{taken}, which took its gradients")
-        if not ledger.made:
+        if not book.made:
             yield Violation(rank, at, row[at], f"updates a stage that rank {rank} does not train")
         while by_microbatch and by_microbatch[0][0] <= microbatch:
             _, made = by_microbatch.pop(0)
@@ -140,41 +140,41 @@ def _updates(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Vi
         yield Violation(rank, None, missing, "is missing: its gradients reach no optimizer step")
 
 
-def _exchanges(index: Index, rank: int, stage: int, ledger: Ledger) -> Iterator[Violation]:
+def _exchanges(index: Index, rank: int, stage: int, book: GradientBook) -> Iterator[Violation]:
     """Check that each step's gradients are exchanged once, behind its last backward and before its update."""
     row = index.program.rows[rank]
     action = Action(stage, Op.REDUCE_GRAD)
     has_copy = stage < index.placement.num_stages and len(index.placement.ranks_of(stage)) > 1
-    if not ledger.made:
-        for at in ledger.exchanges:
+    if not book.made:
+        for at in book.exchanges:
             yield Violation(rank, at, action, f"exchanges gradients that rank {rank} never makes")
         return
-    if not ledger.exchanges and not has_copy:
+    if not book.exchanges and not has_copy:
         return
-    steps = ledger.steps
-    for at in ledger.exchanges[len(steps) :]:
+    steps = book.steps
+    for at in book.exchanges[len(steps) :]:
         yield Violation(rank, at, action, "exchanges the same gradients again")
     for step, last in enumerate(steps):
-        if step >= len(ledger.exchanges):
+        if step >= len(book.exchanges):
             why = "has copies on two ranks" if has_copy else "exchanges its other steps"
             yield Violation(rank, None, action, f"is missing: stage {stage} {why}")
             continue
-        at = ledger.exchanges[step]
+        at = book.exchanges[step]
         if at < last:
             yield Violation(rank, at, action, f"runs before {row[last]}, whose gradients it exchanges")
-        if step < len(ledger.updates) and ledger.updates[step][1] < at:
-            update = ledger.updates[step][1]
+        if step < len(book.updates) and book.updates[step][1] < at:
+            update = book.updates[step][1]
             yield Violation(rank, update, row[update], f"runs before {action} has exchanged its gradients")
 
 
-def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Iterator[Violation]:
+def _between_copies(index: Index, books: dict[tuple[int, int], GradientBook]) -> Iterator[Violation]:
     """Check that the two copies of a stage take the same steps, and exchange in one order."""
     if not index.placement.mirrored:
         return
     num_ranks, rows = index.program.num_ranks, index.program.rows
     for stage in range(index.placement.num_stages):
-        pair = [(rank, books.get((rank, stage), Ledger())) for rank in index.placement.ranks_of(stage)]
-        steps = [[microbatch for microbatch, _ in ledger.updates] for _, ledger in pair]
+        pair = [(rank, books.get((rank, stage), GradientBook())) for rank in index.placement.ranks_of(stage)]
+        steps = [[microbatch for microbatch, _ in book.updates] for _, book in pair]
         if len(pair) == 2 and steps[0] != steps[1]:
             taken = (
                 f"rank {rank} after microbatches {listed or 'none'}"
@@ -184,8 +184,8 @@ def _between_copies(index: Index, books: dict[tuple[int, int], Ledger]) -> Itera
                 pair[0][0], None, None, f"the copies of stage {stage} take different steps: {', '.join(taken)}"
             )
     exchanges: dict[int, list[int]] = defaultdict(list)
-    for (rank, _), ledger in books.items():
-        exchanges[rank] += ledger.exchanges
+    for (rank, _), book in books.items():
+        exchanges[rank] += book.exchanges
     for rank in range(num_ranks // 2):
         here, there = ([(at, rows[one][at]) for at in sorted(exchanges[one])] for one in (rank, num_ranks - 1 - rank))
         # What one of the two does not exchange at all is missing, and no matter of order.

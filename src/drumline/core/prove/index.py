@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -56,6 +57,16 @@ class Index:
                     keys = ((neighbour, one, microbatch, ()) for one in need.ops)
                     listed += [first[key] for key in keys if key in first][:1]
         return found
+
+    def messages(self) -> Iterator[tuple[rules.Message, Place, Place]]:
+        """Yield every message between two ranks, with where it is made and where it is taken up."""
+        for action, inputs in self.inputs.items():
+            taken = self.places[action][0]
+            for producer, made in inputs:
+                if made.rank != taken.rank:
+                    message = rules.message(producer, self.program.num_stages)
+                    assert message is not None
+                    yield message, made, taken
 
     @cached_property
     def ops(self) -> set[Op]:

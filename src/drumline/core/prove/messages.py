@@ -1,4 +1,12 @@
-"""Checks of a program that spells its sends and receives out: each message once, in time, and in one order per edge."""
+"""Checks of a program that spells its sends and receives out: each message once, in time, and in one order per edge.
+
+Programs for torch 2.15 also spell out WAITs for sends and gradient exchanges:
+
+    0SEND_F0 ... 0B0,0WAIT_SEND_F0        each WAIT behind what it waits for, on the same rank, once
+    0REDUCE_GRAD ... 0WAIT_REDUCE_GRAD
+
+A program that has one of them has all: PyTorch refuses a lowered file that leaves a send or an exchange without.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from drumline.core import rules
-from drumline.core.action import SEND_OPS, Action
+from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action, Op
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.violation import Violation
 
@@ -39,7 +47,7 @@ def _stray(index: Index) -> Iterator[Violation]:
             reason = f"is posted again; it was at position {places[0].position}"
             yield Violation(place.rank, place.position, action, reason)
         made = index.first(rules.producers(action))
-        taken = _consumer(index, action)
+        taken = index.first(rules.consumers(action))
         place = places[0]
         if made is None:
             reason = f"carries what {rules.producers(action)[0]} never makes"
@@ -55,17 +63,6 @@ def _stray(index: Index) -> Iterator[Violation]:
             if place.rank != belongs:
                 reason = f"is on the wrong rank: {(made if sends else taken)[0]} is on rank {belongs}"
                 yield Violation(place.rank, place.position, action, reason)
-
-
-def _consumer(index: Index, transfer: Action) -> tuple[Action, Place] | None:
-    recv = rules.message_of(transfer).recv
-    producers = set(rules.producers(transfer))
-    for op in rules.NEEDS:
-        candidate = Action(recv.stage, op, recv.microbatch)
-        for alternatives in rules.needs(candidate, index.program.num_stages):
-            if producers & set(alternatives) and candidate in index.places:
-                return candidate, index.places[candidate][0]
-    return None
 
 
 def _message(index: Index, made: tuple[Action, Place], taken: tuple[Action, Place]) -> Iterator[Violation]:
@@ -104,3 +101,70 @@ def _orders(index: Index) -> Iterator[Violation]:
 
 def _first(entry: tuple[int, Action]) -> int:
     return entry[0]
+
+
+_WAITED = SEND_OPS | {Op.REDUCE_GRAD}
+_WAIT_FOR = {awaited: wait for wait, awaited in AWAITED.items()}
+
+
+def check_waits(index: Index) -> Iterator[Violation]:
+    """Yield every WAIT without its send or exchange, and every send or exchange without its WAIT."""
+    if not index.ops & WAIT_OPS:
+        return
+    for rank, row in enumerate(index.program.rows):
+        begun: dict[Action, int] = {}
+        waited: dict[Action, int] = {}
+        for at, action in enumerate(row):
+            if action.op in _WAITED:
+                if action in begun and action.op is Op.REDUCE_GRAD:
+                    yield Violation(rank, at, action, f"begins again before {wait_for(action)}")
+                begun.setdefault(action, at)
+                waited.pop(action, None)
+            elif action.op in WAIT_OPS:
+                awaited = action._replace(op=AWAITED[action.op])
+                if awaited in waited:
+                    yield Violation(rank, at, action, f"waits again; it did at position {waited[awaited]}")
+                elif awaited not in begun:
+                    yield Violation(rank, at, action, f"waits for {awaited}, which does not stand before it")
+                else:
+                    del begun[awaited]
+                    waited[awaited] = at
+        for action, at in begun.items():
+            yield Violation(rank, None, wait_for(action), f"is missing: {action} at position {at} is never waited for")
+
+
+def wait_for(action: Action) -> Action:
+    """Return the action that waits for a send or a gradient exchange.
+
+    >>> wait_for(Action.parse("0SEND_F3"))
+    0WAIT_SEND_F3
+    """
+    return action._replace(op=_WAIT_FOR[action.op])
+
+
+def waits(index: Index) -> dict[Place, list[Place]]:
+    """Return, per WAIT, what another rank must have posted before it ends: the receive, or its copy's exchange."""
+    found: dict[Place, list[Place]] = {}
+    if not index.ops & WAIT_OPS:
+        return found
+    turns: dict[tuple[int, Action], list[Place]] = {}
+    for rank, row in enumerate(index.program.rows):
+        for at, action in enumerate(row):
+            if action.op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD):
+                turns.setdefault((rank, action), []).append(Place(rank, at))
+            elif action.op in WAIT_OPS:
+                send = action._replace(op=AWAITED[action.op])
+                begun = any(place.rank == rank and place.position < at for place in index.transfers.get(send, ()))
+                received = index.transfers.get(rules.message_of(send).recv, ())
+                if begun and received and received[0].rank != rank:
+                    found[Place(rank, at)] = [received[0]]
+    for (rank, action), places in turns.items():
+        if action.op is not Op.WAIT_REDUCE_GRAD or action.stage >= index.placement.num_stages:
+            continue
+        exchange = action._replace(op=Op.REDUCE_GRAD)
+        for other in index.placement.ranks_of(action.stage):
+            if other != rank:
+                found |= {
+                    place: [theirs] for place, theirs in zip(places, turns.get((other, exchange), ()), strict=False)
+                }
+    return found

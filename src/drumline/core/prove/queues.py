@@ -34,11 +34,12 @@ class Travel(NamedTuple):
 Waiter = int | Travel  # a rank that stands still, or a message that does not move
 
 
-def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues) -> Iterator[Violation]:
-    """Yield each cycle of ranks and messages that wait for each other; messages must be well-formed.
+def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues | None) -> Iterator[Violation]:
+    """Yield each cycle of ranks and messages that wait for each other.
 
     `needed` says per place which places of other ranks it waits for: where that is a send or a receive, it waits until
-    the message has moved, otherwise until the other rank has passed it.
+    the message has moved, otherwise until the other rank has passed it. On a channel of None, as on one with a queue
+    per edge, no message waits for another, and passing its send is enough; otherwise messages must be well-formed.
     """
     replay = _Replay(index, needed, channel)
     replay.run()
@@ -48,12 +49,12 @@ def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues
 class _Replay:
     """All rows, run as far as the channel lets them."""
 
-    def __init__(self, index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues) -> None:
+    def __init__(self, index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues | None) -> None:
         self.rows = index.program.rows
         self.needed = needed
-        self.channel = channel
+        self.channel = channel or Queues.EDGE
         self.travels: dict[Place, Travel] = {}
-        for action, places in index.transfers.items():
+        for action, places in index.transfers.items() if channel else ():
             if action.op in SEND_OPS:
                 travel = Travel(places[0], index.transfers[rules.message_of(action).recv][0])
                 self.travels[travel.sent] = self.travels[travel.received] = travel

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.channel import Queues
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
-from drumline.core.program import Program
-from drumline.core.prove import exchanges, messages, queues, waits
+from drumline.core.program import Program, once_per_program
+from drumline.core.prove import exchanges, messages, queues
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.violation import Violation
 from drumline.core.simulate.memory import holdings
@@ -55,17 +56,16 @@ def validate(
         return gaps
     index = Index(program, placement or program.placement)
     found = [*_shape(index), *_placed(index), *_complete(index), *_ordered(index)]
-    broken = [*messages.check(index), *waits.check(index)]
+    broken = [*messages.check(index), *messages.check_waits(index)]
     found += [*broken, *exchanges.check(index)]
-    if kind is Queues.EDGE or broken or not index.transfers:
-        found += _deadlocks(index)
-    else:
-        found += queues.check(index, _remote_inputs(index), kind)
+    matters = kind is not Queues.EDGE and not broken
+    found += queues.check(index, _remote_inputs(index), kind if matters else None)
     if limit:
         found += _held(program, limit, costs or Costs())
     return sorted(found, key=_by_place)
 
 
+@once_per_program
 def misplaced_or_misused(program: Program) -> bool:
     """Whether a program that compiles breaks a rule all the same: of placement, parameter state, exchange or update.
 
@@ -75,7 +75,7 @@ def misplaced_or_misused(program: Program) -> bool:
     if program.agreed_placement is None:
         return True
     index = Index(program, program.placement)
-    return any(True for check in (exchanges.check, waits.check) for _ in check(index))
+    return any(True for check in (exchanges.check, messages.check_waits) for _ in check(index))
 
 
 def _by_place(violation: Violation) -> tuple[int, int]:
@@ -106,19 +106,19 @@ def _shape(index: Index) -> Iterator[Violation]:
     """Check that pairs are a forward and a backward, and that nothing is done twice."""
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
-            if action.parts and sorted(part.op for part in action.parts) != [Op.BACKWARD, Op.FORWARD]:
+            if action.parts and {part.op for part in action.parts} != set(rules.OVERLAPPED):
                 yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
     for action, places in index.places.items():
         for again in places[1:]:
             first = places[0]
             reason = f"runs again; it ran on rank {first.rank} at position {first.position}"
             yield Violation(again.rank, again.position, action, reason)
-        if action.op in _HALVES and action._replace(op=Op.BACKWARD) in index.places:
-            place, whole = places[0], action._replace(op=Op.BACKWARD)
+        if action.op in _HALVES and (whole := action._replace(op=Op.BACKWARD)) in index.places:
+            place = places[0]
             yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
 
 
-_HALVES = frozenset({Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+_HALVES = {op for way in rules.WAYS[Backward.WHOLE] if Op.BACKWARD not in way for op in way} - {Op.FORWARD}
 
 
 def _placed(index: Index) -> Iterator[Violation]:
@@ -144,25 +144,30 @@ def _complete(index: Index) -> Iterator[Violation]:
     """Check that no work is missing; what a frozen stage leaves out, it leaves out for all microbatches."""
     kinds = index.program.backwards
     for stage in index.stages:
+        ways = rules.WAYS[kinds[stage]]
         for microbatch in index.microbatches:
-            forward, whole, first, second = (
-                Action(stage, op, microbatch) for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-            )
-            if forward not in index.places:
-                yield Violation(index.home(forward), None, forward, "is missing")
-            if kinds[stage] is Backward.NONE or whole in index.places:
-                continue
-            halves = first in index.places, second in index.places
-            if kinds[stage] is Backward.INPUT:
-                if not halves[0]:
-                    others = f"stage {stage} has it for other microbatches"
-                    yield Violation(index.home(first), None, first, f"is missing, though {others}")
-                continue
-            if not any(halves):
-                yield Violation(index.home(whole), None, whole, f"is missing, and so are {first} and {second}")
-            elif not all(halves):
-                missing, there = (second, first) if halves[0] else (first, second)
-                yield Violation(index.home(missing), None, missing, f"is missing, though {there} is there")
+            there = {op for op in rules.NEEDS if Action(stage, op, microbatch) in index.places}
+            if not any(way <= there for way in ways):
+                yield from _missing(index, stage, microbatch, there)
+
+
+def _missing(index: Index, stage: int, microbatch: int, there: set[Op]) -> Iterator[Violation]:
+    """Name what is missing of a stage's work on a microbatch, of the way of which most is there."""
+    kind = index.program.backwards[stage]
+    nearest = max(rules.WAYS[kind], key=lambda way: len(way & there))
+    halves = " and ".join(str(Action(stage, op, microbatch)) for op in rules.NEEDS if op in _HALVES)
+    for op in rules.NEEDS:
+        if op in nearest - there:
+            why = "is missing"
+            if op is not Op.FORWARD and kind is Backward.INPUT:
+                why += f", though stage {stage} has it for other microbatches"
+            elif op in _HALVES:
+                other = next(half for half in _HALVES if half is not op)
+                why += f", though {Action(stage, other, microbatch)} is there"
+            elif op is not Op.FORWARD:
+                why += f", and so are {halves}"
+            action = Action(stage, op, microbatch)
+            yield Violation(index.home(action), None, action, why)
 
 
 def _ordered(index: Index) -> Iterator[Violation]:
@@ -173,28 +178,6 @@ def _ordered(index: Index) -> Iterator[Violation]:
             if at.rank == place.rank and at.position >= place.position:
                 how = "in one overlapped pair with" if at.position == place.position else "before"
                 yield Violation(place.rank, place.position, action, f"runs {how} {needed}")
-
-
-def _deadlocks(index: Index) -> Iterator[Violation]:
-    """Run all rows against the channel; where nothing moves, report each cycle of ranks that wait for each other."""
-    rows = index.program.rows
-    at = [0] * len(rows)
-    needed = _remote_inputs(index)
-    waiting: dict[Place, list[int]] = {}
-    active = list(range(len(rows)))
-    while active:
-        rank = active.pop()
-        while at[rank] < len(rows[rank]):
-            inputs = needed.get(Place(rank, at[rank]), ())
-            blocker = next((place for place in inputs if at[place.rank] <= place.position), None)
-            if blocker is not None:
-                waiting.setdefault(blocker, []).append(rank)
-                break
-            passed = Place(rank, at[rank])
-            at[rank] += 1
-            active += waiting.pop(passed, ())
-    stuck = {rank: place for place, ranks in waiting.items() for rank in ranks}
-    yield from _cycles(index, at, stuck)
 
 
 def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
@@ -212,32 +195,7 @@ def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
         if remote:
             sent = [messages.sent_at(index, *one) for one in remote] if spelled else [at for _, at in remote]
             found.setdefault(place, []).extend(sent)
-    return found | exchanges.waits_for_exchange(index) | waits.waits(index)
-
-
-def _cycles(index: Index, at: list[int], stuck: dict[int, Place]) -> Iterator[Violation]:
-    seen: set[int] = set()
-    for start in sorted(stuck):
-        path: list[int] = []
-        rank = start
-        while rank in stuck and rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = stuck[rank].rank
-        if rank in path:
-            cycle = path[path.index(rank) :]
-            links = [_link(index, one, at[one], stuck[one]) for one in cycle]
-            first = cycle[0]
-            action = index.program.rows[first][at[first]]
-            yield Violation(first, at[first], action, f"never runs, ranks wait for each other: {'; '.join(links)}")
-
-
-def _link(index: Index, rank: int, at: int, needed: Place) -> str:
-    rows = index.program.rows
-    return (
-        f"rank {rank} at {rows[rank][at]} (position {at}) waits for "
-        f"{rows[needed.rank][needed.position]} of rank {needed.rank} (position {needed.position})"
-    )
+    return found | exchanges.waits_for_exchange(index) | messages.waits(index)
 
 
 def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from drumline.core.action import AWAITED, Op
-from drumline.core.program import Program
+from drumline.core import rules
+from drumline.core.action import AWAITED, Action, Op
+from drumline.core.program import Program, once_per_program
 from drumline.core.simulate.cells import Cells, producers
 from drumline.core.simulate.graph import (
     CODE,
     OPS,
     PLACE,
-    RECVS,
-    SENDS,
+    TRANSFERS,
     WAITS,
     Crossings,
     Exchanges,
@@ -24,26 +24,22 @@ from drumline.core.simulate.graph import (
     Work,
 )
 
+# By the code of what makes a message: its send, its receive, and whether it is the second to leave an overlapped pair.
+_SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
+_LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPELLED[op][0], 0)) for op in OPS])
 
+
+@once_per_program
 def compile_program(program: Program, messages: Messages) -> Graph:
     r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
 
     >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
     4
     """
-    cache = program.compiled
-    if messages not in cache:
-        cache[messages] = _compile(program, messages)
-    graph = cache[messages]
-    assert isinstance(graph, Graph)
-    return graph
-
-
-def _compile(program: Program, messages: Messages) -> Graph:
     cells = Cells.of(program)
     work = cells.work
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
-    producer = producers(work, num_stages, num_microbatches)
+    producer = producers(program.columns, work, num_stages, num_microbatches)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
@@ -52,26 +48,26 @@ def _compile(program: Program, messages: Messages) -> Graph:
 
     fused = len(work.node) - len(cells.timed_rank)
     halves = np.sort(work.code[len(work.code) - 2 * fused :].reshape(-1, 2), axis=1)
-    if np.any(halves != [CODE[Op.FORWARD], CODE[Op.BACKWARD]]):
+    if np.any(halves != sorted(CODE[op] for op in rules.OVERLAPPED)):
         raise NotCompilable
 
-    assembly = Assembly(cells, producer[remote], remote)
-    spelled = bool(np.isin(cells.code, SENDS + RECVS).any())
+    builder = GraphBuilder(cells, producer[remote], remote)
+    spelled = bool(np.isin(cells.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:
-        assembly.gates()
-    posted = assembly.posted(num_stages, num_microbatches) if spelled else None
+        builder.gates()
+    posted = builder.posted(num_stages, num_microbatches) if spelled else None
     if messages is Messages.BLOCKING:
-        assembly.blocking(posted)
-        assembly.gates()  # behind the sends, which are done when they end
+        builder.blocking(posted)
+        builder.gates()  # behind the sends, which are done when they end
     elif messages is Messages.LINKS or spelled:
-        assembly.links(posted)
+        builder.links(posted)
         messages = Messages.LINKS
     else:
-        assembly.latency()
+        builder.latency()
     if messages is not Messages.BLOCKING:
-        assembly.await_sends()
-    assembly.exchange()
-    return assembly.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
+        builder.await_sends()
+    builder.exchange()
+    return builder.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
 
 
 def _is_plain(cells: Cells, num_stages: int) -> bool:
@@ -100,7 +96,7 @@ class Turns:
         return turn
 
 
-class Assembly:
+class GraphBuilder:
     """Collects nodes as (chain, key inside it, need, crossing), then numbers them chain by chain.
 
     The timed actions come first, as nodes 0, 1, ... of their rows; until `build` every need is an index in this order.
@@ -124,7 +120,7 @@ class Assembly:
         self.exchange_node = np.empty(0, dtype=np.int64)
         # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
         self.posted_after = cells.follows[self.exchanges]
-        self.forward_first = self.made_by * 2 + (work.code[producer] != CODE[Op.FORWARD])
+        self.forward_first = self.made_by * 2 + _LATE[work.code[producer]]
         self.waits = np.flatnonzero(np.isin(cells.code, WAITS))
         self.awaited = np.full(len(self.waits), -1)
         self.gate = self.sent = np.empty(0, dtype=np.int64)
@@ -205,16 +201,15 @@ class Assembly:
     def posted(self, num_stages: int, num_microbatches: int) -> tuple[Ints, Ints, Ints]:
         """Return after which timed action each message is sent and its receive posted, and the order of the sends."""
         cells, work = self.cells, self.cells.work
-        listed = np.flatnonzero(np.isin(cells.code, SENDS + RECVS))
+        listed = np.flatnonzero(np.isin(cells.code, TRANSFERS))
         where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
         inside = (cells.stage[listed] < num_stages) & (cells.microbatch[listed] < num_microbatches)
         if not inside.all():
             raise NotCompilable
         where[cells.code[listed], cells.stage[listed], cells.microbatch[listed]] = listed
-        backward = (work.code[self.producer] != CODE[Op.FORWARD]).astype(np.int64)
-        microbatch = work.microbatch[self.producer]
-        sent = where[np.array(SENDS)[backward], work.stage[self.producer], microbatch]
-        received = where[np.array(RECVS)[backward], work.stage[self.consumer], microbatch]
+        made, microbatch = work.code[self.producer], work.microbatch[self.producer]
+        sent = where[_SEND[made], work.stage[self.producer], microbatch]
+        received = where[_RECV[made], work.stage[self.consumer], microbatch]
         every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
         if not every_one or np.any((sent < 0) | (received < 0)):
             raise NotCompilable

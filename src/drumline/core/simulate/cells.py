@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import Op
-from drumline.core.backwards import Backward, backwards
+from drumline.core.backwards import Backward
 from drumline.core.program import Program
+from drumline.core.simulate.columns import Columns, Flags
 from drumline.core.simulate.graph import CODE, PLACE, Ints, NotCompilable, Work
 
 
@@ -29,27 +29,29 @@ class Cells:
     @staticmethod
     def of(program: Program) -> Cells:
         """Sort a program's columns by what takes time and what does not; halves of pairs come last, two by two."""
-        columns = program.columns
-        timed = columns.timed
-        begins = timed & columns.heads
-        number = np.cumsum(begins) - 1
-        order = np.argsort(columns.paired, kind="stable")
-        work, other = order[timed[order]], np.flatnonzero(~timed)
-        first = np.searchsorted(columns.rank[begins], np.arange(columns.num_ranks))
-        follows = np.where(number[other] >= first[columns.rank[other]], number[other], -1)
-        return Cells(
-            columns.num_ranks,
-            columns.rank[begins],
-            Work(columns.stage[work], columns.code[work], columns.microbatch[work], number[work], columns.rank[work]),
-            columns.stage[other],
-            columns.code[other],
-            columns.microbatch[other],
-            columns.rank[other],
-            follows,
-        )
+        columns, timed = program.columns, program.timed_columns
+        order = np.argsort(timed.paired, kind="stable")
+        work = (column[order] for column in (timed.stage, timed.code, timed.microbatch, timed.cell, timed.rank))
+        other = np.flatnonzero(~columns.timed)
+        rank = columns.rank[other]
+        follows = (np.cumsum(columns.timed & columns.heads) - 1)[other]
+        follows[follows < np.cumsum((0, *timed.lengths))[rank]] = -1
+        others = (columns.stage[other], columns.code[other], columns.microbatch[other], rank, follows)
+        ranks = np.repeat(np.arange(columns.num_ranks), timed.lengths)
+        return Cells(columns.num_ranks, ranks, Work(*work), *others)
 
 
-def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
+def _complete(kind: Backward) -> Flags:
+    """Return which sets of ops are all that a stage of this kind runs for a microbatch; bit i is the op of place i."""
+    found = np.zeros(2 ** len(rules.NEEDS), dtype=bool)
+    found[[sum(1 << PLACE[CODE[op]] for op in way) for way in rules.WAYS[kind]]] = True
+    return found
+
+
+_COMPLETE = {kind: _complete(kind) for kind in Backward}
+
+
+def producers(columns: Columns, work: Work, num_stages: int, num_microbatches: int) -> Ints:
     """Return, per plain action, which other makes its input from a neighbouring stage (-1: none is needed).
 
     Checks along the way what the simulator relies on: nothing missing or twice, own-stage inputs earlier in the row.
@@ -64,20 +66,12 @@ def producers(work: Work, num_stages: int, num_microbatches: int) -> Ints:
     where[home] = computing
     if np.count_nonzero(where >= 0) != len(computing):
         raise NotCompilable
-    forward, whole, first, second = (
-        where[PLACE[CODE[op]] * size : (PLACE[CODE[op]] + 1) * size] >= 0
-        for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    )
-    if not forward.all():
-        raise NotCompilable
-    if np.any(whole == first) or np.any(first != second):
+    done = (1 << np.arange(len(rules.NEEDS))) @ (where.reshape(len(rules.NEEDS), size) >= 0)
+    if not _COMPLETE[Backward.WHOLE][done].all():
         # Not every stage trains; then frozen ones must be frozen for all microbatches.
-        kinds = backwards(work.stage, work.code, num_stages)
-        passed = np.repeat([kind is not Backward.NONE for kind in kinds], num_microbatches)
-        trained = np.repeat([kind is Backward.WHOLE for kind in kinds], num_microbatches)
-        twice = whole & (first | second)
-        if np.any((whole | first) != passed) or np.any((whole | second) != trained) or twice.any():
-            raise NotCompilable
+        for kind, ops in zip(columns.backwards(num_stages), done.reshape(num_stages, num_microbatches), strict=True):
+            if not _COMPLETE[kind][ops].all():
+                raise NotCompilable
     producer = np.full(len(work.code), -1, dtype=np.int64)
     for op, needed in rules.NEEDS.items():
         consumers = np.flatnonzero(place == PLACE[CODE[op]])

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.action import Action, Op
+from drumline.core.backwards import Backward
 from drumline.core.simulate.graph import CODE, OPS, TIMED, Ints
 
 Flags = npt.NDArray[np.bool_]
@@ -108,6 +109,29 @@ class Columns:
     def timed(self) -> Flags:
         """Which entries belong to actions that take time."""
         return TIMED[self.code] | self.paired
+
+    def backwards(self, num_stages: int) -> tuple[Backward, ...]:
+        """Return what each stage does of its backward, or would have to do for the program to be complete.
+
+        >>> row = [Action.parse(text) for text in ("0F0", "1F0", "2F0", "2I0", "1B0")]
+        >>> [str(kind) for kind in Columns.of([row]).backwards(num_stages=3)]
+        ['none', 'whole', 'input']
+        """
+        whole = self._stages_with(num_stages, Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        first = self._stages_with(num_stages, Op.BACKWARD_INPUT)
+        lowest = int(np.append(whole | first, True).argmax())
+        lowest_whole = int(np.append(whole, True).argmax())
+        alone = first & ~whole
+        kinds = [Backward.NONE] * lowest
+        for stage in range(lowest, num_stages):
+            kinds.append(Backward.INPUT if alone[stage] and stage > lowest_whole else Backward.WHOLE)
+        return tuple(kinds)
+
+    def _stages_with(self, num_stages: int, *ops: Op) -> Flags:
+        """Return which stages have any of these ops."""
+        found = np.zeros(num_stages, dtype=bool)
+        found[self.stage[np.isin(self.code, [CODE[op] for op in ops]) & (self.stage >= 0)]] = True
+        return found
 
 
 def _column(numbers: Iterable[int], count: int) -> Ints:

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, WAIT_OPS, Op
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Op
+from drumline.core.costs import Costs
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -35,7 +36,7 @@ TIMED = np.array([op in TIMED_OPS for op in OPS])
 # Places of the compute ops in a small table of their own; the others have none.
 PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
-SENDS, RECVS = (CODE[Op.SEND_F], CODE[Op.SEND_B]), (CODE[Op.RECV_F], CODE[Op.RECV_B])
+TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))
 
 
 class Messages(Enum):
@@ -44,6 +45,13 @@ class Messages(Enum):
     LATENCY = auto()
     LINKS = auto()
     BLOCKING = auto()
+
+    @staticmethod
+    def of(costs: Costs) -> Messages:
+        """Return how messages are modelled under these costs."""
+        if not costs.has_finite_links:
+            return Messages.LATENCY
+        return Messages.LINKS if costs.overlap else Messages.BLOCKING
 
 
 class NotCompilable(Exception):

@@ -16,7 +16,6 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.assemble import compile_program
-from drumline.core.simulate.awaited import awaited
 from drumline.core.simulate.columns import Columns
 from drumline.core.simulate.durations import (
     lags,
@@ -30,7 +29,8 @@ from drumline.core.simulate.durations import (
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
 from drumline.core.simulate.graph import OPS, Floats, Graph, Messages, NotCompilable
 from drumline.core.simulate.memory import Holding, holdings
-from drumline.core.timeline.idle import Limit
+from drumline.core.timeline.attribute import attribute
+from drumline.core.timeline.idle import Idle, Limit
 from drumline.core.timeline.timeline import Inputs, Lane, Span, Timeline, Track, Transfer
 
 
@@ -131,24 +131,6 @@ class Simulation(Timeline):
         return found
 
     @cached_property
-    def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
-        """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
-        crossings, work = self.graph.crossings, self.graph.work
-        made = self.ended[work.node[crossings.producer]]
-        taken = self.started[work.node[crossings.consumer]]
-        edge = crossings.source * self.num_ranks + crossings.target
-        depths = {}
-        for one in np.unique(edge).tolist():
-            here = edge == one
-            time = np.concatenate([made[here], taken[here]])
-            change = np.repeat([1, -1], np.count_nonzero(here))
-            order = np.lexsort((change, time))
-            time, depth = time[order], np.cumsum(change[order])
-            last = np.append(time[1:] != time[:-1], True)
-            depths[divmod(one, self.num_ranks)] = list(zip(time[last].tolist(), depth[last].tolist(), strict=True))
-        return depths
-
-    @cached_property
     def latest_inputs(self) -> Sequence[Inputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
         crossings, work, actions = self.graph.crossings, self.graph.work, self.graph.action_nodes
@@ -164,8 +146,31 @@ class Simulation(Timeline):
 
     @cached_property
     def awaited(self) -> dict[tuple[int, int], Span]:
-        """Where a WAIT kept a rank, what it waited for, by the rank and index of the action behind it."""
-        return awaited(self)
+        r"""The send or exchange that each action had to wait for at a WAIT, by its rank and index among the timed ones.
+
+        In 0F0,0SEND_F0,0WAIT_SEND_F0,0F1 rank 0 computes 0F1 only once rank 1 has taken 0F0's output.
+
+        >>> rows = "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1"
+        >>> simulate(Program.parse(rows), Costs(message_bytes=2, bytes_per_second=1)).awaited
+        {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<Lane.TRANSFER: 'transfer'>)}
+        """
+        graph, waits = self.graph, self.graph.waits
+        found: dict[tuple[int, int], Span] = {}
+        if not len(waits.node):
+            return found
+        spans = dict(zip(graph.exchanges.node.tolist(), self.exchanges, strict=True))
+        for node, sent in zip(graph.crossings.node.tolist(), self.transfers, strict=True):
+            spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], Lane.TRANSFER)
+        first = np.cumsum([0, *(len(nodes) for nodes in graph.action_nodes)]).tolist()
+        columns = (column.tolist() for column in (waits.rank, waits.node, waits.awaited, waits.follows))
+        for rank, node, needed, follows in zip(*columns, strict=True):
+            index, track = max(follows + 1 - first[rank], 0), self.tracks[rank]
+            if needed < 0 or index == len(track.starts):
+                continue
+            free = track.ends[index - 1] if index else self.start
+            if free < self.ends[node] == track.starts[index]:
+                found[rank, index] = spans[needed]
+        return found
 
     def awaited_before(self, rank: int, index: int) -> Span | None:
         """Return the send or exchange that a WAIT or an UPDATE at (rank, index) waited for, if one did."""
@@ -190,6 +195,11 @@ class Simulation(Timeline):
     def memory(self) -> Sequence[Holding]:
         """Per rank, what it holds after each start and end."""
         return holdings(self.program, self.costs) if self.weighed is None else self.weighed
+
+    @cached_property
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`."""
+        return attribute(self, self.limit)
 
     @cached_property
     def balanced(self) -> Timeline | None:
@@ -244,7 +254,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     many = [costs] if isinstance(costs, Costs) else list(costs)
     if not many:
         return np.empty(0)
-    kinds = {_messages(one) for one in many}
+    kinds = {Messages.of(one) for one in many}
     if len(kinds) > 1:
         raise CostsError("some of the costs have finite links and some have not", expected="one kind in one call")
     try:
@@ -283,15 +293,9 @@ def _by_work(graph: Graph, factors: Floats) -> Floats:
     return ordered
 
 
-def _messages(costs: Costs) -> Messages:
-    if not costs.has_finite_links:
-        return Messages.LATENCY
-    return Messages.LINKS if costs.overlap else Messages.BLOCKING
-
-
 def _compiled(program: Program, costs: Costs) -> Graph:
-    graph = compile_program(program, _messages(costs))
-    if not graph.plain and _misused(program):
+    graph = compile_program(program, Messages.of(costs))
+    if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
     costs.check_counts(graph.num_stages, graph.num_microbatches)
     for source, target in costs.edges:
@@ -300,13 +304,6 @@ def _compiled(program: Program, costs: Costs) -> Graph:
                 f"edges names {source}->{target}", expected=f"ranks 0 to {graph.num_ranks - 1}, which the program has"
             )
     return graph
-
-
-def _misused(program: Program) -> bool:
-    """Check once per program what compiling does not."""
-    if "misused" not in program.compiled:
-        program.compiled["misused"] = misplaced_or_misused(program)
-    return bool(program.compiled["misused"])
 
 
 def _invalid(program: Program) -> InvalidProgram:

@@ -21,14 +21,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.timeline.idle import Cause, Idle, Limit
-
-if TYPE_CHECKING:
-    from drumline.core.timeline.timeline import Timeline
+from drumline.core.timeline.timeline import Timeline
 
 
 def attribute(timeline: Timeline, limit: Limit | None = None) -> tuple[Idle, ...]:
@@ -60,20 +56,12 @@ class _Rank:
         self.next_forward = _next_forwards(self.track.actions) if limit else []
 
     def intervals(self) -> Iterator[Idle]:
-        free = self.timeline.start
-        waiting = Cause.FILL
-        for index, start in enumerate(self.track.starts):
-            if start > free:
-                yield from self.gap(free, start, index, waiting)
-            free = self.track.ends[index]
-            if free > start:
-                waiting = Cause.WAIT
-        if self.timeline.end > free:
-            yield from self.drain(free)
+        for low, high, index, waiting in self.timeline.gaps(self.rank):
+            yield from self.drain(low) if waiting is Cause.DRAIN else self.gap(low, high, index, waiting)
 
     def gap(self, start: float, end: float, index: int, waiting: Cause) -> Iterator[Idle]:
         action = self.track.actions[index]
-        made, on_rank, waits_for = self.latest_input(index, start)
+        made, on_rank, waits_for = self.latest_input(index) or (start, None, None)
         excess = end - start - self.twin_gap(index) if self.twin else 0.0
         for free_from, free_to, moved in self.split_by_occupied(start, end):
             if moved is not None:
@@ -89,28 +77,19 @@ class _Rank:
                 if high > low:
                     yield Idle(self.rank, low, high, cause, action, waits_for, on_rank)
 
-    def latest_input(self, index: int, otherwise: float) -> tuple[float, int | None, Action | None]:
-        """Return when, on which rank and by which action the last input of the action at `index` was made."""
+    def latest_input(self, index: int) -> tuple[float, int, Action] | None:
+        """Return when, on which rank and by which action the last input of the action at `index` was made, if any."""
         awaited = self.timeline.awaited_before(self.rank, index)
         if awaited is not None:
             return awaited.start, self.rank, awaited.action
-        place = self.timeline.latest_inputs[self.rank].place(index)
-        if place is None:
-            return otherwise, None, None
-        track = self.timeline.tracks[place[0]]
-        needed = track.actions[place[1]]
-        if needed.parts:
-            stages, action = self.timeline.program.num_stages, self.track.actions[index]
-            wanted = {one for part in action.work for some in rules.needs(part, stages) for one in some}
-            needed = next(part for part in needed.parts if part in wanted)
-        return track.ends[place[1]], place[0], needed
+        return self.timeline.latest_input(self.rank, index)
 
     def drain(self, free: float) -> Iterator[Idle]:
         timeline = self.timeline
         # A rank that has computed all it has to is transferring as long as its own gradients are being exchanged.
         own = (span for span in timeline.exchanges if span.rank == self.rank and span.end > span.start)
         exchanged = max((span.end for span in own), default=free)
-        on_rank, waits_for = self.last()
+        on_rank, waits_for = timeline.last_action
         excess = timeline.end - free - self.twin_gap(len(self.track.ends)) if self.twin else 0.0
         for free_from, free_to, moved in self.split_by_occupied(free, timeline.end):
             if moved is not None:
@@ -124,15 +103,6 @@ class _Rank:
             for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
                 if high > low:
                     yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
-
-    def last(self) -> tuple[int, Action]:
-        """Return the rank and the action, or exchange, that ends last of all."""
-        tracks = [
-            (track.ends[-1], rank, track.actions[-1]) for rank, track in enumerate(self.timeline.tracks) if track.ends
-        ]
-        spans = [(span.end, span.rank, span.action) for span in self.timeline.exchanges]
-        _, rank, action = max([*tracks, *spans], key=lambda one: one[0])
-        return rank, action
 
     def twin_gap(self, index: int) -> float:
         """Return how long the balanced twin idles before the action at `index` (one past the last: at the end)."""

@@ -23,8 +23,7 @@ from drumline.core.action import Action, Op
 from drumline.core.program import Program
 from drumline.core.simulate.columns import Columns
 from drumline.core.simulate.memory import Holding
-from drumline.core.timeline.attribute import attribute
-from drumline.core.timeline.idle import Idle, Limit
+from drumline.core.timeline.idle import Cause, Idle, Limit
 
 
 class Lane(StrEnum):
@@ -118,6 +117,11 @@ class Timeline(ABC):
     @abstractmethod
     def memory(self) -> Sequence[Holding]:
         """Per rank, what it holds after each start and end."""
+
+    @property
+    @abstractmethod
+    def causes(self) -> tuple[Idle, ...]:
+        """Every idle interval with its cause; they sum to `idle`."""
 
     @cached_property
     def columns(self) -> Columns:
@@ -251,11 +255,6 @@ class Timeline(ABC):
         return tuple(peaks)
 
     @cached_property
-    def causes(self) -> tuple[Idle, ...]:
-        """Every idle interval with its cause; they sum to `idle`."""
-        return attribute(self, self.limit)
-
-    @cached_property
     def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
         """Per edge, how many messages were made and not yet taken up, as (time, depth) at each change."""
         changes: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
@@ -295,6 +294,41 @@ class Timeline(ABC):
                 for part in action.parts or (action,):
                     where[part[:3]] = (rank, index)
         return where
+
+    def gaps(self, rank: int) -> Iterator[tuple[float, float, int, Cause]]:
+        """Yield a rank's idle intervals: start, end, the index of the action behind it, and fill, wait or drain.
+
+        Behind the last action the index is one past it. What takes no time, such as gathering parameters, fills too.
+        """
+        track, free, waiting = self.tracks[rank], self.start, Cause.FILL
+        for index, start in enumerate(track.starts):
+            if start > free:
+                yield free, start, index, waiting
+            free = track.ends[index]
+            if free > start:
+                waiting = Cause.WAIT
+        if self.end > free:
+            yield free, self.end, len(track.starts), Cause.DRAIN
+
+    def latest_input(self, rank: int, index: int) -> tuple[float, int, Action] | None:
+        """Return when, on which rank and by which plain action the last input from another rank was made, if any."""
+        place = self.latest_inputs[rank].place(index)
+        if place is None:
+            return None
+        track, action = self.tracks[place[0]], self.tracks[rank].actions[index]
+        made = track.actions[place[1]]
+        if made.parts:
+            stages = self.program.num_stages
+            wanted = {one for part in action.work for some in rules.needs(part, stages) for one in some}
+            made = next(part for part in made.parts if part in wanted)
+        return track.ends[place[1]], place[0], made
+
+    @cached_property
+    def last_action(self) -> tuple[int, Action]:
+        """The rank and the action, or exchange, that ends last of all."""
+        place = self._last()
+        assert place is not None, "a program has actions"
+        return (place.rank, place.action) if isinstance(place, Span) else (place[0], self.tracks[place[0]].actions[-1])
 
     def inputs(self, rank: int, action: Action) -> list[tuple[float, int, int, Action]]:
         """Return what `action` needed of other ranks, as (end, rank, index, action), the latest last."""

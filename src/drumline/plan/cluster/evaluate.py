@@ -17,8 +17,10 @@ from drumline.plan.cluster.machine.kernels import memory_seconds
 from drumline.plan.cluster.memory import device_bytes, sharded
 from drumline.plan.cluster.model.flops import model_flops
 from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.shape import FORMULAS, makespan, simulated, simulated_few
+from drumline.plan.cluster.shape import simulated, simulated_few
 from drumline.plan.cluster.volumes import device_volumes
+from drumline.schedules import find
+from drumline.schedules.formulas import Paces
 
 STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
 
@@ -39,12 +41,13 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     loads = loads_of(transformer, cluster, layout, waiting)
     paces = [load.pace for load in loads]
     pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
-    if exact or layout.schedule not in FORMULAS:
+    formula = find(layout.schedule).makespan
+    if exact or formula is None:
         stages = stages_of_loads(transformer, cluster, layout, loads, waiting)
         run = simulated if exact else simulated_few
         taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
     else:
-        taken = makespan(layout.schedule, paces, times, layout.stages_per_rank, hop)
+        taken = formula(Paces(paces, times, layout.stages_per_rank, hop))
     work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
     tied = tied_exchange(transformer, cluster, layout)
     once = max(load.exchange.once for load in loads) + tied.once

@@ -11,10 +11,11 @@ from drumline.plan.cluster.machine.hardware import Cluster
 from drumline.plan.cluster.machine.kernels import gather_seconds
 from drumline.plan.cluster.memory import device_parameters
 from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.shape import Pace, num_sides, stages_of
+from drumline.plan.cluster.shape import num_sides, stages_of
 from drumline.plan.cluster.slices import Alike, Slice, alike, counts_of, slices_of
 from drumline.plan.cluster.volumes import message_bytes
 from drumline.plan.cluster.work import Ops, Work
+from drumline.schedules.formulas import Pace
 
 
 @dataclass(frozen=True, slots=True)

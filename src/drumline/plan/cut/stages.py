@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
@@ -123,15 +123,7 @@ class Stages:
 
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
-        return self._of(self.trained(counts))[0]
-
-    def _of(self, trained: tuple[bool, ...]) -> tuple[Program, Peaks]:
-        """Return the program for stages of which these are trained, and its peaks, both made once."""
-        made = self.program.compiled
-        if ("peaks", trained) not in made:
-            program = prune(self.program, trained)
-            made["peaks", trained] = program, Peaks(program)
-        return cast(tuple[Program, Peaks], made["peaks", trained])
+        return _pruned(self.program, self.trained(counts))[0]
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
@@ -141,7 +133,7 @@ class Stages:
         found: list[Cut | None] = [None] * len(many)
         limits = np.array(self.ranks.limits)
         for trained, places in groups.items():
-            program, peaks = self._of(trained)
+            program, peaks = _pruned(self.program, trained)
             table = CutTable(self.profile, program, [many[at] for at in places])
             seconds = self._makespans(program, table) + [self._around(one) for one in table.gradients.max(axis=1)]
             sizes = peaks.stash(table.sizes(self.recompute)) + table.static(self.optimizer_states)
@@ -208,7 +200,7 @@ class Stages:
         every = [(i, j) for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)]
         firsts, ends = np.array(every).T
         runs = RunTable(self.profile, firsts, ends)
-        (_, peaks), split = self._of((True,) * program.num_stages), split_share(program)
+        (_, peaks), split = _pruned(program, (True,) * program.num_stages), split_share(program)
         homes, last = program.placement.homes, program.num_stages - 1
         found = []
         for stage, home in enumerate(homes):
@@ -236,12 +228,18 @@ class Stages:
         return found
 
 
+@once_per_program
+def _pruned(program: Program, trained: tuple[bool, ...]) -> tuple[Program, Peaks]:
+    """Return the program for stages of which these are trained, and its peaks."""
+    pruned = prune(program, trained)
+    return pruned, Peaks(pruned)
+
+
+@once_per_program
 def _work(program: Program) -> tuple[list[int], list[int]]:
-    """Return op and stage of every plain action, row by row, made once."""
-    if "work" not in program.compiled:
-        parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
-        program.compiled["work"] = [op for op, _ in parts], [stage for _, stage in parts]
-    return cast(tuple[list[int], list[int]], program.compiled["work"])
+    """Return op and stage of every plain action, row by row."""
+    parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
+    return [op for op, _ in parts], [stage for _, stage in parts]
 
 
 def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
@@ -254,10 +252,9 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
     return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
 
 
+@once_per_program
 def split_share(program: Program) -> float:
     """Return the share of the program's backwards that are split into I and W."""
-    if "split share" not in program.compiled:
-        ops = [part.op for part in program.work()]
-        halves = ops.count(Op.BACKWARD_INPUT)
-        program.compiled["split share"] = halves / max(halves + ops.count(Op.BACKWARD), 1)
-    return cast(float, program.compiled["split share"])
+    ops = [part.op for part in program.work()]
+    halves = ops.count(Op.BACKWARD_INPUT)
+    return halves / max(halves + ops.count(Op.BACKWARD), 1)

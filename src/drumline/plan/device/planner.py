@@ -35,7 +35,7 @@ from drumline.plan.device.plan import Plan
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.device.reasons import nothing_fits
 from drumline.plan.search.search import search
-from drumline.schedules import find, schedules
+from drumline.schedules import Schedule, find, schedules
 
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each keeps
 CHECKPOINTING = ("none", "full")
@@ -43,8 +43,6 @@ _SEARCHED = 3  # combinations for which programs are searched
 _MOST_MICROBATCHES = 128
 _EVERY_STAGE = 4  # stages up to which every choice of those to recompute is tried
 _EVERY_RANK = 4
-# Without a flush, without a backward, or with gradients exchanged between copies, which no profile knows of.
-_UNSUITED = ("pipedream", "pipedream-2bw", "forward-only", "dualpipe", "chimera", "naive")
 
 
 @dataclass(frozen=True)
@@ -279,17 +277,22 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
     return Program(tuple(rows[rank] for rank in range(program.num_ranks)), program.name)
 
 
+def _is_suited(schedule: Schedule) -> bool:
+    """Whether a profile knows all that it does: no updates of its own, no exchange between copies, and a backward."""
+    return schedule.flushed and schedule.trains and not schedule.two_directions
+
+
 def _names(asked: Sequence[str] | None) -> tuple[str, ...]:
     """Return the schedules to try: those asked for, or all that a plan can be made of."""
+    suited = tuple(name for name, one in schedules().items() if _is_suited(one) and not one.baseline)
     if asked is None:
-        return tuple(name for name in schedules() if name not in _UNSUITED)
+        return suited
     for name in asked:
-        find(name)
-        if name in _UNSUITED and name != "naive":
+        if not _is_suited(find(name)):
             raise PlanError(
                 f"{name} cannot be planned from a profile",
                 expected="a flushed schedule with one copy of every stage",
-                fix=f"leave it out; {', '.join(one for one in schedules() if one not in _UNSUITED)} can",
+                fix=f"leave it out; {', '.join(suited)} can",
             )
     if not asked:
         raise PlanError("no schedules", expected="one name or more")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.device.ranks import Ranks
+from drumline.schedules import DEFAULT
 
 if TYPE_CHECKING:
     from drumline.plan.device.candidate import Candidate
@@ -68,7 +69,7 @@ def _mends(planner: Planner, nearest: Candidate) -> Iterator[str]:
     memory = min(planner.ranks.memory)
     for num_ranks in range(planner.ranks.num_ranks + 1, min(len(planner.profile.layers), 64) + 1):
         ranks = Ranks.of(num_ranks, memory_bytes=memory, headroom=planner.ranks.headroom)
-        if _some_fit(replace(quiet, ranks=ranks, schedules=("1f1b",))):
+        if _some_fit(replace(quiet, ranks=ranks, schedules=(DEFAULT,))):
             yield f"{num_ranks} ranks"
             break
     if planner.profile.rows[0] > 1 and nearest.over[1] < nearest.rank_bytes[nearest.over[0]].stash:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.model.transformer import Transformer
+from drumline.schedules import find
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 
@@ -122,8 +123,9 @@ def _stages(layout: Layout, missing: list[str]) -> Iterator[str]:
     """Yield how layers lie on ranks, and say which schedules Megatron-LM does not have."""
     if layout.pipeline == 1:
         return
-    looped = layout.schedule == "interleaved-1f1b"
-    if layout.schedule not in ("1f1b", "interleaved-1f1b"):
+    schedule = find(layout.schedule)
+    looped = schedule.in_megatron and schedule.placement == "loop"
+    if not schedule.in_megatron:
         missing.append(f"the schedule {layout.schedule}: Megatron-LM runs 1f1b instead, with a larger bubble")
     if looped or layout.stages_per_rank == 1:
         if len(set(layout.counts)) > 1:

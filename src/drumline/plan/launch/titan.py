@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from drumline.core.torch_text import titan_by_placement
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.launch.model_sentence import described
 from drumline.plan.launch.toml import written
-
-_SCHEDULES = {
-    "1f1b": "1F1B",
-    "interleaved-1f1b": "Interleaved1F1B",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
+from drumline.schedules import find
 
 
 def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...]]:
@@ -79,11 +74,15 @@ def _sharding(layout: Layout, missing: list[str]) -> dict[str, Any]:
 
 def _pipeline(layout: Layout, missing: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    if layout.schedule in _SCHEDULES:
-        settings["pipeline_parallel_schedule"] = _SCHEDULES[layout.schedule]
+    schedule = find(layout.schedule)
+    if schedule.titan:
+        settings["pipeline_parallel_schedule"] = schedule.titan
     else:
         # The name then only says on which ranks the stages lie; the order comes from the file.
-        settings["pipeline_parallel_schedule"] = "1F1B" if layout.stages_per_rank == 1 else "ZBVZeroBubble"
+        placed = titan_by_placement(schedule.layout(layout.pipeline, layout.stages_per_rank))
+        if placed is None:
+            missing.append(f"the placement of {layout.schedule}: torchtitan has no schedule whose stages lie so")
+        settings["pipeline_parallel_schedule"] = placed or "1F1B"
         settings["pipeline_parallel_schedule_csv"] = f"{layout.schedule}.csv"
         missing.append(
             f"the schedule {layout.schedule} by name: write its file with `drumline show {layout.schedule} --ranks "

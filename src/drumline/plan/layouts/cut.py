@@ -14,10 +14,10 @@ from functools import lru_cache
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.model.transformer import Transformer
+from drumline.schedules import find
 
 # A look-up costs no operations, but its weights lie in the first stage: it loses every tie.
 _EMBEDDING = 1e-3
-FOLDED = ("zb-v", "v-half", "dualpipe-v")  # rank r has stages r and 2P - 1 - r
 
 
 @lru_cache(maxsize=4096)
@@ -55,8 +55,8 @@ def rank_of(stage: int, pipeline: int, schedule: str) -> int:
     >>> [rank_of(stage, 4, "zb-v") for stage in range(8)]
     [0, 1, 2, 3, 3, 2, 1, 0]
     """
-    turn, rank = divmod(stage, pipeline)
-    return pipeline - 1 - rank if schedule in FOLDED and turn % 2 else rank
+    known = find(schedule)
+    return known.layout(pipeline, max(known.stages_per_rank, stage // pipeline + 1)).homes[stage]
 
 
 def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.layout import RECOMPUTE
+from drumline.schedules import schedules
 
-# By name: how many stages a rank may hold.
-SCHEDULES: dict[str, tuple[int, ...]] = {
-    "1f1b": (1,),
-    "interleaved-1f1b": (2, 3, 4, 6, 8),
-    "zb-h1": (1,),
-    "zb-v": (2,),
-    "v-half": (2,),
-    "dualpipe-v": (2,),
-}
 ZERO = (0, 1, 2, 3)
+
+
+def tried_schedules() -> dict[str, tuple[int, ...]]:
+    """Return, by name, with how many stages per rank schedules are tried.
+
+    >>> tried_schedules()["zb-v"]
+    (2,)
+    """
+    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +47,5 @@ class Pins:
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=nearest(self.recompute, RECOMPUTE))
         for name in self.schedules:
-            if name not in SCHEDULES:
-                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, SCHEDULES))
+            if name not in tried_schedules():
+                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.layouts.pins import SCHEDULES, Pins
+from drumline.plan.layouts.pins import Pins, tried_schedules
 from drumline.plan.layouts.survey import Candidate, Survey
 from drumline.schedules.registry import MAX_PAIRS
 
@@ -46,7 +46,7 @@ def _not_admitted(survey: Survey) -> PlanError:
         expected="stages per rank that the schedule has, as many layers as stages, and a step of at most "
         f"{MAX_PAIRS} (stage, microbatch) pairs",
         fix="stages per rank are "
-        + ", ".join(f"{' or '.join(map(str, stages))} of {name}" for name, stages in SCHEDULES.items()),
+        + ", ".join(f"{' or '.join(map(str, stages))} of {name}" for name, stages in tried_schedules().items()),
     )
 
 

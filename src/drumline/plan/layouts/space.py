@@ -8,7 +8,7 @@ What is enumerated, unless a pin says otherwise:
     data        what is left of the devices; it divides the batch
     expert      degrees that divide data x context and the experts
     microbatch  1, 2, 4, 8 or 16 sequences
-    schedule    the ones of `SCHEDULES`; interleaved ones with 2 to 8 stages per rank where ranks divide microbatches
+    schedule    those to be tried; interleaved ones with 2 to 8 stages per rank where ranks divide microbatches
     ZeRO        1 to 3: stage 0 sends gradients back in 32 bits where stage 1 sends weights in 16, and holds more
     sequence    parallel wherever there is tensor parallelism: the same bytes sent, fewer kept
     recompute   none, selective, full
@@ -23,7 +23,8 @@ from drumline.plan.cluster.machine.hardware import Cluster
 from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.mesh import Mesh, meshes
-from drumline.plan.layouts.pins import SCHEDULES, ZERO, Pins
+from drumline.plan.layouts.pins import ZERO, Pins, tried_schedules
+from drumline.schedules import DEFAULT, find
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
@@ -48,12 +49,13 @@ def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pi
     [('1f1b', 1), ('interleaved-1f1b', 2), ('zb-h1', 1), ('zb-v', 2), ('v-half', 2)]
     """
     if mesh.pipeline == 1:
-        wanted = (not pins.schedules or "1f1b" in pins.schedules) and pins.stages_per_rank in (None, 1)
-        return [("1f1b", 1)] if wanted and num_microbatches <= MAX_PAIRS else []
+        wanted = (not pins.schedules or DEFAULT in pins.schedules) and pins.stages_per_rank in (None, 1)
+        return [(DEFAULT, 1)] if wanted and num_microbatches <= MAX_PAIRS else []
+    tried = tried_schedules()
     return [
         (name, stages)
-        for name in pins.schedules or SCHEDULES
-        for stages in (SCHEDULES[name] if pins.stages_per_rank is None else (pins.stages_per_rank,))
+        for name in pins.schedules or tried
+        for stages in (tried[name] if pins.stages_per_rank is None else (pins.stages_per_rank,))
         if _admits(name, stages, mesh.pipeline, num_microbatches, transformer.num_layers)
     ]
 
@@ -61,10 +63,9 @@ def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pi
 def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_layers: int) -> bool:
     if pipeline * stages > num_layers or pipeline * stages * num_microbatches > MAX_PAIRS:
         return False
-    if name == "interleaved-1f1b":
-        return stages > 1 and num_microbatches % pipeline == 0
-    enough = 2 * pipeline if name == "dualpipe-v" else 1
-    return stages in SCHEDULES[name] and num_microbatches >= enough
+    schedule = find(name)
+    suits = schedule.suits is None or schedule.suits(pipeline, num_microbatches, stages)
+    return suits and schedule.admits_stages(stages)
 
 
 def zero_stages(mesh: Mesh, pins: Pins) -> tuple[int, ...]:

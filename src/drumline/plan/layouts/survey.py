@@ -9,7 +9,7 @@ true of any estimate let a search pass by what cannot win:
     what a family computes, recomputes and sends is paid by all of      a floor of their seconds, and a higher one for
     its layouts, and the bubble of (interleaved) 1f1b is known          1f1b and interleaved-1f1b
     only the gradient exchange and the optimizer know of ZeRO           the rest is a floor of the other stages
-    what is made to hold less (`SAVERS`) is not faster                  it is tried where the other does not fit
+    what is made to hold less (`saves_memory_of`) is not faster         it is tried where the other does not fit
 
 What was found is kept, so that another limit costs only what was passed by before.
 """
@@ -26,17 +26,16 @@ from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.machine.hardware import Cluster
 from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import even_counts
-from drumline.plan.layouts.cut import FOLDED, layer_counts, stage_weights
+from drumline.plan.layouts.cut import layer_counts, stage_weights
 from drumline.plan.layouts.mesh import Mesh, meshes
-from drumline.plan.layouts.pins import SCHEDULES, Pins
+from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
+from drumline.schedules import DEFAULT, find, schedules
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
 Weigher = Callable[[Transformer, Layout], float]
 _Key = tuple[tuple[str, int], int, str]  # the schedule with its stages per rank, the ZeRO stage, the recomputation
 
-# Schedules that are made to hold less, and what they are made from.
-SAVERS = {("v-half", 2): ("zb-v", 2)}
 MOST_PAIRS = 40_000  # (stage, microbatch) pairs of a pipeline that is simulated
 _SLACK = 0.97  # of a floor: stages of other schedules may be a little more even than the weights say
 
@@ -68,7 +67,7 @@ class Candidate:
     def rank(self) -> tuple[object, ...]:
         """Return what decides: seconds, then bytes, then how little is asked for."""
         one = self.layout
-        plain = (one.stages_per_rank, list(SCHEDULES).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
+        plain = (one.stages_per_rank, list(schedules()).index(one.schedule), one.zero, RECOMPUTE.index(one.recompute))
         return (self.seconds, self.bytes, *plain, one.microbatch, self.mesh)
 
 
@@ -87,9 +86,8 @@ class _Family:
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble, as a part of the work: for (interleaved) 1f1b it is known, of others nothing is."""
         name, stages = schedule
-        if name not in ("1f1b", "interleaved-1f1b"):
-            return 0.0
-        return (self.mesh.pipeline - 1) / (self.num_microbatches * stages)
+        known = find(name).bubble
+        return known(self.mesh.pipeline, self.num_microbatches, stages) if known is not None else 0.0
 
 
 class _Best:
@@ -174,7 +172,7 @@ class Survey:
         Interleaved stages wait for each other, so that equal ones may be faster than equal ranks; no formula tells.
         """
         first = self.exact(layout)
-        if layout.schedule in FOLDED or layout.stages_per_rank == 1 or not first.is_exact:
+        if find(layout.schedule).placement == "v" or layout.stages_per_rank == 1 or not first.is_exact:
             return first
         even = even_counts(self.transformer.num_layers, layout.num_stages)
         other = self.exact(replace(layout, counts=even))
@@ -226,7 +224,7 @@ class Survey:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
         if recompute not in family.floors:
             zero = zero_stages(family.mesh, self.pins)[0]
-            took = self._seen(family, (("1f1b", 1), zero, recompute)).estimate.seconds
+            took = self._seen(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
             weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
             even = sum(weights) / (len(weights) * max(weights))
             work = took.compute + took.recompute + took.tensor + took.context + took.expert
@@ -236,7 +234,7 @@ class Survey:
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
         """Add what stays within the limit and may be among the best."""
         lightest = recomputations(self.pins)[0]
-        larger, idle = SAVERS.get(schedule), 1 + family.bubble(schedule)
+        larger, idle = (find(schedule[0]).saves_memory_of, schedule[1]), 1 + family.bubble(schedule)
         if self._floor(family, lightest) * idle > found.bound(family.mesh):
             return
         for zero in zero_stages(family.mesh, self.pins):

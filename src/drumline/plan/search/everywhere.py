@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, cut_finer
 from drumline.core.errors import PlanError, nearest
 from drumline.core.placement import Placement
-from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.search import Found, search
 

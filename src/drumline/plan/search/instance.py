@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
@@ -103,9 +104,7 @@ class Instance:
     @cached_property
     def messages(self) -> Messages:
         """How messages are modelled; under BLOCKING only the simulator itself gives times."""
-        if not self.costs.has_finite_links:
-            return Messages.LATENCY
-        return Messages.LINKS if self.costs.overlap else Messages.BLOCKING
+        return Messages.of(self.costs)
 
     @cached_property
     def rank(self) -> list[int]:
@@ -189,15 +188,22 @@ class Instance:
     @cached_property
     def need(self) -> list[int]:
         """What every action waits for on another stage, by number; -1 where there is nothing."""
-        after, last = 4 * self.num_microbatches, self.num_stages - 1
         found = [-1] * self.num_actions
-        for number in range(self.num_actions):
-            pair, op = divmod(number, 4)
-            stage = pair // self.num_microbatches
-            if op == F and stage > 0:
-                found[number] = number - after
-            elif op in (I, B):
-                found[number] = 4 * pair + (after + I if stage < last else F)
+        for (stage, op), (needed_stage, needed_op) in self.inputs.items():
+            if op != W:  # a rank owes W from its own I on, and runs it where it will
+                for m in range(self.num_microbatches):
+                    found[self.number(stage, op, m)] = self.number(needed_stage, needed_op, m)
+        return found
+
+    @cached_property
+    def inputs(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """What every (stage, op) waits for, as `rules` says: the last of its inputs, which is never there before."""
+        found = {}
+        for stage in range(self.num_stages):
+            for number, op in enumerate(_OPS):
+                for alternatives in rules.needs(Action(stage, op, 0), self.num_stages):
+                    # B tells of its gradient in the place of I.
+                    found[stage, number] = min((one.stage, _NUMBER[one.op]) for one in alternatives)
         return found
 
     @cached_property
@@ -240,8 +246,9 @@ class Instance:
         """What the limit speaks of: pairs, bytes or both."""
         found = []
         if self.limit.max_activations is not None:
-            during, after, pairs = [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, -1.0, -1.0], len(self.rank)
-            nothing = [0.0] * self.num_ranks
+            during = [1.0 if op is Op.FORWARD else 0.0 for op in _OPS]
+            after = [more - (op in rules.RELEASES) for more, op in zip(during, _OPS, strict=True)]
+            pairs, nothing = len(self.rank), [0.0] * self.num_ranks
             found.append(Resource(during * pairs, after * pairs, nothing, self.limit.most_pairs))
         if self.limit.max_bytes is not None:
             found.append(self._bytes(self.limit.most_bytes))

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drumline.core.costs import Costs
+from drumline.core.costs import Costs, cut_finer
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
-from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.everywhere import PLACEMENTS, placement_named
 from drumline.plan.search.instance import Instance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.report.compare import Comparison, Row
+from drumline.schedules import DEFAULT
 
 
 def advise(rows: Sequence[Row]) -> str:
@@ -30,9 +31,9 @@ def _advice(rows: Sequence[Row]) -> str:
     said = f"Run {best.name}: {best.timeline.bubble:.1%} bubble, at most {_peak(best)} on a rank"
     if best.timeline.program.placement.mirrored:
         said += ", and two copies of the weights"
-    plain = next((row for row in rows if row.name == "1f1b"), None)
+    plain = next((row for row in rows if row.name == DEFAULT), None)
     if plain is not None and (more := _slower(plain, best)) >= 0.005:
-        said += f"; 1f1b takes {more:.0%} longer"
+        said += f"; {DEFAULT} takes {more:.0%} longer"
     said += "."
     smaller = [row for row in exact if row.peak_share <= 0.8 * best.peak_share and _slower(row, best) <= 0.25]
     if smaller:

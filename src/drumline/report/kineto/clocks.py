@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drumline.core.measured.align import agreed
 from drumline.core.simulate.graph import Floats
 
 
@@ -50,8 +51,7 @@ def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Ali
     for source, target, sent, arrived in messages:
         if source != target:
             slack[source, target] = min(slack[source, target], arrived - sent)
-    granted = _smallest_feasible(slack)
-    closed = _closed(slack + granted * ~np.eye(num_clocks, dtype=bool))
+    closed, granted = agreed(slack)
     shifts, errors = np.zeros(num_clocks), np.zeros(num_clocks)
     for clocks in _connected(closed):
         shifts[clocks], errors[clocks] = _solved(closed[np.ix_(clocks, clocks)])
@@ -85,25 +85,3 @@ def _connected(closed: Floats) -> list[list[int]]:
         groups = [group for group in groups if group not in joined]
         groups.append(sorted([clock, *(one for group in joined for one in group)]))
     return groups
-
-
-def _closed(slack: Floats) -> Floats:
-    """Return the tightest slack between any two, over all others."""
-    for by in range(len(slack)):
-        slack = np.minimum(slack, slack[:, by, None] + slack[None, by, :])
-    return slack
-
-
-def _smallest_feasible(slack: Floats) -> int:
-    """Return the smallest time that, granted to every message, leaves no contradiction: 0 where there is none."""
-
-    def feasible(granted: int) -> bool:
-        return bool((np.diagonal(_closed(slack + granted * ~np.eye(len(slack), dtype=bool))) >= 0).all())
-
-    low, high = -1, 0
-    while not feasible(high):
-        low, high = high, 2 * high + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(middle) else (middle, high)
-    return high

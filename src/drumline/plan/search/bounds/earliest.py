@@ -192,7 +192,7 @@ class _Rank:
         stage, relaxed = lane.stage, self.relaxed
         key = (stage, op)
         head = heads[self.number, key]
-        needed = _needed(stage, op, relaxed.instance.num_stages)
+        needed = relaxed.instance.inputs.get(key)
         if needed is not None:
             source = relaxed.instance.placement.rank_of(needed[0], lane.microbatches[0])
             made = heads[source, needed] + relaxed.seconds[needed]
@@ -248,12 +248,3 @@ class _Rank:
             everything = sum(count * self.seconds[other] for other, count in self.counts.items())
             total[0] = max(total[0], everything - self.early - self.seconds[key])
         return total
-
-
-def _needed(stage: int, op: int, num_stages: int) -> Key | None:
-    """Return what an action needs, as (stage, op)."""
-    if op == F:
-        return (stage - 1, F) if stage > 0 else None
-    if op == W:
-        return stage, I
-    return (stage + 1, I) if stage + 1 < num_stages else (stage, F)
