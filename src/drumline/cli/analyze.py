@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import colour_wanted, print_json, progress, save, terminal_width, wrapped
 from drumline.core.errors import UsageError
+from drumline.report.units import counts
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline

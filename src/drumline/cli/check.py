@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json
+from drumline.cli.output import print_json
 from drumline.core.channel import Queues
 from drumline.core.prove.frozen import untrained
 from drumline.core.prove.validate import validate
+from drumline.report.units import counts
 
 # More than anybody reads; --json has them all.
 MAX_PRINTED = 1000

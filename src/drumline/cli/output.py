@@ -10,8 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, UsageError, counted
-from drumline.core.program import Program
+from drumline.core.errors import DrumlineError, UsageError
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -37,12 +36,6 @@ def save(path: Path, written: str | bytes) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another --out") from None
-
-
-def counts(program: Program) -> str:
-    """Return "4 ranks, 8 stages, 1 microbatch"."""
-    numbers = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
-    return ", ".join(counted(number, word) for number, word in numbers)
 
 
 def progress(what: str) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.everywhere import PLACEMENTS, Everywhere, placement_named, search_all
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import Found, search
 from drumline.report.summary import summarize
+from drumline.report.units import counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width, wrapped
+from drumline.cli.output import colour_wanted, print_json, save, terminal_width, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
+from drumline.report.units import counts
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation

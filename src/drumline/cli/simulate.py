@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json, terminal_width, wrapped
+from drumline.cli.output import print_json, terminal_width, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.summary import summarize
+from drumline.report.units import counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,17 +49,3 @@ def predicted(gain: float) -> str:
     'predicted -14%'
     """
     return f"predicted {-gain:+.0%}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds for people.
-
-    >>> duration(0.00123), duration(2.5), duration(4.2e-5)
-    ('1.23 ms', '2.5 s', '42 us')
-    """
-    if seconds == 0:
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from drumline.core.costs import Edge
 from drumline.core.simulate.simulate import makespans
-from drumline.report.advise.remedy import LEAST_GAIN, Remedy, duration, predicted
+from drumline.report.advise.remedy import LEAST_GAIN, Remedy, predicted
 from drumline.report.run.observed import Observed
+from drumline.report.units import duration
 
 _EDGES = 8  # those with the slowest messages
 _KINDS = {

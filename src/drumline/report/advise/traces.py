@@ -18,6 +18,7 @@ from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Cause
 from drumline.report.advise.stages import costs_of
 from drumline.report.kineto.analysis import Analysis
+from drumline.report.units import ms
 from drumline.schedules import schedules
 
 # Less than this of the makespan is not worth a change.
@@ -55,8 +56,8 @@ def _gains(analysis: Analysis, ideal: Simulation) -> Iterator[_Gain]:
     yield _Gain(shares[Cause.OVERHEAD], _of_overhead(analysis, shares[Cause.OVERHEAD]))
     yield _Gain(
         shares[Cause.UNEXPLAINED],
-        f"Look at what the traces do not name: it costs about {_ms(shares[Cause.UNEXPLAINED])} of the "
-        f"{_ms(timeline.makespan)}. Record with with_stack=True, or label the rest of the step with record_function.",
+        f"Look at what the traces do not name: it costs about {ms(shares[Cause.UNEXPLAINED])} of the "
+        f"{ms(timeline.makespan)}. Record with with_stack=True, or label the rest of the step with record_function.",
     )
 
 
@@ -69,8 +70,8 @@ def _equal_stages(analysis: Analysis, ideal: Simulation) -> Iterator[_Gain]:
     saved = ideal.makespan - level.makespan
     yield _Gain(
         saved,
-        f"Move layers off stage {slow.stage}: a microbatch takes {_ms(slow.total)} there and {_ms(mean)} on average. "
-        f"With equal stages the same order would take {_ms(level.makespan)} at best in place of {_ms(ideal.makespan)}.",
+        f"Move layers off stage {slow.stage}: a microbatch takes {ms(slow.total)} there and {ms(mean)} on average. "
+        f"With equal stages the same order would take {ms(level.makespan)} at best in place of {ms(ideal.makespan)}.",
     )
 
 
@@ -88,8 +89,8 @@ def _other_schedule(analysis: Analysis, ideal: Simulation) -> Iterator[_Gain]:
     guess = " if the halves of the backward take equally long" if guessed else ""
     yield _Gain(
         now.makespan - spans[name],
-        f"Run {name}: with the median times of these stages it takes {_ms(spans[name])} at best and {program.name} "
-        f"{_ms(now.makespan)}, with no more activations held{guess and ','}{guess}.",
+        f"Run {name}: with the median times of these stages it takes {ms(spans[name])} at best and {program.name} "
+        f"{ms(now.makespan)}, with no more activations held{guess and ','}{guess}.",
     )
 
 
@@ -115,8 +116,8 @@ def _of_transfer(analysis: Analysis, seconds: float) -> str:
     sizes = [one.num_bytes for one in timeline.transfers if one.num_bytes]
     each = f", {max(sizes) / 2**20:.3g} MiB each" if sizes else ""
     return (
-        f"Messages are the brake: waiting for what is made and on its way costs about {_ms(seconds)} of the "
-        f"{_ms(timeline.makespan)} ({len(timeline.transfers)} messages{each}). "
+        f"Messages are the brake: waiting for what is made and on its way costs about {ms(seconds)} of the "
+        f"{ms(timeline.makespan)} ({len(timeline.transfers)} messages{each}). "
         f"A faster link, a narrower type or fewer stages per rank would help."
     )
 
@@ -130,10 +131,6 @@ def _of_overhead(analysis: Analysis, seconds: float) -> str:
     }
     hint = f": {ways[kind]}" if kind in ways else ""
     return (
-        f"The ranks' own overhead is the brake: it costs about {_ms(seconds)} of the "
-        f"{_ms(analysis.timeline.makespan)}, most of it {kind}{hint}."
+        f"The ranks' own overhead is the brake: it costs about {ms(seconds)} of the "
+        f"{ms(analysis.timeline.makespan)}, most of it {kind}{hint}."
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

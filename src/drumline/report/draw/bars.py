@@ -1,20 +1,16 @@
-"""Stacked bars as a standalone SVG: one bar a row, its parts in the order of the legend.
-
-Attributes only, like the timelines: no style sheet, no ids, no script.
-"""
+"""Stacked bars as a standalone SVG: one bar a row, its parts in the order of the legend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from drumline.core.errors import UsageError
-from drumline.report.draw.palette import INK, MUTED, PAPER, RULE, TRACK
-from drumline.report.draw.scene import ticks
-from drumline.report.draw.svg import FONT
+from drumline.report.draw.palette import MUTED, TRACK
+from drumline.report.draw.sheet import Axis, rect, sheet, text, upright
 
-_LEFT, _RIGHT, _TOP, _ROW = 190, 90, 60, 30
+_LEFT, _TOP = 190, 60
+_LONGEST = 28  # letters of a name that fit to the left
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,57 +22,50 @@ class Bar:
     note: str = ""
 
 
-def bars(rows: Sequence[Bar], hues: Mapping[str, str], *, title: str, x_label: str, width: int = 900) -> str:
-    """Return the bars; `hues` are the parts' colours, in the order of drawing.
+def bars(
+    rows: Sequence[Bar],
+    hues: Mapping[str, str],
+    *,
+    title: str,
+    x_label: str,
+    width: int = 900,
+    row: int = 30,
+    right: int = 90,
+    unit: str = "",
+) -> str:
+    """Return the bars, `row` pixels each; `hues` are the parts' colours, in the order of drawing.
+
+    Notes stand in the `right` margin; `unit` is that of the numbers that parts show when they are pointed at.
 
     >>> picture = bars([Bar("TP8", {"busy": 2.0, "idle": 1.0}, "3 s")], {"busy": "#009e73", "idle": "#999999"},
     ...                title="A step", x_label="seconds")
     >>> picture.count("<title>"), "3 s" in picture
     (2, True)
     """
-    if not rows or max(sum(row.parts.values()) for row in rows) <= 0:
-        raise UsageError("no bars, or none with a length", expected="something to draw")
-    longest = max(sum(row.parts.values()) for row in rows)
-    scale = (width - _LEFT - _RIGHT) / longest
-    bottom = _TOP + _ROW * len(rows)
-    shown = [part for part in hues if any(row.parts.get(part, 0.0) > 0 for row in rows)]
-    height = bottom + 44 + 20 * -(-len(shown) // 4)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{_safe(title)}" font-family="{_safe(FONT)}" font-size="11" fill="{INK}">',
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{_safe(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">{_safe(x_label)}</text>',
-    ]
-    for mark in ticks(longest, most=8):
-        x = _LEFT + mark * scale
-        lines.append(f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 3}" stroke="{RULE}"/>')
-        lines.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" fill="{MUTED}">{mark:g}</text>')
-    for at, row in enumerate(rows):
-        lines += _drawn(row, hues, _TOP + at * _ROW, scale)
+    if not rows:
+        raise UsageError("no bars", expected="something to draw")
+    axis = Axis(0, max(sum(one.parts.values()) for one in rows) or 1.0, _LEFT, width - right)
+    bottom = _TOP + row * len(rows)
+    shown = [part for part in hues if any(one.parts.get(part, 0.0) > 0 for one in rows)]
+    lines = [*upright(axis, _TOP - 4, bottom + 3, most=8)]
+    for at, one in enumerate(rows):
+        lines += _drawn(one, hues, axis, _TOP + at * row, row, unit)
     for at, part in enumerate(shown):
         x, y = 16 + at % 4 * (width - 32) / 4, bottom + 40 + 20 * (at // 4)
-        lines.append(f'<rect x="{x:.1f}" y="{y - 9}" width="14" height="11" rx="2" fill="{hues[part]}"/>')
-        lines.append(f'<text x="{x + 20:.1f}" y="{y}" fill="{MUTED}">{_safe(part)}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+        lines += [rect(x, y - 9, 14, 11, hues[part], corner=2), text(x + 20, y, part, fill=MUTED)]
+    height = bottom + 44 + 20 * -(-len(shown) // 4)
+    return sheet(lines, width=width, height=height, title=title, about=x_label)
 
 
-def _drawn(row: Bar, hues: Mapping[str, str], top: float, scale: float) -> Iterator[str]:
-    middle = top + _ROW / 2 + 2
-    yield f'<text x="{_LEFT - 10}" y="{middle:.1f}" text-anchor="end">{_safe(row.name)}</text>'
-    whole = sum(row.parts.values()) * scale
-    yield f'<rect x="{_LEFT}" y="{top + 4:.1f}" width="{whole:.2f}" height="{_ROW - 10}" fill="{TRACK}"/>'
-    x = float(_LEFT)
-    for part, hue in hues.items():
-        length = row.parts.get(part, 0.0) * scale
-        if length <= 0:
-            continue
-        note = f"<title>{_safe(f'{row.name}, {part}: {row.parts[part]:.4g}')}</title>"
-        place = f'x="{x:.2f}" y="{top + 4:.1f}" width="{length:.2f}" height="{_ROW - 10}"'
-        yield f'<rect {place} fill="{hue}">{note}</rect>'
-        x += length
-    yield f'<text x="{x + 8:.1f}" y="{middle:.1f}" fill="{MUTED}">{_safe(row.note)}</text>'
-
-
-def _safe(text: str) -> str:
-    return escape("".join(letter for letter in text if letter >= " "))
+def _drawn(bar: Bar, hues: Mapping[str, str], axis: Axis, top: float, row: int, unit: str) -> Iterator[str]:
+    thick = round(row * 0.68)
+    middle = top + thick / 2 + 7
+    label = bar.name if len(bar.name) <= _LONGEST else f"...{bar.name[3 - _LONGEST :]}"
+    yield text(_LEFT - 10, middle, label, anchor="end")
+    yield rect(_LEFT, top + 4, axis.at(sum(bar.parts.values())) - _LEFT, thick, TRACK)
+    drawn = 0.0
+    for part in (part for part in hues if bar.parts.get(part, 0.0) > 0):
+        x, size = axis.at(drawn), bar.parts[part]
+        drawn += size
+        yield rect(x, top + 4, axis.at(drawn) - x, thick, hues[part], note=f"{bar.name}, {part}: {size:.4g}{unit}")
+    yield text(axis.at(drawn) + 8, middle, bar.note, fill=MUTED)

@@ -1,19 +1,14 @@
-"""Curves and points as a standalone SVG: what a formula or the simulator says, and what was measured, on one sheet.
-
-Attributes only, like the timelines: no style sheet, no ids, no script.
-"""
+"""Curves and points as a standalone SVG: what a formula or the simulator says, and what was measured, on one sheet."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from drumline.core.errors import UsageError
-from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
-from drumline.report.draw.scene import ticks
-from drumline.report.draw.svg import FONT
+from drumline.report.draw.palette import MUTED
+from drumline.report.draw.sheet import Axis, circle, level, number, sheet, text
 
 # Okabe and Ito's hues at full strength: lines are thin.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#17212b")
@@ -29,28 +24,6 @@ class Series:
     points: Sequence[tuple[float, float]]
     marks: bool = False
     dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A stretch of numbers on a stretch of the sheet."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        scale = math.log if self.log else float
-        part = (scale(value) - scale(self.low)) / ((scale(self.high) - scale(self.low)) or 1.0)
-        return self.start + part * (self.end - self.start)
-
-    def marks(self, most: int) -> list[float]:
-        if not self.log:
-            return [self.low + one for one in ticks(self.high - self.low, most=most)]
-        powers = (2.0**one for one in range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1))
-        return list(powers)
 
 
 def chart(
@@ -78,65 +51,38 @@ def chart(
         raise UsageError("a chart without points, or with one that is not finite", expected="numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
         raise UsageError(f"x is {min(x for x, _ in points):g} on an axis that doubles", expected="x above 0")
-    names = len(series) * _ENTRY
-    first = min(x for x, _ in points)
-    across = _Axis(
-        first if x_from is None else min(x_from, first), max(x for x, _ in points), _LEFT, width - _RIGHT, log_x
-    )
-    up = _Axis(min(0.0, *(y for _, y in points)), max(y for _, y in points), height - _BOTTOM, _TOP)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + names}" '
-        f'viewBox="0 0 {width} {height + names}" role="img" aria-label="{_safe(title)}" '
-        f'font-family="{_safe(FONT)}" font-size="11" fill="{INK}">',
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{_safe(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">{_safe(y_label)}</text>',
-        *_grid(across, up),
-        f'<text x="{_n((across.start + across.end) / 2)}" y="{height - 10}" text-anchor="middle" fill="{MUTED}">'
-        f"{_safe(x_label)}</text>",
-    ]
+    xs, ys = zip(*points, strict=True)
+    first = min(xs) if x_from is None else min(x_from, *xs)
+    across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
+    up = Axis(min(0.0, *ys), max(ys), height - _BOTTOM, _TOP)
+    lines = [*level(up, across.start, across.end, most=6), *_marks(across, up.start)]
+    lines.append(text((across.start + across.end) / 2, height - 10, x_label, anchor="middle", fill=MUTED))
     for at, one in enumerate(series):
         hue = HUES[at % len(HUES)]
         lines += _drawn(one, hue, across, up)
         lines += _entry(one, hue, height + 2 + at * _ENTRY)
-    return "\n".join([*lines, "</svg>", ""])
+    return sheet(lines, width=width, height=height + len(series) * _ENTRY, title=title, about=y_label)
 
 
-def _grid(across: _Axis, up: _Axis) -> Iterator[str]:
-    for mark in up.marks(6):
-        y = _n(up.at(mark))
-        yield f'<path d="M{_n(across.start)} {y}H{_n(across.end)}" stroke="{RULE}"/>'
-        x, below = _n(across.start - 8), _n(up.at(mark) + 4)
-        yield f'<text x="{x}" y="{below}" text-anchor="end" fill="{MUTED}">{mark:g}</text>'
-    for mark in across.marks(10):
-        x = _n(across.at(mark))
-        yield f'<path d="M{x} {_n(up.start)}v4" stroke="{MUTED}"/>'
-        yield f'<text x="{x}" y="{_n(up.start + 16)}" text-anchor="middle" fill="{MUTED}">{mark:g}</text>'
+def _marks(axis: Axis, bottom: float) -> Iterator[str]:
+    for mark in axis.marks(10):
+        yield f'<path d="M{number(axis.at(mark))} {number(bottom)}v4" stroke="{MUTED}"/>'
+        yield text(axis.at(mark), bottom + 16, f"{mark:g}", anchor="middle", fill=MUTED)
 
 
-def _drawn(one: Series, hue: str, across: _Axis, up: _Axis) -> Iterator[str]:
+def _drawn(one: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
+    places = [(across.at(x), up.at(y)) for x, y in one.points]
     if not one.marks:
-        places = " ".join(f"{_n(across.at(x))},{_n(up.at(y))}" for x, y in one.points)
-        dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
-        yield f'<polyline points="{places}" fill="none" stroke="{hue}" stroke-width="2"{dashes}/>'
-    for x, y in one.points:
-        size = 4.5 if one.marks else 2.5
-        note = f"<title>{_safe(f'{one.name}: {x:g}, {y:.4g}')}</title>"
-        yield f'<circle cx="{_n(across.at(x))}" cy="{_n(up.at(y))}" r="{size}" fill="{hue}">{note}</circle>'
+        corners = " ".join(f"{number(x)},{number(y)}" for x, y in places)
+        yield f'<polyline points="{corners}" fill="none" {_stroke(one, hue)}/>'
+    for place, (x, y) in zip(places, one.points, strict=True):
+        yield circle(*place, 4.5 if one.marks else 2.5, hue, note=f"{one.name}: {x:g}, {y:.4g}")
 
 
 def _entry(one: Series, hue: str, y: float) -> Iterator[str]:
-    if one.marks:
-        yield f'<circle cx="{_LEFT + 10}" cy="{_n(y - 4)}" r="4.5" fill="{hue}"/>'
-    else:
-        dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
-        yield f'<path d="M{_LEFT} {_n(y - 4)}h20" stroke="{hue}" stroke-width="2"{dashes}/>'
-    yield f'<text x="{_LEFT + 28}" y="{_n(y)}" fill="{MUTED}">{_safe(one.name)}</text>'
+    yield circle(_LEFT + 10, y - 4, 4.5, hue) if one.marks else f'<path d="M{_LEFT} {y - 4}h20" {_stroke(one, hue)}/>'
+    yield text(_LEFT + 28, y, one.name, fill=MUTED)
 
 
-def _n(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def _safe(text: str) -> str:
-    return escape("".join(letter for letter in text if letter >= " "))
+def _stroke(one: Series, hue: str) -> str:
+    return f'stroke="{hue}" stroke-width="2"' + (' stroke-dasharray="5 4"' if one.dashed else "")

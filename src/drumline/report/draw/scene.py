@@ -13,7 +13,6 @@ What explains a picture (`why`) takes longer than the picture, and may be left o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline, Track
 from drumline.report.draw.explanations import SENTENCES, explanations
 from drumline.report.draw.packed import packed
-from drumline.report.draw.page_time import Clock, plain
+from drumline.report.draw.page_time import Clock
 from drumline.report.draw.palette import SHADES
 
 Columns = dict[str, Any]
@@ -196,19 +195,3 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
         "peak_share": float(row["peak_share"]),
         "fits": bool(row.get("fits", True)),
     }
-
-
-def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
-    """Return round times from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten.
-
-    >>> ticks(33, most=8)
-    [0, 5, 10, 15, 20, 25, 30]
-    >>> ticks(0.5, most=5)
-    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    """
-    if not extent > 0:
-        return [0]
-    power = math.floor(math.log10(extent / most))
-    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
-    count = math.floor(extent / (step * 10.0**power) + 1e-9)
-    return plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))

@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from drumline.core.errors import counted
 from drumline.core.program import Program
-from drumline.report.advise.remedy import duration
 from drumline.report.run.follow import SECONDS
+from drumline.report.units import counts, duration
 
 _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
@@ -81,9 +80,7 @@ class Live:
 
     def frame(self, width: int = 100) -> str:
         """Return the run as it stands, no line wider than `width`."""
-        program = self.program
-        counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
-        title = f"{self.name}: {program.name}, {', '.join(counted(*one) for one in counts)}"
+        title = f"{self.name}: {self.program.name}, {counts(self.program)}"
         room = max(10, min(60, width - 40))
         lines = [title, self._head()]
         if len(self._losses) > 1:

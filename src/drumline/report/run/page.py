@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.scene import document
 from drumline.report.run.panels import above, below
 from drumline.report.run.report import RunReport
+from drumline.report.units import counts, duration
 
 
 def run_page(reports: Sequence[RunReport]) -> str:
@@ -31,8 +30,7 @@ def _title(reports: Sequence[RunReport]) -> str:
     if len(reports) > 1:
         return f"{len(reports)} runs side by side"
     program = reports[0].run.program
-    counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
-    return f"{reports[0].name}: {program.name}, {', '.join(counted(*one) for one in counts)}"
+    return f"{reports[0].name}: {program.name}, {counts(program)}"
 
 
 def _advice(reports: Sequence[RunReport]) -> str:

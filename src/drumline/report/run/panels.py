@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.markup import Curve, Part, bar, curves, legend, safe
-from drumline.report.draw.svg import size_text
+from drumline.report.units import duration, percent, size_text
 
 Figures = dict[str, Any]
 
@@ -38,8 +37,8 @@ def _cards(run: Figures) -> str:
     slowest = run["per_stage"][run["slowest_stage"]]
     cards = [
         ("makespan", _time(run["makespan"]), f"step {run['step']} of {run['num_steps']}"),
-        ("bubble", _percent(run["bubble"]), f"utilisation {_percent(run['utilisation'])}"),
-        ("overhead and jitter", _percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
+        ("bubble", percent(run["bubble"]), f"utilisation {percent(run['utilisation'])}"),
+        ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
         ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} a microbatch"),
         ("peak stash", _fullest(run), "on the fullest rank"),
     ]
@@ -74,8 +73,8 @@ def _comparison(runs: Sequence[Figures]) -> str:
     columns: list[tuple[str, Callable[[Figures], float], Callable[[float], str]]] = [
         ("makespan", lambda run: run["makespan"], _time),
         ("simulated", lambda run: run["simulated_makespan"], _time),
-        ("bubble", lambda run: run["bubble"], _percent),
-        ("overhead and jitter", lambda run: run["overhead_share"], _percent),
+        ("bubble", lambda run: run["bubble"], percent),
+        ("overhead and jitter", lambda run: run["overhead_share"], percent),
         ("slowest stage", lambda run: max(one["seconds"] for one in run["per_stage"]), _time),
     ]
     least = [min(value(run) for run in runs) for _, value, _ in columns]
@@ -103,7 +102,7 @@ def _ranks(run: Figures) -> str:
         said = f"rank {one['rank']}: {', '.join(part.title for part in parts)}"
         bars.append(_row(f"rank {one['rank']}", bar(parts, longest, said=said), _time(one["step_seconds"])))
         cells = [_time(one[part]) for part in PARTS]
-        rows.append([str(one["rank"]), *cells, _percent(one["idle_share"])])
+        rows.append([str(one["rank"]), *cells, percent(one["idle_share"])])
     keys = legend((part, part) for part in PARTS)
     table = _table(["rank", *PARTS, "idle"], rows)
     return _card("Where each rank's step went", f"{''.join(bars)}{keys}{table}")
@@ -127,8 +126,8 @@ def _causes(run: Figures) -> str:
                 if cause in found
             ]
             kind = "thin" if which == "simulated" else ""
-            said = f"rank {rank}, {which}: idle {_percent(share)}"
-            bars.append(_row(name, bar(parts, whole, said=said), _percent(share), kind))
+            said = f"rank {rank}, {which}: idle {percent(share)}"
+            bars.append(_row(name, bar(parts, whole, said=said), percent(share), kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
     return _card("Bubble by cause", f"{''.join(bars)}{legend((cause, cause) for cause in causes)}{note}")
 
@@ -176,7 +175,7 @@ def _steps(runs: Sequence[Figures]) -> str:
     wanted: list[tuple[str, str, Callable[[float], str], bool]] = [
         ("loss", "loss", lambda value: f"{value:.4g}", False),
         ("seconds", "seconds from step to step", _time, True),
-        ("utilisation", "utilisation", _percent, True),
+        ("utilisation", "utilisation", percent, True),
         ("tokens_per_second", "tokens per second and rank", lambda value: f"{value:,.4g}", True),
         ("rows_per_second", "rows per second", lambda value: f"{value:,.4g}", True),
     ]
@@ -235,7 +234,3 @@ def _colour(number: int) -> str:
 
 def _time(seconds: float) -> str:
     return duration(seconds).replace(" us", " µs")
-
-
-def _percent(share: float) -> str:
-    return f"{round(share, 3) + 0.0:.1%}"  # never minus zero

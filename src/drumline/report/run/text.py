@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.grid import grid
-from drumline.report.draw.svg import size_text
 from drumline.report.run.report import RunReport
 from drumline.report.table import table
+from drumline.report.units import counts, duration, percent, size_text
 
 PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
 
@@ -27,15 +26,14 @@ def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool
 def report_text(report: RunReport, *, width: int = 100, colour: bool = False) -> str:
     """Return one report as text."""
     seen, program = report.seen, report.run.program
-    counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
-    share = round(report.overhead_seconds / measured, 3) + 0.0 if measured > 0 else 0.0  # never minus zero
+    share = report.overhead_seconds / measured if measured > 0 else 0.0
     slowest = report.stages[report.slowest_stage]
     head = [
-        f"{report.name}: {program.name}, {', '.join(counted(*one) for one in counts)}, step {seen.step} of "
+        f"{report.name}: {program.name}, {counts(program)}, step {seen.step} of "
         f"{counted(report.run.num_steps, 'step')}",
         f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
-        f"{duration(simulated)}, the rest ({share:.1%}) is overhead and jitter",
+        f"{duration(simulated)}, the rest ({percent(share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
         f"{duration(slowest['seconds'])} a microbatch",
     ]
