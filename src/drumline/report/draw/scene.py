@@ -27,8 +27,7 @@ from drumline.core.simulate.graph import Ints
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline, Track
 from drumline.report.draw.explanations import SENTENCES, explanations
-from drumline.report.draw.packed import packed
-from drumline.report.draw.page_time import Clock
+from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import SHADES
 
 Columns = dict[str, Any]
@@ -106,7 +105,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
     ([1, 2], 'the pipeline drains; 0B0 of rank 0 ends last')
     """
     program = timeline.program
-    clock = Clock.of(timeline)
+    clock = PageTime.of(timeline)
     rows = [
         {**_figures(timeline, rank), **_times(timeline.tracks[rank], clock), **boxes}
         for rank, boxes in enumerate(_boxes(timeline))
@@ -157,7 +156,7 @@ def _figures(timeline: Timeline, rank: int) -> Columns:
     }
 
 
-def _times(track: Track, clock: Clock) -> Columns:
+def _times(track: Track, clock: PageTime) -> Columns:
     start = clock.ticks(track.starts)
     return {"start": packed(start), "ticks": packed(clock.ticks(track.ends) - start)}
 

@@ -19,7 +19,7 @@ from html import escape
 
 import numpy as np
 
-from drumline.report.draw.page_time import plain
+from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"

@@ -80,7 +80,7 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
 
 def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
-    clock = _Clock(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
+    clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
     lanes, messages, exchanges, between = _lanes(timeline, clock)
     yield from _names(timeline, lanes)
     for rank, track in enumerate(timeline.tracks):
@@ -98,7 +98,7 @@ def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     yield from _counters(timeline, clock)
 
 
-class _Clock:
+class _TraceTime:
     """Turns times into whole nanoseconds, written as microseconds as the format wants."""
 
     def __init__(self, start: float, nanoseconds_per_unit: float) -> None:
@@ -142,7 +142,7 @@ class _Lanes:
         return self.numbers[rank, numbered]
 
 
-def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[int], list[int]]:
+def _lanes(timeline: Timeline, clock: _TraceTime) -> tuple[_Lanes, list[int], list[int], list[int]]:
     """Return the threads of messages, exchanges and what was between steps, in order of their start."""
     lanes = _Lanes()
     messages, exchanges = [0] * len(timeline.transfers), [0] * len(timeline.exchanges)
@@ -179,7 +179,7 @@ def _meta(rank: int, thread: int, name: str, args: Event) -> Event:
     return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
 
 
-def _transfers(timeline: Timeline, clock: _Clock, threads: list[int]) -> Iterator[Event]:
+def _transfers(timeline: Timeline, clock: _TraceTime, threads: list[int]) -> Iterator[Event]:
     for index, (transfer, thread) in enumerate(zip(timeline.transfers, threads, strict=True)):
         args = {"bytes": transfer.num_bytes}
         name = str(transfer.action)
@@ -207,7 +207,7 @@ def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
     return starts[at] if at < len(starts) else None
 
 
-def _counters(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+def _counters(timeline: Timeline, clock: _TraceTime) -> Iterator[Event]:
     for rank, (track, holding) in enumerate(zip(timeline.tracks, timeline.memory, strict=True)):
         for name, held in (("pairs held", holding.pairs), ("bytes held", holding.bytes)):
             for index, (during, after) in enumerate(held or ()):

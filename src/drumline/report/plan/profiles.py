@@ -5,7 +5,7 @@ from __future__ import annotations
 from drumline.core.action import Op
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.report.draw.bars import Bar, bars
+from drumline.report.draw.chart import Bar, bars
 from drumline.report.draw.palette import SHADES
 from drumline.report.draw.sheet import picture_page
 from drumline.report.table import table
