@@ -41,20 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Report one step; exit 1 if the traces contradict the rules of a pipeline."""
-    from drumline.report.advise.traces import advise_on
     from drumline.report.kineto.analysis import analyze
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
     progress("")
-    advice = advise_on(analysis)
-    written = _WRITERS[args.format](args, analysis, advice)
+    written = _WRITERS[args.format](args, analysis)
     if args.out is not None:
         save(args.out, written)
     elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
         raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
     if args.json:
         shown: dict[str, Any] = {"out": str(args.out)} if args.out is not None else {}
-        print_json({**analysis.summary(), "advice": advice, **shown})
+        print_json({**analysis.summary(), "advice": analysis.advice.sentence, **shown})
     elif args.out is not None:
         print(f"wrote {args.out}")
     elif isinstance(written, bytes):
@@ -64,31 +62,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if analysis.violations else 0
 
 
-def _csv(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+def _csv(args: argparse.Namespace, analysis: Analysis) -> str:
     return analysis.timeline.ran.format()
 
 
-def _svg(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+def _svg(args: argparse.Namespace, analysis: Analysis) -> str:
     from drumline.report.draw.svg import svg
 
     return svg(analysis.timeline, title=_title(analysis))
 
 
-def _html(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+def _html(args: argparse.Namespace, analysis: Analysis) -> str:
     from drumline.report.draw.html import page
 
     name = analysis.timeline.program.name
     shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
-    return page(shown, title=_title(analysis), advice=advice)
+    return page(shown, title=_title(analysis), advice=analysis.advice.sentence)
 
 
 def _called(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, program=replace(timeline.program, name=name))
 
 
-def _perfetto(args: argparse.Namespace, analysis: Analysis, advice: str) -> bytes:
+def _perfetto(args: argparse.Namespace, analysis: Analysis) -> bytes:
     from drumline.report.draw.trace import trace
 
     return trace(analysis.timeline)
@@ -98,7 +96,7 @@ def _title(analysis: Analysis) -> str:
     return f"{analysis.timeline.program.name}, step {analysis.timeline.step}, as recorded"
 
 
-def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+def _text(args: argparse.Namespace, analysis: Analysis) -> str:
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.traces import described
     from drumline.report.table import table
@@ -129,7 +127,7 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
         "\nmilliseconds of each step:",
         table(*_all_steps(analysis), width=width),
         *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
-        "\n" + wrapped(advice, width),
+        "\n" + wrapped(analysis.advice.sentence, width),
     ]
     return "\n".join(parts)
 
@@ -210,7 +208,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
 
 
-_WRITERS: dict[str, Callable[[argparse.Namespace, Analysis, str], str | bytes]] = {
+_WRITERS: dict[str, Callable[[argparse.Namespace, Analysis], str | bytes]] = {
     "text": _text,
     "html": _html,
     "svg": _svg,

@@ -17,8 +17,8 @@ from typing import Any
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.plan.cut.chain import BlockCosts
+from drumline.report.advise.remedy import OPS
 
-OPS = ("forward", "backward_input", "backward_weight")
 Counts = tuple[int, ...]
 
 _SAID = {

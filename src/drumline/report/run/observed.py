@@ -8,70 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from drumline.core.costs import Costs
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.replay import replay, typical_costs
 from drumline.core.measured.run import Run
-from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.advise.remedy import Evidence
 
 MAKESPAN = "pp/makespan_seconds"
 _POOLED = 15  # steps whose seconds are taken together
 
 
-@dataclass(frozen=True)
-class Observed:
-    """One step of a run: `measured`, `simulated` with the same seconds; `costs` are those of `pooled` steps like it."""
+@dataclass(frozen=True, kw_only=True)
+class Observed(Evidence):
+    """One step of a run of ours; its costs are those of `pooled` steps like it."""
 
-    run: Run
-    step: int
     measured: Measured
+    run: Run
     pooled: tuple[int, ...]
-    metrics: Sequence[dict[str, Any]]
-
-    @cached_property
-    def simulated(self) -> Simulation:
-        """The step with the measured seconds of every action, as soon as inputs allow."""
-        return replay(self.measured)
-
-    @cached_property
-    def costs(self) -> Costs:
-        """What stages and edges cost in the middle."""
-        return typical_costs(self._timelines)
-
-    @cached_property
-    def middle(self) -> Simulation:
-        """The step with what stages and edges cost in the middle: what changes are held against."""
-        return simulate(self.run.program, self.costs)
-
-    @property
-    def overhead(self) -> float:
-        """Seconds by which the step was longer than in the simulator: the executor's own, and jitter of messages."""
-        return max(self.measured.makespan - self.simulated.makespan, 0.0)
-
-    @cached_property
-    def _timelines(self) -> list[Measured]:
-        return [self.measured if step == self.step else self.run.timeline(step) for step in self.pooled]
-
-    @cached_property
-    def stage_seconds(self) -> tuple[float, ...]:
-        """Seconds of one microbatch in every stage, forward and backward."""
-        stages = self.run.program.num_stages
-        each = [self.costs.per_stage(name, stages) for name in ("forward", "backward_input", "backward_weight")]
-        return tuple(map(sum, zip(*each, strict=True)))
-
-    @cached_property
-    def rank_seconds(self) -> tuple[float, ...]:
-        """Seconds that each rank computes for one microbatch, on average over them."""
-        program = self.run.program
-        found = [0.0] * program.num_ranks
-        for stage, seconds in enumerate(self.stage_seconds):
-            ranks = program.placement.ranks_of(stage)
-            for rank in ranks:
-                found[rank] += seconds / len(ranks)
-        return tuple(found)
 
 
 def observe(run: Run, step: int | None = None) -> Observed:
@@ -79,9 +33,20 @@ def observe(run: Run, step: int | None = None) -> Observed:
     steps, metrics = run.steps, run.metrics()
     near = [step] if step is not None else _typical(metrics, steps)
     chosen = near[len(near) // 2] if near else None
-    timeline = run.timeline(chosen)
-    number = timeline.records[0].step
-    return Observed(run, number, timeline, tuple(near or [number]), metrics)
+    measured = run.timeline(chosen)
+    number = measured.records[0].step
+    pooled = tuple(near or [number])
+    timelines = [measured if one == number else run.timeline(one) for one in pooled]
+    return Observed(
+        measured=measured,
+        simulated=replay(measured),
+        costs=typical_costs(timelines),
+        step=number,
+        plan=run.plan,
+        metrics=metrics,
+        run=run,
+        pooled=pooled,
+    )
 
 
 def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:

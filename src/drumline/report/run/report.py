@@ -11,7 +11,8 @@ from typing import Any
 
 from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.run import Advice, advise_run
+from drumline.report.advise.adviser import Advice, advise
+from drumline.report.advise.remedy import OPS
 from drumline.report.run.observed import MAKESPAN, Observed, observe
 from drumline.report.summary import summarize
 
@@ -44,7 +45,7 @@ class RunReport:
     def stages(self) -> list[dict[str, Any]]:
         """Every stage: where it runs, its blocks, and the seconds of one microbatch."""
         seen, program, blocks = self.seen, self.run.program, self.run.plan.get("blocks")
-        each = [seen.costs.per_stage(op, program.num_stages) for op in ("forward", "backward_input", "backward_weight")]
+        each = [seen.costs.per_stage(op, program.num_stages) for op in OPS]
         slowest = max(seen.stage_seconds)
         return [
             {
@@ -143,7 +144,7 @@ class RunReport:
 def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
     """Return the report of a run, of its typical step unless one is named; RecordError says what is missing."""
     seen = observe(run, step)
-    return RunReport(seen, advise_run(seen), name or short_names([run.path])[0])
+    return RunReport(seen, advise(seen), name or short_names([run.path])[0])
 
 
 def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:

@@ -15,9 +15,8 @@ from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.advise.block_costs import OPS
-from drumline.report.advise.remedy import LEAST_GAIN, Remedy, predicted
-from drumline.report.run.observed import Observed
+from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
+from drumline.report.units import ms
 from drumline.schedules import find, schedules
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
@@ -26,9 +25,11 @@ _HALVES = "if W takes half of B"
 _LINEAR = "if a microbatch takes as long as it has rows"
 
 
-def other_counts(seen: Observed) -> Iterator[Remedy]:
+def other_counts(seen: Evidence) -> Iterator[Remedy]:
     """Yield the number of microbatches that is predicted to be the best, where another one is."""
-    program, now = seen.run.program, seen.run.program.num_microbatches
+    if seen.plan is None:
+        return
+    program, now = seen.program, seen.program.num_microbatches
     best: tuple[float, int] = (LEAST_GAIN, now)
     for factor in _FACTORS:
         count = int(now * factor)
@@ -50,24 +51,37 @@ def other_counts(seen: Observed) -> Iterator[Remedy]:
     yield Remedy("microbatches", f"{said}, {predicted(gain)}", gain, settings, _LINEAR)
 
 
-def other_schedule(seen: Observed) -> Iterator[Remedy]:
-    """Yield the schedule that is predicted to be the best, where another one is, and one that holds less."""
-    program = seen.run.program
-    if program.num_updates or program.placement.mirrored or _generated(program, program.name) != program:
+def other_schedule(seen: Evidence) -> Iterator[Remedy]:
+    """Yield the schedule that is predicted to be the best, where another one is, and one that holds less.
+
+    Where the pipeline is not ours, the executor's own time is not known to stay: both are then held at their best, and
+    only schedules count that hold no more.
+    """
+    program, ours = seen.program, seen.plan is not None
+    if ours and (program.num_updates or program.placement.mirrored or _generated(program, program.name) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
     costs = seen.costs if split else _halved(seen.costs)
     now = simulate(program, costs)
-    found = []
-    for name in schedules():
+    found = [simulate(other, costs) for other in _others(program, elsewhere=not ours)]
+    if ours:
+        yield from _faster(seen, now, found, "" if split else _HALVES)
+        yield from _smaller(now, found)
+    else:
+        yield from _at_best(seen, now, found, split)
+
+
+def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
+    """Yield the programs of other schedules that train the same stages with the same result, on the same ranks."""
+    for name in schedules() if program.has_backward else ():
         other = None if name == program.name else _generated(program, name)
-        if other is not None and _comparable(other, program):
-            found.append(simulate(other, costs))
-    yield from _faster(seen, now, found, "" if split else _HALVES)
-    yield from _smaller(now, found)
+        if other is None or not other.has_backward or other.num_updates:
+            continue
+        if other.placement == program.placement or (elsewhere and not other.placement.mirrored):
+            yield other
 
 
-def _faster(seen: Observed, now: Simulation, found: list[Simulation], assumes: str) -> Iterator[Remedy]:
+def _faster(seen: Evidence, now: Simulation, found: list[Simulation], assumes: str) -> Iterator[Remedy]:
     gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in found]
     # Of those that gain the same to a thousandth, the one that holds least.
     gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
@@ -90,7 +104,22 @@ def _smaller(now: Simulation, found: list[Simulation]) -> Iterator[Remedy]:
         yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
 
 
-def rows_of_batch(seen: Observed, *, most: int) -> int:
+def _at_best(seen: Evidence, now: Simulation, found: list[Simulation], split: bool) -> Iterator[Remedy]:
+    """Yield the fastest schedule of those that hold no more, both without transfer and overhead."""
+    smaller = [one for one in found if max(one.peak_activations) <= max(now.peak_activations)]
+    best = min(smaller, key=lambda one: one.makespan, default=now)
+    if best is not now:
+        guessed = not split and Op.BACKWARD_WEIGHT in best.program.columns.ops
+        sentence = (
+            f"Run {best.program.name}: with the median times of these stages it takes {ms(best.makespan)} at best and "
+            f"{now.program.name} {ms(now.makespan)}, with no more activations held"
+            + (", if the halves of the backward take equally long" if guessed else "")
+        )
+        gain = (now.makespan - best.makespan) / seen.measured.makespan
+        yield Remedy("schedule", sentence, gain, {"schedule": best.program.name})
+
+
+def rows_of_batch(seen: Evidence, *, most: int) -> int:
     """Return how many rows a batch has, as far as the metrics tell; `most` where they do not."""
     for one in seen.metrics:
         rate, seconds = one.get("throughput(rows/s)"), one.get("time_metrics/end_to_end(s)")
@@ -99,7 +128,7 @@ def rows_of_batch(seen: Observed, *, most: int) -> int:
     return most
 
 
-def _gain(seen: Observed, changed: Simulation, actions: float) -> float:
+def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
     """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
     return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
 
@@ -116,11 +145,6 @@ def _generated(program: Program, name: str, num_microbatches: int | None = None)
         return schedule.build(program.num_ranks, count, stages)
     except DrumlineError:
         return None
-
-
-def _comparable(other: Program, program: Program) -> bool:
-    """Whether another program trains the same stages on the same ranks, with the same result."""
-    return other.has_backward and not other.num_updates and other.placement == program.placement
 
 
 def _scaled(costs: Costs, factor: float) -> Costs:

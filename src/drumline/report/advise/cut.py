@@ -4,6 +4,8 @@ rank 0   0 1 2 3            rank 1 takes twice as long
 rank 1   4 5 6 7
 rank 0   0 1 2 3 4 5        blocks 4-5 move to rank 0
 rank 1   6 7
+
+Where blocks are not known, as in a trace, the remedy says which stage to take them from.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import PlanError
 from drumline.plan.cut.timed import TimedCuts
 from drumline.report.advise.block_costs import Blocks, Counts, blocks_of
-from drumline.report.advise.remedy import LEAST_GAIN, Remedy, predicted
-from drumline.report.run.observed import Observed
+from drumline.report.advise.remedy import LEAST_GAIN, Evidence, Remedy, predicted
+from drumline.report.units import ms
 
 _SLOWER = 0.02  # less is no difference between ranks
 _NAMED_MOVES = 3
 
 
-def recut(seen: Observed) -> Iterator[Remedy]:
+def recut(seen: Evidence) -> Iterator[Remedy]:
     """Yield the best other cut, where one is shorter."""
-    program = seen.run.program
-    blocks = blocks_of(seen.run.plan, program, seen.costs)
+    program = seen.program
+    blocks = blocks_of(seen.plan or {}, program, seen.costs)
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
     cuts = TimedCuts(blocks.costs_of_blocks, program, [True] * len(blocks.names), blocks.costs)
@@ -43,6 +45,20 @@ def recut(seen: Observed) -> Iterator[Remedy]:
     yield Remedy("cut", sentence, gain, {"balance": list(found)}, blocks.assumes)
 
 
+def equal_stages(seen: Evidence) -> Iterator[Remedy]:
+    """Yield what equal stages would save, where only stages are known."""
+    ideal, level, stages = seen.simulated, seen.simulated.balanced, seen.stage_seconds
+    if seen.plan is not None or level is None or len(stages) < 2:
+        return
+    slowest = max(range(len(stages)), key=stages.__getitem__)
+    sentence = (
+        f"Move layers off stage {slowest}: a microbatch takes {ms(stages[slowest])} there and "
+        f"{ms(sum(stages) / len(stages))} on average. With equal stages the same order would take "
+        f"{ms(level.makespan)} at best in place of {ms(ideal.makespan)}"
+    )
+    yield Remedy("stages", sentence, (ideal.makespan - level.makespan) / seen.measured.makespan)
+
+
 def slowest_rank(seconds: Sequence[float]) -> str:
     """Return which rank is slower than the others on average, and by how much.
 
@@ -57,7 +73,7 @@ def slowest_rank(seconds: Sequence[float]) -> str:
 
 def moves(blocks: Blocks, counts: Counts) -> Iterator[str]:
     """Yield what moves where, neighbours that move together at once."""
-    old, new = (_stages(one) for one in (blocks.counts, counts))
+    old, new = _stages(blocks.counts), _stages(counts)
     homes = blocks.program.placement.homes
     for (source, target), group in groupby(enumerate(blocks.names), key=lambda at: (old[at[0]], new[at[0]])):
         if source != target:
