@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, progress, save, terminal_width, wrapped
-from drumline.core.errors import UsageError
+from drumline.cli.output import colour_wanted, deliver, progress, terminal_width, wrapped
 from drumline.report.units import counts
 
 if TYPE_CHECKING:
@@ -45,20 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
     progress("")
-    written = _WRITERS[args.format](args, analysis)
+    summary = {**analysis.summary(), "advice": analysis.advice.sentence} if args.json else {}
     if args.out is not None:
-        save(args.out, written)
-    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
-    if args.json:
-        shown: dict[str, Any] = {"out": str(args.out)} if args.out is not None else {}
-        print_json({**analysis.summary(), "advice": analysis.advice.sentence, **shown})
-    elif args.out is not None:
-        print(f"wrote {args.out}")
-    elif isinstance(written, bytes):
-        sys.stdout.buffer.write(written)
-    else:
-        print(written)
+        summary["out"] = str(args.out)
+    deliver(args, _WRITERS[args.format](args, analysis), summary)
     return 1 if analysis.violations else 0
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drumline.cli import flags, needs
-from drumline.cli.output import colour_wanted, print_json, progress, save, terminal_width, wrapped
-from drumline.core.errors import UsageError
+from drumline.cli import flags
+from drumline.cli.output import colour_wanted, print_json, progress, pytorch, save, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from drumline.train.demo import Outcome
@@ -32,15 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train by every schedule, compare, and say where the report is."""
-    with needs.pytorch("demo trains a model"):
+    with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
         from drumline.train.two_stages import Build
     from drumline.report.run.page import run_page
     from drumline.report.run.report import reports_of
 
-    for name in ("width", "epochs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name} is {getattr(args, name)}", expected="a whole number of 1 or more")
+    flags.check_counts(args, "width", "epochs")
     build = Build(width=args.width, num_epochs=args.epochs)
     if not args.json:
         print(

@@ -65,6 +65,24 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def require(args: argparse.Namespace, *names: str, example: str) -> None:
+    """Refuse a command without a flag that it needs."""
+    for name in names:
+        if getattr(args, name) is None:
+            raise UsageError(f"{_flag(name)} missing", fix=f"for example: drumline {example}")
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"{_flag(name)} is {getattr(args, name)}", expected="a whole number of 1 or more")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -155,17 +173,9 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 def costs_of(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags and the file say."""
     costs = Costs.load(args.costs) if args.costs is not None else Costs()
-    names = (
-        "forward",
-        "backward_input",
-        "backward_weight",
-        "comm",
-        "overlapped",
-        "activation_bytes",
-        "held_until_weight_bytes",
-    )
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return replace(costs, **given)
+    times = ("forward", "backward_input", "backward_weight", "comm", "overlapped")
+    sizes = ("activation_bytes", "held_until_weight_bytes")
+    return replace(costs, **{name: value for name in (*times, *sizes) if (value := getattr(args, name)) is not None})
 
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:

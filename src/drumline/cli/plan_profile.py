@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.costs import Edge
 from drumline.core.errors import UsageError, counted
 
@@ -46,11 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and report."""
     from drumline.plan.device.planner import CHECKPOINTING, plan
 
-    for flag, value in (("--ranks", args.ranks), ("--batch", args.batch)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix=f"for example: drumline plan {args.subject} --ranks 2 --batch 16")
-        if value < 1:
-            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
+    flags.check_counts(args, "ranks", "batch")
     if args.out is not None and args.out.suffix not in _WRITERS:
         raise UsageError(f"--out is {args.out}", expected=f"a name that ends with {', '.join(_WRITERS)}")
     try:
@@ -74,12 +70,7 @@ def run(args: argparse.Namespace) -> int:
         progress("")
     if args.out is not None:
         save(args.out, _WRITERS[args.out.suffix](found))
-    if args.json:
-        print_json(_summary(found, args.out))
-    else:
-        print(_text(found))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    report(args, _text(found), _summary(found))
     return 0
 
 
@@ -114,13 +105,12 @@ _WRITERS: dict[str, Callable[[Planned], str]] = {
 }
 
 
-def _summary(found: Planned, out: Path | None) -> dict[str, Any]:
-    table = {
+def _summary(found: Planned) -> dict[str, Any]:
+    return {
         "best": {**found.best.summary(), "program": found.best.program.format().split("\n")},
         "candidates": [one.summary(found.chosen) for one in found.candidates],
         "rejected": [one.summary(found.chosen) for one in found.rejected],
     }
-    return table if out is None else {**table, "out": str(out)}
 
 
 def _text(found: Planned) -> str:

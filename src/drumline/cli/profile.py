@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from drumline.cli import flags, needs
-from drumline.cli.output import print_json, progress, save, terminal_width
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.plan.device.model_profile import ModelProfile, is_profile
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> ModelProfile:
-    with needs.pytorch("profile runs a model"):
+    with pytorch("profile runs a model"):
         from drumline.pipeline.profiling import profile_model
     progress(f"profiling {args.model} on {args.ranks} ranks ...")
     try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, save, terminal_width
+from drumline.cli.output import colour_wanted, deliver, print_json, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 
@@ -59,10 +58,8 @@ def run(args: argparse.Namespace) -> int:
     elif out is not None:
         print(_terminal_text(reports))
         print(f"\nwrote {out}")
-    elif form == "text":
-        print(_terminal_text(reports))
     else:
-        _to_stdout(written, form)
+        deliver(args, _terminal_text(reports) if form == "text" else written, {})
     return 0
 
 
@@ -81,15 +78,6 @@ def _terminal_text(reports: Sequence[RunReport]) -> str:
     from drumline.report.run.text import reports_text
 
     return reports_text(reports, width=terminal_width(), colour=colour_wanted())
-
-
-def _to_stdout(written: str | bytes, form: str) -> None:
-    if isinstance(written, str):
-        print(written)
-    elif sys.stdout.isatty():
-        raise UsageError(f"a {form} file is not text", fix="give --out FILE")
-    else:
-        sys.stdout.buffer.write(written)
 
 
 def _text(reports: Sequence[RunReport]) -> str:

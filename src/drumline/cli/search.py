@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.everywhere import PLACEMENTS, Everywhere, placement_named, search_all
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import Found, search
-from drumline.report.summary import summarize
+from drumline.report.summary import refused, summarize
 from drumline.report.units import counts
 
 
@@ -47,13 +47,9 @@ def run(args: argparse.Namespace) -> int:
     progress("")
     if args.out is not None:
         _write(args.out, found)
-    if args.json:
-        print_json(_summary(found, others, everywhere.left_out, args.out))
-    else:
-        left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
-        print(wrapped("\n".join([_text(found, others), *left_out]), terminal_width()))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
+    text = wrapped("\n".join([_text(found, others), *left_out]), terminal_width())
+    report(args, text, _summary(found, others, everywhere.left_out))
     return 0
 
 
@@ -63,13 +59,8 @@ def _numbers(text: str) -> float | list[float]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix="for example: drumline search --ranks 4 --microbatches 8")
-    whole = (("--ranks", args.ranks), ("--microbatches", args.microbatches), ("--samples", args.samples))
-    for flag, value in (*whole, ("--stages-per-rank", args.stages_per_rank)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    flags.require(args, "ranks", "microbatches", example="search --ranks 4 --microbatches 8")
+    flags.check_counts(args, "ranks", "microbatches", "samples", "stages_per_rank")
     if args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds:g}", expected="more than 0")
     if not 0 <= args.quantile <= 1:
@@ -96,9 +87,7 @@ def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     return Everywhere([search(costs, placement, **options)])
 
 
-def _summary(
-    found: Found, others: Sequence[Found], left_out: Mapping[str, PlanError], out: Path | None
-) -> dict[str, Any]:
+def _summary(found: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
     summary = {
         **summarize(found.timeline),
         "objective": found.objective,
@@ -117,11 +106,8 @@ def _summary(
             for one in others
         ]
     if left_out:
-        summary["left_out"] = [
-            {"placement": name, "error": error.error, "expected": error.expected, "fix": error.fix}
-            for name, error in left_out.items()
-        ]
-    return summary if out is None else {**summary, "out": str(out)}
+        summary["left_out"] = [{"placement": name, **refused(error)} for name, error in left_out.items()]
+    return summary
 
 
 def _text(found: Found, others: Sequence[Found]) -> str:
@@ -181,15 +167,8 @@ def _pareto(args: argparse.Namespace) -> int:
     if args.out is not None:
         if args.out.suffix == ".csv":
             raise UsageError(f"--out is {args.out}", expected="FILE.svg or FILE.html with --pareto")
-        save(args.out, pareto_svg(picture) if args.out.suffix == ".svg" else pareto_page(picture))
-    if args.json:
-        written = {} if args.out is None else {"out": str(args.out)}
-        print_json({**picture.summary(), **written})
-    else:
-        print(pareto_table(picture, width=terminal_width()))
-        left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
-        if left_out:
-            print("\n" + wrapped("\n".join(left_out), terminal_width()))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+        save(args.out, pareto_svg(picture).rstrip("\n") if args.out.suffix == ".svg" else pareto_page(picture))
+    left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
+    below = ["", wrapped("\n".join(left_out), terminal_width())] if left_out else []
+    report(args, "\n".join([pareto_table(picture, width=terminal_width()), *below]), picture.summary())
     return 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, save, terminal_width, wrapped
+from drumline.cli.output import colour_wanted, deliver, print_json, terminal_width, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
@@ -57,21 +56,10 @@ def run(args: argparse.Namespace) -> int:
     if args.lower:
         program = lower(program, channel=args.channel)
     written = _WRITERS[args.format](args, program)
-    if args.out is not None:
-        save(args.out, written)
-    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
-    if args.json:
-        shown = {"out": str(args.out)} if args.out is not None else {"text": written}
-        numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
-        rows = [[str(action) for action in row] for row in program.rows]
-        print_json({"schedule": program.name, **numbers, "format": args.format, **shown, "rows": rows})
-    elif args.out is not None:
-        print(f"wrote {args.out}")
-    elif isinstance(written, bytes):
-        sys.stdout.buffer.write(written)
-    else:
-        print(written)
+    shown = {"out": str(args.out)} if args.out is not None else {"text": written}
+    numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
+    rows = [[str(action) for action in row] for row in program.rows]
+    deliver(args, written, {"schedule": program.name, **numbers, "format": args.format, **shown, "rows": rows})
     return 0
 
 
@@ -121,13 +109,8 @@ def _text(args: argparse.Namespace, program: Program) -> str:
         raise UsageError(f"--window begins at {window[0]:g}", expected=f"less than the makespan, {timeline.makespan:g}")
     to_terminal = args.out is None and not args.json
     width = terminal_width() if to_terminal else 200
-    picture = grid(
-        timeline,
-        width=width,
-        colour=to_terminal and colour_wanted(),
-        window=window,
-        memory=args.memory,
-    )
+    colour = to_terminal and colour_wanted()
+    picture = grid(timeline, width=width, colour=colour, window=window, memory=args.memory)
     length = f"{timeline.makespan:g} slots" if args.slots else f"makespan {timeline.makespan:g}"
     figures = f"{length}, bubble {timeline.bubble:.2%} of it; of the longest span {timeline.span_bubble:.2%}"
     around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]

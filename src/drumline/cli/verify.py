@@ -7,8 +7,8 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from drumline.cli import flags, needs
-from drumline.cli.output import print_json, progress, terminal_width, wrapped
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         args.ranks = 2 if args.ranks is None else args.ranks
         args.microbatches = 8 if args.microbatches is None else args.microbatches
     program = flags.program_of(args)
-    with needs.pytorch("verify runs a model"):
+    with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
