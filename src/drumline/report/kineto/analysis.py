@@ -23,9 +23,9 @@ from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import Evidence
-from drumline.report.kineto.idle import Kept, Unsent
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traces import NANO, Traced, Traces, described
+from drumline.report.kineto.traced import NANO, Kept, Traced, Unsent
+from drumline.report.kineto.traces import Traces, described
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")

@@ -117,7 +117,7 @@ def elements_bytes(event: dict[str, Any]) -> float | None:
     >>> elements_bytes({"args": {"In msg nelems": 1024, "dtype": "BFloat16"}})
     2048.0
     """
-    args = _args(event)
+    args = args_of(event)
     count, size = args.get("In msg nelems"), _SIZES.get(str(args.get("dtype")).lower())
     return float(count * size) if _is_size(count) and size is not None else None
 
@@ -128,7 +128,7 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     >>> shape_bytes({"args": {"Input Dims": [[32, 128]], "Input type": ["c10::BFloat16"]}})
     8192.0
     """
-    args = _args(event)
+    args = args_of(event)
     shapes, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list) or not shapes or not types:
         return None
@@ -140,7 +140,12 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     return float(found) if _is_size(found) else None
 
 
-def _args(event: dict[str, Any]) -> dict[str, Any]:
+def args_of(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event says beside its name and times.
+
+    >>> args_of({"name": "recv"})
+    {}
+    """
     args = event.get("args")
     return args if isinstance(args, dict) else {}
 

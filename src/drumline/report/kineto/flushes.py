@@ -19,8 +19,8 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
+from drumline.report.kineto.actions import Labelled
 from drumline.report.kineto.calls import Call
-from drumline.report.kineto.labels import Labelled
 
 
 def flush_counts(rows: Sequence[Sequence[Labelled]]) -> list[int]:

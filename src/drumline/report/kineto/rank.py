@@ -23,8 +23,8 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError
+from drumline.report.kineto.actions import Labelled
 from drumline.report.kineto.calls import Call
-from drumline.report.kineto.labels import Labelled
 from drumline.report.kineto.recording import Kernels, Mark, Recording
 
 

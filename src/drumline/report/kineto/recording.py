@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call, Posted, calls_of, elements_bytes, shape_bytes
+from drumline.report.kineto.calls import Call, Posted, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -172,10 +172,10 @@ class _Reader:
             else:
                 self.others.append(mark)
         elif mark.name == "record_param_comms":
-            kind = _args(event).get("Collective name")
+            kind = args_of(event).get("Collective name")
             if kind in ("send", "recv"):
                 self.posted.append(Posted(kind == "send", *mark[1:], elements_bytes(event), "metadata"))
-        elif "Sequence number" in _args(event):
+        elif "Sequence number" in args_of(event):
             self.ops.extend(mark[1:])
 
     def link(self, event: Event) -> None:
@@ -184,12 +184,12 @@ class _Reader:
             self.links[str(event.get("ph"))][number] = moment
 
     def launch(self, event: Event) -> None:
-        correlation, start = _args(event).get("correlation"), _moment(event.get("ts"))
+        correlation, start = args_of(event).get("correlation"), _moment(event.get("ts"))
         if _is_whole(correlation) and start is not None:
             self.launches.extend((correlation, start))
 
     def kernel(self, event: Event) -> None:
-        correlation = _args(event).get("correlation")
+        correlation = args_of(event).get("correlation")
         if _is_whole(correlation) and (mark := _mark(event)) is not None:
             self.kernels.extend((correlation, *mark[1:], 1 if _COLLECTIVE.search(mark.name) else 0))
 
@@ -247,11 +247,6 @@ def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, i
 def _pairs(flat: array[int], zero: int) -> Ints:
     rows = np.array(flat, dtype=np.int64).reshape(-1, 2) + zero
     return rows[np.argsort(rows[:, 0], kind="stable")]
-
-
-def _args(event: Event) -> Event:
-    args = event.get("args")
-    return args if isinstance(args, dict) else {}
 
 
 def _is_whole(number: object) -> TypeGuard[int]:

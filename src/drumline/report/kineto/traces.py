@@ -1,129 +1,118 @@
-"""Somebody else's run, as the same timeline: traces of PyTorch's profiler, one per rank, put together.
+"""The traces of one pipeline, its steps on one clock.
 
-Nothing of ours runs while they are recorded. What a trace cannot tell is not guessed: time that nothing in it explains
-is called unexplained. `kineto_load` reads the files.
+Clocks of several hosts are put on one by the messages between them: nothing is received before it is sent.
+
+    host A   sent ●                       B's clock is ahead: its times must be moved back by at least what makes
+                   ╲                      the earliest arrival follow its send, and messages the other way allow
+    host B      ●   ╲                     no more than so much. What remains open between the two is the error.
+             arrived ▼ really here
+
+Every message from A to B says: shift(B) - shift(A) >= sent - arrived. All of these together are shortest paths; the
+lowest and the highest solution are both right, and so is the middle between them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median_low
 
-from drumline.core import rules
-from drumline.core.action import Action
-from drumline.core.costs import Costs
+import numpy as np
+
 from drumline.core.errors import TraceError, counted
-from drumline.core.program import Program
-from drumline.core.simulate.memory import Holding, holdings
-from drumline.core.timeline.idle import Idle
-from drumline.core.timeline.timeline import Timeline, Track, Transfer
-from drumline.report.kineto.clocks import Alignment
-from drumline.report.kineto.flushes import num_flushes
-from drumline.report.kineto.idle import causes
-from drumline.report.kineto.rank import Half, RankStep
-
-NANO = 1e-9
+from drumline.core.simulate.graph import Floats
+from drumline.report.kineto.traced import Traced
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Traced(Timeline):
-    """The timeline of one recorded step, in seconds from its first action.
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What to add to each clock's times, and how far off that may be: infinite where it cannot be known.
 
-    `program` is the compute that ran, `ran` the same with all that was labelled: messages, parameters, gradients.
+    `contradiction` is by how much messages arrive before they are sent whatever is added: clocks that drift.
     """
 
-    ran: Program
-    step: int
-    ranks: tuple[RankStep, ...]
+    shifts: tuple[int, ...]
+    errors: tuple[float, ...]
+    contradiction: int = 0
 
-    @cached_property
-    def zero(self) -> int:
-        """The nanosecond, by the common clock, at which the first action started."""
-        return min(one.ran[0].start for one in self.ranks)
 
-    def seconds(self, moment: int) -> float:
-        """Return a moment of the common clock in seconds of this timeline."""
-        return (moment - self.zero) * NANO
+def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Alignment:
+    """Return the shifts that let no message, given as (from clock, to clock, sent, arrived), arrive before it is sent.
 
-    @cached_property
-    def tracks(self) -> Sequence[Track]:
-        """Every rank's actions."""
-        return [
-            Track(
-                tuple(one.action for one in rank.ran),
-                [self.seconds(one.start) for one in rank.ran],
-                [self.seconds(one.end) for one in rank.ran],
-            )
-            for rank in self.ranks
-        ]
+    Clocks that contradict no message stay as they are. Times are whole numbers of any one unit.
 
-    @cached_property
-    def memory(self) -> Sequence[Holding]:
-        """Per rank, the pairs it holds after each start and end, as the rows say; a trace knows no bytes."""
-        return holdings(self.program, Costs())
+    >>> align(2, [(0, 1, 100, 150), (1, 0, 160, 300)])
+    Alignment(shifts=(0, 0), errors=(0.0, 140.0), contradiction=0)
+    >>> align(2, [(0, 1, 100, 50), (1, 0, 60, 120)])
+    Alignment(shifts=(0, 55), errors=(0.0, 5.0), contradiction=0)
+    >>> align(2, [(0, 1, 100, 50)]).errors
+    (0.0, inf)
+    """
+    # slack[a, b] is the most by which shift(a) may exceed shift(b).
+    slack = np.full((num_clocks, num_clocks), math.inf)
+    np.fill_diagonal(slack, 0.0)
+    for source, target, sent, arrived in messages:
+        if source != target:
+            slack[source, target] = min(slack[source, target], arrived - sent)
+    granted = _smallest_feasible(slack)
+    closed = _closed(slack + granted * ~np.eye(num_clocks, dtype=bool))
+    shifts, errors = np.zeros(num_clocks), np.zeros(num_clocks)
+    for clocks in _connected(closed):
+        shifts[clocks], errors[clocks] = _solved(closed[np.ix_(clocks, clocks)])
+    if granted:
+        errors[1:] = math.inf
+    elif (slack >= 0).all():
+        errors, shifts = np.maximum(errors + shifts, errors - shifts), np.zeros(num_clocks)
+    return Alignment(tuple(np.rint(shifts).astype(int).tolist()), tuple(errors.tolist()), granted)
 
-    @cached_property
-    def num_flushes(self) -> int:
-        """How often the pipeline runs empty in the step: more than once where gradients are accumulated."""
-        return num_flushes(self.program)
 
-    @property
-    def step_seconds(self) -> float:
-        """From the first rank's begin of the step to the last one's end: the optimizer and all else included."""
-        return (max(one.end for one in self.ranks) - min(one.start for one in self.ranks)) * NANO
+def _solved(closed: Floats) -> tuple[Floats, Floats]:
+    """Return the shifts of clocks that messages connect, the first one's being 0, and how far off each may be."""
+    highest, lowest = closed[:, 0], -closed[0]
+    above, below = np.isfinite(highest).all(), np.isfinite(lowest).all()
+    errors = (highest - lowest) / 2
+    if above and below:
+        return (highest + lowest) / 2, errors
+    if above or below:
+        return highest if above else lowest, errors
+    # Some are bounded on one side and some on the other: any solution, for there is no middle.
+    solution = np.minimum(closed.min(axis=1), 0.0)
+    return solution - solution[0], errors
 
-    @property
-    def kernel_seconds(self) -> tuple[float, ...] | None:
-        """Per rank, how long kernels ran within its actions; None without a device."""
-        if not all(one.has_device for one in self.ranks):
-            return None
-        return tuple(sum(one.kernel_ns for one in rank.ran) * NANO for rank in self.ranks)
 
-    @cached_property
-    def causes(self) -> tuple[Idle, ...]:
-        """Every idle interval with its cause; they sum to `idle`."""
-        return tuple(causes(self))
+def _connected(closed: Floats) -> list[list[int]]:
+    """Return the clocks in groups that messages connect, in whichever direction."""
+    near = np.isfinite(closed) | np.isfinite(closed.T)
+    groups: list[list[int]] = []
+    for clock in range(len(near)):
+        joined = [group for group in groups if near[clock, group].any()]
+        groups = [group for group in groups if group not in joined]
+        groups.append(sorted([clock, *(one for group in joined for one in group)]))
+    return groups
 
-    @cached_property
-    def messages(self) -> Mapping[Action, tuple[int, int, Half, Half]]:
-        """By their sends: source and target rank of every message, and its two ends."""
-        receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
-        found = {}
-        for source, one in enumerate(self.ranks):
-            for send, half in one.halves.items():
-                message = rules.message_of(send)
-                if message.send == send and message.recv in receives:
-                    target, other = receives[message.recv]
-                    found[send] = (source, target, half, other)
-        return found
 
-    @cached_property
-    def transfers(self) -> Sequence[Transfer]:
-        """The messages between ranks: on their way once both ends could move them."""
-        found = []
-        for send, (source, target, sent, received) in self.messages.items():
-            made, taken = self._made(send), self._taken(send)
-            if made is None or taken is None:
-                continue
-            end = taken if received.done is None else min(max(self.seconds(received.done), made), max(taken, made))
-            start = min(max(made, self.seconds(max(sent.begun, received.begun))), end)
-            size = sent.num_bytes if sent.num_bytes is not None else received.num_bytes
-            found.append(Transfer(send, source, target, made, start, end, max(taken, end), size or 0.0))
-        return sorted(found, key=lambda one: (one.source, one.start))
+def _closed(slack: Floats) -> Floats:
+    """Return the tightest slack between any two, over all others."""
+    for by in range(len(slack)):
+        slack = np.minimum(slack, slack[:, by, None] + slack[None, by, :])
+    return slack
 
-    def _made(self, send: Action) -> float | None:
-        """Return when what `send` carries was made."""
-        places = (self.located.get(one[:3]) for one in rules.producers(send))
-        return next((self.tracks[rank].ends[at] for rank, at in filter(None, places)), None)
 
-    def _taken(self, send: Action) -> float | None:
-        """Return when what `send` carries was taken up."""
-        places = (self.located.get(one[:3]) for one in rules.consumers(rules.message_of(send).recv))
-        return next((self.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
+def _smallest_feasible(slack: Floats) -> int:
+    """Return the smallest time that, granted to every message, leaves no contradiction: 0 where there is none."""
+
+    def feasible(granted: int) -> bool:
+        return bool((np.diagonal(_closed(slack + granted * ~np.eye(len(slack), dtype=bool))) >= 0).all())
+
+    low, high = -1, 0
+    while not feasible(high):
+        low, high = high, 2 * high + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if feasible(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True, repr=False)
