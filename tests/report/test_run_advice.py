@@ -13,7 +13,7 @@ from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
 from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import Remedy
-from drumline.report.run.observed import observe
+from drumline.report.run.report import observe
 from drumline.schedules import generate
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 

@@ -135,7 +135,7 @@ def _begun(path: Path, wait: float) -> Run:
 
 
 def _writers(args: argparse.Namespace, found: Run) -> list[Writer]:
-    from drumline.report.run.writers import TensorBoard, WandB
+    from drumline.report.run.follow import TensorBoard, WandB
 
     made: list[Writer] = []
     if args.tensorboard is not None:

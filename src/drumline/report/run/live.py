@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from drumline.core.program import Program
-from drumline.report.run.follow import SECONDS
+from drumline.report.run.follow import PARTS, SECONDS
 from drumline.report.units import counts, duration
 
 _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
-_PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
 _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
 
 
@@ -96,7 +95,7 @@ class Live:
             marks = self.marks.message * round(depth * scale)
             lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
         if self._bubble(0) is not None:
-            named = zip(self.marks.parts, _PARTS, strict=True)
+            named = zip(self.marks.parts, PARTS, strict=True)
             lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
         return "\n".join(line[:width].rstrip() for line in lines)
 
@@ -123,7 +122,7 @@ class Live:
         return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
 
     def _bar(self, rank: int, room: int) -> str:
-        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in _PARTS]
+        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
         return stacked(sizes, self.marks.parts, room)
 
 

@@ -10,8 +10,8 @@ from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import INK, MUTED, RULE, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS
+from drumline.report.run.follow import needed
 from drumline.report.run.report import RunReport
-from drumline.report.run.writers import needed
 from drumline.report.summary import idle_by_cause
 from drumline.report.units import duration
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from drumline.core.errors import counted
 from drumline.report.draw.grid import grid
+from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.table import table
 from drumline.report.units import counts, duration, percent, size_text
-
-PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
 
 
 def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:
