@@ -8,8 +8,8 @@ from pathlib import Path
 from drumline.cli import flags
 from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.advise.comparison import advise
-from drumline.report.compare import compare, compare_table, left_out_text
+from drumline.report.compare import compare
+from drumline.report.comparison import advise, compare_page, compare_table, left_out_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
         )
     advice = advise(rows)
     if args.out is not None:
-        from drumline.report.compare_page import compare_page
-
         save(args.out, compare_page(rows, num_ranks=args.ranks, num_microbatches=args.microbatches))
     left_out = [one.summary() for one in rows.left_out]
     summary = {"rows": [row.summary() for row in rows], "left_out": left_out, "advice": advice} if args.json else {}
