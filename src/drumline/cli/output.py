@@ -34,7 +34,7 @@ def print_error(error: DrumlineError, *, as_json: bool) -> None:
 
 def save(path: Path, written: str | bytes) -> None:
     """Write what was made to a file; a text ends with a line end."""
-    data = written if isinstance(written, bytes) else (written + "\n").encode()
+    data = written if isinstance(written, bytes) else (written.removesuffix("\n") + "\n").encode()
     try:
         path.write_bytes(data)
     except OSError as error:

@@ -95,7 +95,7 @@ def _page(found: Planned) -> str:
 def _picture(found: Planned) -> str:
     from drumline.report.draw.svg import svg
 
-    return svg(found.chosen.timeline()).rstrip("\n")
+    return svg(found.chosen.timeline())
 
 
 _WRITERS: dict[str, Callable[[Planned], str]] = {

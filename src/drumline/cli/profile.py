@@ -107,7 +107,7 @@ def _written(path: Path, found: ModelProfile) -> str:
         case ".json":
             return found.to_json()
         case ".svg":
-            return profile_svg(found).rstrip("\n")
+            return profile_svg(found)
         case _:
             return profile_page(found)
 

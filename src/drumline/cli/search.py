@@ -131,18 +131,13 @@ def _text(found: Found, others: Sequence[Found]) -> str:
 
 def _write(path: Path, found: Found) -> None:
     from drumline.core.torch_text import for_torch
-    from drumline.report.draw.html import page
-    from drumline.report.draw.svg import svg
+    from drumline.report.draw.html import picture
 
-    program = found.program
-    match path.suffix:
-        case ".csv":
-            mirrored = program.placement.mirrored  # PyTorch has no place for a second copy of a stage
-            save(path, program.format() if mirrored else for_torch(program).rstrip("\n"))
-        case ".svg":
-            save(path, svg(found.timeline).rstrip("\n"))
-        case _:
-            save(path, page([found.timeline]))
+    if path.suffix == ".csv":
+        mirrored = found.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
+        save(path, found.program.format() if mirrored else for_torch(found.program))
+    else:
+        save(path, picture(path.suffix[1:], found.timeline))
 
 
 def _pareto(args: argparse.Namespace) -> int:
@@ -167,7 +162,7 @@ def _pareto(args: argparse.Namespace) -> int:
     if args.out is not None:
         if args.out.suffix == ".csv":
             raise UsageError(f"--out is {args.out}", expected="FILE.svg or FILE.html with --pareto")
-        save(args.out, pareto_svg(picture).rstrip("\n") if args.out.suffix == ".svg" else pareto_page(picture))
+        save(args.out, pareto_svg(picture) if args.out.suffix == ".svg" else pareto_page(picture))
     left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
     below = ["", wrapped("\n".join(left_out), terminal_width())] if left_out else []
     report(args, "\n".join([pareto_table(picture, width=terminal_width()), *below]), picture.summary())

@@ -74,22 +74,10 @@ def _torch(args: argparse.Namespace, program: Program) -> str:
     return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
 
 
-def _svg(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.draw.svg import svg
+def _picture(args: argparse.Namespace, program: Program) -> str | bytes:
+    from drumline.report.draw.html import picture
 
-    return svg(_timeline(args, program))
-
-
-def _html(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.draw.html import page
-
-    return page([_timeline(args, program)])
-
-
-def _perfetto(args: argparse.Namespace, program: Program) -> bytes:
-    from drumline.report.draw.trace import trace
-
-    return trace(_timeline(args, program))
+    return picture(args.format, _timeline(args, program))
 
 
 def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
@@ -120,9 +108,9 @@ def _text(args: argparse.Namespace, program: Program) -> str:
 
 _WRITERS: dict[str, Callable[[argparse.Namespace, Program], str | bytes]] = {
     "text": _text,
-    "svg": _svg,
-    "html": _html,
-    "perfetto": _perfetto,
+    "svg": _picture,
+    "html": _picture,
+    "perfetto": _picture,
     "csv": _csv,
     "torch": _torch,
     "torch-comms": _torch,

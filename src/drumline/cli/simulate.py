@@ -8,7 +8,7 @@ from drumline.cli import flags
 from drumline.cli.output import print_json, terminal_width, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.summary import summarize
+from drumline.report.summary import peak_queues, summarize
 from drumline.report.units import counts
 
 
@@ -28,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs, limit=limit)
     summary = summarize(timeline)
-    summary["queue_depth"] = {
-        f"{source}->{target}": max(depth for _, depth in curve)
-        for (source, target), curve in timeline.queue_depths.items()
-    }
+    summary["queue_depth"] = peak_queues(timeline)
     summary["critical_path"] = [str(span.action) for span in timeline.critical_path]
     over = validate(program, limit=limit, costs=costs) if limit else []
     if limit:

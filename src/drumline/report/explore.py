@@ -22,8 +22,6 @@ from drumline.core.torch_text import for_torch
 from drumline.report.draw import html
 from drumline.report.draw.explanations import explanations
 from drumline.report.draw.scene import document
-from drumline.report.draw.svg import svg
-from drumline.report.draw.trace import trace
 from drumline.report.summary import figures, listed, refused
 from drumline.schedules import find, schedules
 
@@ -184,10 +182,8 @@ def _exported(settings: Settings, kind: str, csv: str | None) -> bytes:
         return (program.format() + "\n").encode()
     if kind == "torch":
         return for_torch(program).encode()
-    timeline = _simulated(settings, csv)
-    if kind == "perfetto":
-        return trace(timeline)
-    return (svg(timeline) if kind == "svg" else html.page([timeline])).encode()
+    drawn = html.picture(kind, _simulated(settings, csv))
+    return drawn if isinstance(drawn, bytes) else drawn.encode()
 
 
 def explore_page(settings: Settings) -> str:

@@ -59,6 +59,12 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
     return summary
 
 
+def peak_queues(timeline: Timeline) -> dict[str, int]:
+    """Return how many messages waited at once on each edge."""
+    curves = timeline.queue_depths.items()
+    return {f"{source}->{target}": max(depth for _, depth in curve) for (source, target), curve in curves}
+
+
 def listed(violations: Iterable[Violation]) -> list[dict[str, Any]]:
     """Return violations as objects."""
     return [

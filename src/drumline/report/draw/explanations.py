@@ -31,10 +31,9 @@ def explanations(timeline: Timeline) -> dict[str, Any]:
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
-    >>> from drumline.report.draw.packed import unpacked
-    >>> path = explanations(simulate(Program.parse("0F0,0B0\n1F0,1B0")))["critical"]
-    >>> unpacked(path["rank"]), unpacked(path["index"])
-    ([0, 1, 1, 0], [0, 0, 1, 1])
+    >>> explanations(simulate(Program.parse("0F0,0B0\n1F0,1B0")))["critical"] == {
+    ...     "rank": packed([0, 1, 1, 0]), "index": packed([0, 0, 1, 1])}
+    True
     """
     clock = PageTime.of(timeline)
     causes: list[list[Idle]] = [[] for _ in range(timeline.num_ranks)]

@@ -22,20 +22,12 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.scene import document
 from drumline.report.draw.svg import svg
+from drumline.report.draw.trace import trace
 
 # Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
 MAX_BOXES = 10_000
 # In the order in which each needs what comes before it.
-_SCRIPTS = (
-    "model.js",
-    "surface.js",
-    "chart.js",
-    "panels.js",
-    "view.js",
-    "explain.js",
-    "pointers.js",
-    "viewer.js",
-)
+_SCRIPTS = [f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "viewer"]]
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -58,6 +50,17 @@ def page(
     (True, True)
     """
     return page_with(document(timelines, title=title, rows=rows, advice=advice))
+
+
+def picture(kind: str, timeline: Timeline) -> str | bytes:
+    """Return a timeline as a file: svg, html, or a trace for perfetto.
+
+    >>> picture("svg", simulate(Program.parse("0F0,0B0"))).startswith("<svg")
+    True
+    """
+    if kind == "perfetto":
+        return trace(timeline)
+    return svg(timeline) if kind == "svg" else page([timeline])
 
 
 def page_with(

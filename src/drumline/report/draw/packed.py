@@ -10,7 +10,7 @@ A kind is numpy's: unsigned or signed whole numbers of 1, 2 or 4 bytes, or float
 from __future__ import annotations
 
 import math
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,17 +35,6 @@ def packed(numbers: Sequence[float] | npt.NDArray[Any]) -> str:
     column = np.asarray(numbers)
     kind = _kind(column)
     return f"{kind}:{b64encode(column.astype(f'<{kind}').tobytes()).decode()}"
-
-
-def unpacked(text: str) -> list[float]:
-    """Return the numbers that `packed` made into text, as the page's own script does.
-
-    >>> unpacked("u1:AAEC")
-    [0, 1, 2]
-    """
-    kind, _, coded = text.partition(":")
-    numbers: list[float] = np.frombuffer(b64decode(coded), f"<{kind}").tolist()
-    return numbers
 
 
 def _kind(column: npt.NDArray[Any]) -> str:

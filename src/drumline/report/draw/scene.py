@@ -99,10 +99,9 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
-    >>> from drumline.report.draw.packed import unpacked
     >>> drawn = scene(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
-    >>> unpacked(drawn["rows"][1]["start"]), drawn["why"]["rows"][1]["idle"]["words"][-1]
-    ([1, 2], 'the pipeline drains; 0B0 of rank 0 ends last')
+    >>> drawn["rows"][1]["start"], drawn["why"]["rows"][1]["idle"]["words"][-1]
+    ('u1:AQI=', 'the pipeline drains; 0B0 of rank 0 ends last')
     """
     program = timeline.program
     clock = PageTime.of(timeline)

@@ -36,18 +36,10 @@ def trace(timeline: Timeline, *, nanoseconds_per_unit: float = 1e9) -> bytes:
     >>> [event["name"] for event in json.loads(gzip.decompress(data))["traceEvents"] if event["ph"] == "X"]
     ['0F0', '0B0']
     """
-    document = {
-        "traceEvents": list(events(timeline, nanoseconds_per_unit)),
-        "displayTimeUnit": "ns",
-        "otherData": {
-            "program": timeline.program.name,
-            "makespan": timeline.makespan,
-            "bubble": timeline.bubble,
-            "nanoseconds_per_unit": nanoseconds_per_unit,
-        },
-    }
-    # No time stamp in the header: equal timelines give equal files.
-    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
+    figures = {"program": timeline.program.name, "makespan": timeline.makespan, "bubble": timeline.bubble}
+    return _zipped(
+        list(events(timeline, nanoseconds_per_unit)), {**figures, "nanoseconds_per_unit": nanoseconds_per_unit}
+    )
 
 
 def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1e9) -> bytes:
@@ -74,7 +66,12 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
             found.append(moved)
         first_rank += timeline.num_ranks
         first_id += len(timeline.transfers)
-    document = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": {"timelines": list(timelines)}}
+    return _zipped(found, {"timelines": list(timelines)})
+
+
+def _zipped(found: list[Event], other: Event) -> bytes:
+    document = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": other}
+    # No time stamp in the header: equal timelines give equal files.
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 
 

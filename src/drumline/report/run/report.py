@@ -19,7 +19,7 @@ from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import OPS, Evidence
-from drumline.report.summary import summarize
+from drumline.report.summary import peak_queues, summarize
 
 MAKESPAN = "pp/makespan_seconds"
 _POOLED = 15  # steps whose seconds are taken together
@@ -218,9 +218,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _timeline_figures(timeline: Timeline) -> dict[str, Any]:
-    queues = {f"{source}->{target}": max(depth for _, depth in curve)
-              for (source, target), curve in timeline.queue_depths.items()}  # fmt: skip
-    return {**summarize(timeline), "peak_queue": queues}
+    return {**summarize(timeline), "peak_queue": peak_queues(timeline)}
 
 
 def tracks(timeline: Timeline) -> list[dict[str, Any]]:
