@@ -158,22 +158,13 @@ def _beside(analysis: Analysis) -> list[str]:
 
 
 def _ranks(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
-    from drumline.report.summary import idle_by_cause
+    from drumline.report.summary import rank_rows
 
-    timeline, by_cause = analysis.timeline, idle_by_cause(analysis.timeline)
-    kernels = timeline.kernel_seconds
-    header = ["rank", "stages", "busy", *(["kernels"] if kernels else []), "idle", *by_cause]
-    rows = [
-        [
-            str(rank),
-            " ".join(map(str, timeline.program.placement.stages_of(rank))),
-            _ms(timeline.busy[rank]),
-            *([_ms(kernels[rank])] if kernels else []),
-            _ms(timeline.idle[rank]),
-            *(_ms(by_cause[cause][rank]) for cause in by_cause),
-        ]
-        for rank in range(timeline.num_ranks)
-    ]
+    header, rows = rank_rows(analysis.timeline, _ms)
+    if (kernels := analysis.timeline.kernel_seconds) is not None:
+        header.insert(3, "kernels")
+        for row, seconds in zip(rows, kernels, strict=True):
+            row.insert(3, _ms(seconds))
     return header, rows
 
 

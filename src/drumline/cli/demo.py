@@ -19,13 +19,10 @@ _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="FOLDER", help="of the runs and the report"
-    )
-    parser.add_argument(
-        "--width", type=flags.whole_number, default=512, metavar="N", help="of the layers (default 512)"
-    )
-    parser.add_argument("--epochs", type=flags.whole_number, default=5, metavar="N", help="(default 5)")
+    out, whole = Path("out/demo"), flags.whole_number
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the runs and the report")
+    parser.add_argument("--width", type=whole, default=512, metavar="N", help="of the layers (default 512)")
+    parser.add_argument("--epochs", type=whole, default=5, metavar="N", help="(default 5)")
     flags.add_json(parser)
 
 
@@ -75,18 +72,8 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         if one.trial.name in _DRAWN:
             print(f"{one.trial.schedule}, a step as it was measured:")
             print(grid(one.timeline, width=width, colour=colour_wanted()) + "\n")
-    header = [
-        "schedule",
-        "M",
-        "recompute",
-        "loss",
-        "step ms",
-        "utilisation",
-        "bound",
-        "queue",
-        "stash KiB",
-        "one process",
-    ]
+    header = ["schedule", "M", "recompute", "loss", "step ms", "utilisation", "bound", "queue"]
+    header += ["stash KiB", "one process"]
     rows = []
     for one in outcomes:
         found = one.summary()

@@ -74,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _page(found: Planned) -> str:
+def _page(planned: Planned) -> str:
     """Return the timelines of the choice and of the best by every other schedule."""
     from drumline.report.draw.html import page
 
     best: dict[str, Candidate] = {}
-    for one in found.candidates:
+    for one in planned.candidates:
         best.setdefault(one.program.name, one)
-    plan = found.best
+    plan = planned.best
     fullest = max(one.total for one in plan.rank_bytes)
     return page(
         [one.timeline() for one in list(best.values())[:_DRAWN]],
@@ -92,10 +92,10 @@ def _page(found: Planned) -> str:
     )
 
 
-def _picture(found: Planned) -> str:
+def _picture(planned: Planned) -> str:
     from drumline.report.draw.svg import svg
 
-    return svg(found.chosen.timeline())
+    return svg(planned.chosen.timeline())
 
 
 _WRITERS: dict[str, Callable[[Planned], str]] = {
@@ -105,27 +105,27 @@ _WRITERS: dict[str, Callable[[Planned], str]] = {
 }
 
 
-def _summary(found: Planned) -> dict[str, Any]:
+def _summary(planned: Planned) -> dict[str, Any]:
     return {
-        "best": {**found.best.summary(), "program": found.best.program.format().split("\n")},
-        "candidates": [one.summary(found.chosen) for one in found.candidates],
-        "rejected": [one.summary(found.chosen) for one in found.rejected],
+        "best": {**planned.best.summary(), "program": planned.best.program.format().split("\n")},
+        "candidates": [one.summary(planned.chosen) for one in planned.candidates],
+        "rejected": [one.summary(planned.chosen) for one in planned.rejected],
     }
 
 
-def _text(found: Planned) -> str:
+def _text(planned: Planned) -> str:
     from drumline.report.table import table
 
-    width, best = terminal_width(), found.best
+    width, best = terminal_width(), planned.best
     header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]
-    rows = [_row(one, found) for one in found.candidates[:_SHOWN]]
-    rows += [_row(one, found) for one in found.rejected[: max(_SHOWN - len(rows), 2)]]
+    rows = [_row(one, planned) for one in planned.candidates[:_SHOWN]]
+    rows += [_row(one, planned) for one in planned.rejected[: max(_SHOWN - len(rows), 2)]]
     items = ", ".join(
-        f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(found.best.seconds) if abs(seconds) >= 5e-5
+        f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(planned.best.seconds) if abs(seconds) >= 5e-5
     )
     lines = [
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
-        f" {counted(len(found.candidates), 'combination')} fit, {len(found.rejected)} do not",
+        f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
         "",
         table(header, rows, width=width),
         "",
@@ -141,16 +141,16 @@ def _text(found: Planned) -> str:
     return "\n".join(lines[:3] + [wrapped(line, width) for line in lines[3:]])
 
 
-def _row(one: Candidate, found: Planned) -> list[str]:
+def _row(candidate: Candidate, planned: Planned) -> list[str]:
     return [
-        one.program.name,
-        str(one.program.num_microbatches),
-        str(one.rows),
-        _blocks(one.cut.counts),
-        _checkpointing(one.stages.recompute, short=True),
-        f"{one.step_seconds * 1e3:.1f}",
-        f"{max(one.cut.rank_bytes) / _MIB:.1f}",
-        "chosen" if one is found.chosen else one.why_not(found.chosen),
+        candidate.program.name,
+        str(candidate.program.num_microbatches),
+        str(candidate.rows),
+        _blocks(candidate.cut.counts),
+        _checkpointing(candidate.stages.recompute, short=True),
+        f"{candidate.step_seconds * 1e3:.1f}",
+        f"{max(candidate.cut.rank_bytes) / _MIB:.1f}",
+        "chosen" if candidate is planned.chosen else candidate.why_not(planned.chosen),
     ]
 
 

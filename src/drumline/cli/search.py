@@ -87,18 +87,18 @@ def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     return Everywhere([search(costs, placement, **options)])
 
 
-def _summary(found: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
+def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
     summary = {
-        **summarize(found.timeline),
-        "objective": found.objective,
-        "value": found.value,
-        "lower_bound": found.bound.value,
-        "bound": found.bound.name,
-        "gap": found.gap,
-        "search_seconds": found.seconds,
-        "tried": found.num_tried,
-        "starts": [{"schedule": start.name, "value": start.value} for start in found.starts],
-        "interrupted": found.is_interrupted,
+        **summarize(best.timeline),
+        "objective": best.objective,
+        "value": best.value,
+        "lower_bound": best.bound.value,
+        "bound": best.bound.name,
+        "gap": best.gap,
+        "search_seconds": best.seconds,
+        "tried": best.num_tried,
+        "starts": [{"schedule": start.name, "value": start.value} for start in best.starts],
+        "interrupted": best.is_interrupted,
     }
     if others:
         summary["others"] = [
@@ -110,16 +110,16 @@ def _summary(found: Found, others: Sequence[Found], left_out: Mapping[str, PlanE
     return summary
 
 
-def _text(found: Found, others: Sequence[Found]) -> str:
-    timeline, best = found.timeline, found.starts[0]
-    what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[found.objective]
-    what += " at the quantile" if found.jitter else ""
+def _text(result: Found, others: Sequence[Found]) -> str:
+    timeline, best = result.timeline, result.starts[0]
+    what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[result.objective]
+    what += " at the quantile" if result.jitter else ""
     lines = [
-        f"{found.placement}: {counts(found.program)}",
-        f"{what} {found.value:g}" + ("" if found.jitter else f", {found.verdict}"),
+        f"{result.placement}: {counts(result.program)}",
+        f"{what} {result.value:g}" + ("" if result.jitter else f", {result.verdict}"),
         f"bubble {timeline.bubble:.2%} of the makespan, {timeline.span_bubble:.2%} of the longest span",
-        f"best hand-made start: {best.name}, {best.value:g} ({best.value / found.value - 1:.1%} longer)"
-        if best.value > found.value
+        f"best hand-made start: {best.name}, {best.value:g} ({best.value / result.value - 1:.1%} longer)"
+        if best.value > result.value
         else f"no better than {best.name}, the best hand-made start",
         f"peak activations {' '.join(map(str, timeline.peak_activations))}",
     ]
@@ -129,15 +129,15 @@ def _text(found: Found, others: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, found: Found) -> None:
+def _write(path: Path, result: Found) -> None:
     from drumline.core.torch_text import for_torch
     from drumline.report.draw.html import picture
 
     if path.suffix == ".csv":
-        mirrored = found.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
-        save(path, found.program.format() if mirrored else for_torch(found.program))
+        mirrored = result.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
+        save(path, result.program.format() if mirrored else for_torch(result.program))
     else:
-        save(path, picture(path.suffix[1:], found.timeline))
+        save(path, picture(path.suffix[1:], result.timeline))
 
 
 def _pareto(args: argparse.Namespace) -> int:

@@ -134,14 +134,14 @@ def _begun(path: Path, wait: float) -> Run:
         time.sleep(min(_EVERY, left))
 
 
-def _writers(args: argparse.Namespace, found: Run) -> list[Writer]:
+def _writers(args: argparse.Namespace, recorded: Run) -> list[Writer]:
     from drumline.report.run.follow import TensorBoard, WandB
 
     made: list[Writer] = []
     if args.tensorboard is not None:
         made.append(TensorBoard(args.tensorboard))
     if args.wandb is not None:
-        made.append(WandB(args.wandb, name=args.run.name, config={**found.config, "plan": found.plan}))
+        made.append(WandB(args.wandb, name=args.run.name, config={**recorded.config, "plan": recorded.plan}))
     return made
 
 

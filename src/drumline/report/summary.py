@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from drumline.core.errors import DrumlineError
@@ -57,6 +57,16 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
         summary["updates"] = program.num_updates
         summary["weight_versions"] = [holding.peak_versions for holding in timeline.memory]
     return summary
+
+
+def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of ranks: their stages, busy and idle time, and the latter by its causes; header and rows."""
+    by_cause, placement = idle_by_cause(timeline), timeline.program.placement
+    rows = []
+    for rank in range(timeline.num_ranks):
+        times = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
+        rows.append([str(rank), " ".join(map(str, placement.stages_of(rank))), *map(written, times)])
+    return ["rank", "stages", "busy", "idle", *by_cause], rows
 
 
 def peak_queues(timeline: Timeline) -> dict[str, int]:

@@ -37,7 +37,7 @@ def other_counts(seen: Evidence) -> Iterator[Remedy]:
             continue
         changed = _generated(program, program.name, count)
         if changed is not None:
-            simulated = simulate(changed, _scaled(seen.costs, now / count))
+            simulated = simulate(changed, _scaled(seen.costs, program.num_stages, now / count))
             best = max(best, (_gain(seen, simulated, count / now), count))
     gain, count = best
     if count == now:
@@ -61,14 +61,14 @@ def other_schedule(seen: Evidence) -> Iterator[Remedy]:
     if ours and (program.num_updates or program.placement.mirrored or _generated(program, program.name) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
-    costs = seen.costs if split else _halved(seen.costs)
+    costs = seen.costs if split else _halved(seen.costs, program.num_stages)
     now = simulate(program, costs)
-    found = [simulate(other, costs) for other in _others(program, elsewhere=not ours)]
+    others = [simulate(other, costs) for other in _others(program, elsewhere=not ours)]
     if ours:
-        yield from _faster(seen, now, found, "" if split else _HALVES)
-        yield from _smaller(now, found)
+        yield from _faster(seen, now, others, "" if split else _HALVES)
+        yield from _smaller(now, others)
     else:
-        yield from _at_best(seen, now, found, split)
+        yield from _at_best(seen, now, others, split)
 
 
 def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
@@ -81,8 +81,8 @@ def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
             yield other
 
 
-def _faster(seen: Evidence, now: Simulation, found: list[Simulation], assumes: str) -> Iterator[Remedy]:
-    gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in found]
+def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
+    gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in others]
     # Of those that gain the same to a thousandth, the one that holds least.
     gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
     if gain >= LEAST_GAIN:
@@ -92,9 +92,9 @@ def _faster(seen: Evidence, now: Simulation, found: list[Simulation], assumes: s
         yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
 
 
-def _smaller(now: Simulation, found: list[Simulation]) -> Iterator[Remedy]:
+def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
     """Yield the schedule that holds least in the same time."""
-    as_fast = [one for one in found if one.makespan <= now.makespan * 1.005]
+    as_fast = [one for one in others if one.makespan <= now.makespan * 1.005]
     least = min(as_fast, key=lambda one: max(one.peak_activations), default=now)
     held, holds = max(now.peak_activations), max(least.peak_activations)
     if holds < held:
@@ -104,9 +104,9 @@ def _smaller(now: Simulation, found: list[Simulation]) -> Iterator[Remedy]:
         yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
 
 
-def _at_best(seen: Evidence, now: Simulation, found: list[Simulation], split: bool) -> Iterator[Remedy]:
+def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
     """Yield the fastest schedule of those that hold no more, both without transfer and overhead."""
-    smaller = [one for one in found if max(one.peak_activations) <= max(now.peak_activations)]
+    smaller = [one for one in others if max(one.peak_activations) <= max(now.peak_activations)]
     best = min(smaller, key=lambda one: one.makespan, default=now)
     if best is not now:
         guessed = not split and Op.BACKWARD_WEIGHT in best.program.columns.ops
@@ -147,16 +147,11 @@ def _generated(program: Program, name: str, num_microbatches: int | None = None)
         return None
 
 
-def _scaled(costs: Costs, factor: float) -> Costs:
-    scaled: dict[str, Any] = {op: [one * factor for one in _listed(getattr(costs, op))] for op in OPS}
+def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:
+    scaled: dict[str, Any] = {op: [one * factor for one in costs.per_stage(op, num_stages)] for op in OPS}
     return replace(costs, **scaled)
 
 
-def _halved(costs: Costs) -> Costs:
-    halves = [one / 2 for one in _listed(costs.backward_input)]
+def _halved(costs: Costs, num_stages: int) -> Costs:
+    halves = [one / 2 for one in costs.per_stage("backward_input", num_stages)]
     return replace(costs, backward_input=halves, backward_weight=halves)
-
-
-def _listed(value: object) -> list[float]:
-    assert isinstance(value, list), "measured costs are given per stage"
-    return value

@@ -76,22 +76,26 @@ def _marks(axis: Axis, bottom: float) -> Iterator[str]:
         yield text(axis.at(mark), bottom + 16, f"{mark:g}", anchor="middle", fill=MUTED)
 
 
-def _drawn(one: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
-    places = [(across.at(x), up.at(y)) for x, y in one.points]
-    if not one.marks:
+def _drawn(series: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
+    places = [(across.at(x), up.at(y)) for x, y in series.points]
+    if not series.marks:
         corners = " ".join(f"{number(x)},{number(y)}" for x, y in places)
-        yield f'<polyline points="{corners}" fill="none" {_stroke(one, hue)}/>'
-    for place, (x, y) in zip(places, one.points, strict=True):
-        yield circle(*place, 4.5 if one.marks else 2.5, hue, note=f"{one.name}: {x:g}, {y:.4g}")
+        yield f'<polyline points="{corners}" fill="none" {_stroke(series, hue)}/>'
+    for place, (x, y) in zip(places, series.points, strict=True):
+        yield circle(*place, 4.5 if series.marks else 2.5, hue, note=f"{series.name}: {x:g}, {y:.4g}")
 
 
-def _entry(one: Series, hue: str, y: float) -> Iterator[str]:
-    yield circle(_LEFT + 10, y - 4, 4.5, hue) if one.marks else f'<path d="M{_LEFT} {y - 4}h20" {_stroke(one, hue)}/>'
-    yield text(_LEFT + 28, y, one.name, fill=MUTED)
+def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
+    yield (
+        circle(_LEFT + 10, y - 4, 4.5, hue)
+        if series.marks
+        else f'<path d="M{_LEFT} {y - 4}h20" {_stroke(series, hue)}/>'
+    )
+    yield text(_LEFT + 28, y, series.name, fill=MUTED)
 
 
-def _stroke(one: Series, hue: str) -> str:
-    return f'stroke="{hue}" stroke-width="2"' + (' stroke-dasharray="5 4"' if one.dashed else "")
+def _stroke(series: Series, hue: str) -> str:
+    return f'stroke="{hue}" stroke-width="2"' + (' stroke-dasharray="5 4"' if series.dashed else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
     return _zipped(found, {"timelines": list(timelines)})
 
 
-def _zipped(found: list[Event], other: Event) -> bytes:
-    document = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": other}
+def _zipped(listed: list[Event], other: Event) -> bytes:
+    document = {"traceEvents": listed, "displayTimeUnit": "ns", "otherData": other}
     # No time stamp in the header: equal timelines give equal files.
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 

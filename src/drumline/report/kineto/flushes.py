@@ -64,9 +64,9 @@ def cut(
     return found
 
 
-def _earlier(one: Labelled, by: int) -> Labelled:
-    assert one.action.microbatch is not None
-    return one._replace(action=one.action._replace(microbatch=one.action.microbatch - by))
+def _earlier(labelled: Labelled, by: int) -> Labelled:
+    assert labelled.action.microbatch is not None
+    return labelled._replace(action=labelled.action._replace(microbatch=labelled.action.microbatch - by))
 
 
 def num_flushes(program: Program) -> int:

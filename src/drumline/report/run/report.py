@@ -153,10 +153,15 @@ class RunReport:
         """What the step took beyond the simulator's, with the same seconds of every action."""
         return self.seen.measured.makespan - self.seen.simulated.makespan
 
+    @property
+    def overhead_share(self) -> float:
+        """The same as a share of the step."""
+        makespan = self.seen.measured.makespan
+        return self.overhead_seconds / makespan if makespan > 0 else 0.0
+
     def figures(self) -> dict[str, Any]:
         """Return all figures, without the timelines' actions."""
         seen, program = self.seen, self.run.program
-        makespan = seen.measured.makespan
         return {
             "name": self.name,
             "run": self.run.id,
@@ -167,10 +172,10 @@ class RunReport:
             "num_steps": self.run.num_steps,
             "step": seen.step,
             "pooled_steps": list(seen.pooled),
-            "makespan": makespan,
+            "makespan": seen.measured.makespan,
             "simulated_makespan": seen.simulated.makespan,
             "overhead_seconds": self.overhead_seconds,
-            "overhead_share": self.overhead_seconds / makespan if makespan > 0 else 0.0,
+            "overhead_share": self.overhead_share,
             "bubble": seen.measured.bubble,
             "utilisation": 1.0 - seen.measured.bubble,
             **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},

@@ -26,13 +26,12 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
     """Return one report as text."""
     seen, program = report.seen, report.run.program
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
-    share = report.overhead_seconds / measured if measured > 0 else 0.0
     slowest = report.stages[report.slowest_stage]
     head = [
         f"{report.name}: {program.name}, {counts(program)}, step {seen.step} of "
         f"{counted(report.run.num_steps, 'step')}",
         f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
-        f"{duration(simulated)}, the rest ({percent(share)}) is overhead and jitter",
+        f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
         f"{duration(slowest['seconds'])} a microbatch",
     ]
@@ -64,14 +63,13 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
     for report in reports:
         measured = report.seen.measured
         fullest = max(report.ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"]))
-        share = report.overhead_seconds / measured.makespan if measured.makespan > 0 else 0.0
         rows.append(
             [
                 report.name,
                 report.run.program.name,
                 duration(measured.makespan),
                 f"{measured.bubble:.1%}",
-                f"{share:.1%}",
+                f"{report.overhead_share:.1%}",
                 f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}",
                 held(fullest),
             ]
