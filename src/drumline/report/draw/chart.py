@@ -86,11 +86,8 @@ def _drawn(series: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
 
 
 def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
-    yield (
-        circle(_LEFT + 10, y - 4, 4.5, hue)
-        if series.marks
-        else f'<path d="M{_LEFT} {y - 4}h20" {_stroke(series, hue)}/>'
-    )
+    line = f'<path d="M{_LEFT} {y - 4}h20" {_stroke(series, hue)}/>'
+    yield circle(_LEFT + 10, y - 4, 4.5, hue) if series.marks else line
     yield text(_LEFT + 28, y, series.name, fill=MUTED)
 
 
