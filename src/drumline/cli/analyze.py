@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=flags.whole_number, metavar="N", help="the step to report (default: the median)")
     flags.add_json(parser)
-    flags.add_format(
-        parser, list(_WRITERS), "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
-    )
+    formats = ("text", "html", "svg", "perfetto", "csv")
+    meaning = "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
+    flags.add_format(parser, formats, meaning)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,42 +45,30 @@ def run(args: argparse.Namespace) -> int:
     summary = {**analysis.summary(), "advice": analysis.advice.sentence} if args.json else {}
     if args.out is not None:
         summary["out"] = str(args.out)
-    deliver(args, _WRITERS[args.format](args, analysis), summary)
+    deliver(args, _written(args, analysis), summary)
     return 1 if analysis.violations else 0
 
 
-def _csv(args: argparse.Namespace, analysis: Analysis) -> str:
-    return analysis.timeline.ran.format()
+def _written(args: argparse.Namespace, analysis: Analysis) -> str | bytes:
+    """Return what --format asks for."""
+    if args.format == "text":
+        return _text(args, analysis)
+    if args.format == "csv":
+        return analysis.timeline.ran.format()
+    from drumline.report.draw.html import page, picture
 
-
-def _svg(args: argparse.Namespace, analysis: Analysis) -> str:
-    from drumline.report.draw.svg import svg
-
-    return svg(analysis.timeline, title=_title(analysis))
-
-
-def _html(args: argparse.Namespace, analysis: Analysis) -> str:
-    from drumline.report.draw.html import page
-
-    name = analysis.timeline.program.name
-    shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
+    timeline = analysis.timeline
+    name, title = timeline.program.name, f"{timeline.program.name}, step {timeline.step}, as recorded"
+    if args.format != "html":
+        return picture(args.format, timeline, title=title)
+    shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
-    return page(shown, title=_title(analysis), advice=analysis.advice.sentence)
+    return page(shown, title=title, advice=analysis.advice.sentence)
 
 
 def _called(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, program=replace(timeline.program, name=name))
-
-
-def _perfetto(args: argparse.Namespace, analysis: Analysis) -> bytes:
-    from drumline.report.draw.trace import trace
-
-    return trace(analysis.timeline)
-
-
-def _title(analysis: Analysis) -> str:
-    return f"{analysis.timeline.program.name}, step {analysis.timeline.step}, as recorded"
 
 
 def _text(args: argparse.Namespace, analysis: Analysis) -> str:
@@ -185,12 +172,3 @@ def _against(analysis: Analysis) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
-
-
-_WRITERS: dict[str, Callable[[argparse.Namespace, Analysis], str | bytes]] = {
-    "text": _text,
-    "html": _html,
-    "svg": _svg,
-    "perfetto": _perfetto,
-    "csv": _csv,
-}

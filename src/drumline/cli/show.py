@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     flags.add_format(
         parser,
-        list(_WRITERS),
+        ("text", "svg", "html", "perfetto", "csv", "torch", "torch-comms"),
         "text, svg, html: pictures; perfetto: a trace; csv: the program; torch, torch-comms: as PyTorch loads it",
     )
     parser.add_argument("--window", metavar="START:END", help="draw only this stretch of time")
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     program = flags.pruned(flags.program_of(args), args)
     if args.lower:
         program = lower(program, channel=args.channel)
-    written = _WRITERS[args.format](args, program)
+    written = _written(args, program)
     shown = {"out": str(args.out)} if args.out is not None else {"text": written}
     numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
     rows = [[str(action) for action in row] for row in program.rows]
@@ -63,18 +62,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _csv(args: argparse.Namespace, program: Program) -> str:
-    return program.format()
+def _written(args: argparse.Namespace, program: Program) -> str | bytes:
+    """Return what --format asks for."""
+    if args.format == "text":
+        return _text(args, program)
+    if args.format == "csv":
+        return program.format()
+    if args.format.startswith("torch"):
+        from drumline.core.torch_text import for_torch
 
-
-def _torch(args: argparse.Namespace, program: Program) -> str:
-    from drumline.core.torch_text import for_torch
-
-    lowered = args.format == "torch-comms"
-    return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
-
-
-def _picture(args: argparse.Namespace, program: Program) -> str | bytes:
+        lowered = args.format == "torch-comms"
+        return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
     from drumline.report.draw.html import picture
 
     return picture(args.format, _timeline(args, program))
@@ -104,17 +102,6 @@ def _text(args: argparse.Namespace, program: Program) -> str:
     around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
     title, *rest = (wrapped(line, width) for line in around if line)
     return "\n".join([title, picture, *rest])
-
-
-_WRITERS: dict[str, Callable[[argparse.Namespace, Program], str | bytes]] = {
-    "text": _text,
-    "svg": _picture,
-    "html": _picture,
-    "perfetto": _picture,
-    "csv": _csv,
-    "torch": _torch,
-    "torch-comms": _torch,
-}
 
 
 def _window(text: str | None) -> tuple[float, float] | None:

@@ -12,15 +12,14 @@ from typing import Any
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
+from drumline.report.recipes import made_by
 from drumline.report.units import ms
-from drumline.schedules import find, schedules
+from drumline.schedules import schedules
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
-_MAX_ACTIONS = 50_000  # of a program that is tried; steps larger than that repeat themselves
 _HALVES = "if W takes half of B"
 _LINEAR = "if a microbatch takes as long as it has rows"
 
@@ -35,7 +34,7 @@ def other_counts(seen: Evidence) -> Iterator[Remedy]:
         count = int(now * factor)
         if not 1 <= count <= rows_of_batch(seen, most=4 * now):
             continue
-        changed = _generated(program, program.name, count)
+        changed = made_by(program.name, program, count)
         if changed is not None:
             simulated = simulate(changed, _scaled(seen.costs, program.num_stages, now / count))
             best = max(best, (_gain(seen, simulated, count / now), count))
@@ -58,7 +57,7 @@ def other_schedule(seen: Evidence) -> Iterator[Remedy]:
     only schedules count that hold no more.
     """
     program, ours = seen.program, seen.plan is not None
-    if ours and (program.num_updates or program.placement.mirrored or _generated(program, program.name) != program):
+    if ours and (program.num_updates or program.placement.mirrored or made_by(program.name, program) != program):
         return
     split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
     costs = seen.costs if split else _halved(seen.costs, program.num_stages)
@@ -74,7 +73,7 @@ def other_schedule(seen: Evidence) -> Iterator[Remedy]:
 def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
     """Yield the programs of other schedules that train the same stages with the same result, on the same ranks."""
     for name in schedules() if program.has_backward else ():
-        other = None if name == program.name else _generated(program, name)
+        other = None if name == program.name else made_by(name, program)
         if other is None or not other.has_backward or other.num_updates:
             continue
         if other.placement == program.placement or (elsewhere and not other.placement.mirrored):
@@ -131,20 +130,6 @@ def rows_of_batch(seen: Evidence, *, most: int) -> int:
 def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
     """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
     return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
-
-
-def _generated(program: Program, name: str, num_microbatches: int | None = None) -> Program | None:
-    """Return what a recipe makes for the program's counts, or others; None where there is no such recipe."""
-    try:
-        schedule, stages = find(name), program.num_stages // program.num_ranks
-        count = num_microbatches or program.num_microbatches
-        if 3 * count * program.num_stages > _MAX_ACTIONS:
-            return None
-        if (schedule.stages_per_rank > 1) != (stages > 1):
-            return None  # a recipe for several stages per rank, with one, is another schedule
-        return schedule.build(program.num_ranks, count, stages)
-    except DrumlineError:
-        return None
 
 
 def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:

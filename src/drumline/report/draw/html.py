@@ -52,15 +52,15 @@ def page(
     return page_with(document(timelines, title=title, rows=rows, advice=advice))
 
 
-def picture(kind: str, timeline: Timeline) -> str | bytes:
-    """Return a timeline as a file: svg, html, or a trace for perfetto.
+def picture(kind: str, timeline: Timeline, *, title: str | None = None) -> str | bytes:
+    """Return a timeline as a file: svg, html, or a trace for perfetto, which has no title.
 
     >>> picture("svg", simulate(Program.parse("0F0,0B0"))).startswith("<svg")
     True
     """
     if kind == "perfetto":
         return trace(timeline)
-    return svg(timeline) if kind == "svg" else page([timeline])
+    return svg(timeline, title=title) if kind == "svg" else page([timeline], title=title)
 
 
 def page_with(
