@@ -21,8 +21,8 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.kineto.analysis import analyze
+from drumline.report.kineto.clocks import align
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traces import align
 from drumline.report.summary import idle_by_cause
 from kineto_traces import BEGIN, MESSAGE_BYTES, UNIT, Event, event, info, mark, save, written
 from names import build

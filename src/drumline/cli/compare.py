@@ -8,8 +8,8 @@ from pathlib import Path
 from drumline.cli import flags
 from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.compare import compare
-from drumline.report.comparison import advise, compare_page, compare_table, left_out_text
+from drumline.report.compare import compare, compare_table, left_out_text
+from drumline.report.comparison import advise, compare_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

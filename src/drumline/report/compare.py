@@ -18,6 +18,7 @@ from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
 from drumline.report.summary import refused, summarize
+from drumline.report.table import table
 from drumline.schedules import schedules
 
 
@@ -141,3 +142,42 @@ def _for_all(costs: Costs) -> Costs:
                 f"{field.name} is given per stage", expected="one value: schedules cut the model into different stages"
             )
     return costs
+
+
+def left_out_text(left_out: Sequence[LeftOut]) -> str:
+    """Return which schedules were left out, those with the same reason on one line; nothing where none was.
+
+    >>> print(left_out_text(compare(3, num_microbatches=4).left_out))
+    left out: dualpipe with 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    left out: chimera with 3 ranks: its two directions meet in the middle; expected an even number of ranks
+    """
+    reasons: dict[str, list[str]] = {}
+    for one in left_out:
+        expected = f"; expected {one.reason.expected}" if one.reason.expected else ""
+        reasons.setdefault(one.reason.error + expected, []).append(one.name)
+    return "\n".join(
+        f"left out: {reason}" if reason.startswith(names[0]) else f"left out: {', '.join(names)}: {reason}"
+        for reason, names in reasons.items()
+    )
+
+
+def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
+    """Return the comparison as an aligned table."""
+    bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
+    header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
+    header += ["peak bytes"] if bytes_known else []
+    lines = []
+    for row in rows:
+        timeline = row.timeline
+        cells = [
+            row.name + ("" if row.fits else " (over the limit)"),
+            str(row.stages_per_rank),
+            f"{row.seconds_per_microbatch:.4g}",
+            f"{timeline.bubble:.2%}",
+            f"{timeline.span_bubble:.2%}",
+            f"{row.peak_share:.3g}",
+        ]
+        if bytes_known:
+            cells.append(f"{max(timeline.peak_bytes or (0.0,)):.4g}")
+        lines.append(cells)
+    return table(header, lines, width=width)

@@ -1,12 +1,11 @@
-"""A comparison to look at: what to run, said in a sentence or two, the table, and a page of all schedules."""
+"""What to run, said in a sentence or two, from a comparison; and the comparison as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drumline.report.compare import Comparison, LeftOut, Row
+from drumline.report.compare import Comparison, Row
 from drumline.report.draw.html import page
-from drumline.report.table import table
 
 
 def advise(rows: Sequence[Row]) -> str:
@@ -70,43 +69,3 @@ def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) 
     title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
     points = [{"name": row.name, **row.summary()} for row in rows]
     return page([row.timeline for row in rows], title=title, rows=points, advice=advise(rows))
-
-
-def left_out_text(left_out: Sequence[LeftOut]) -> str:
-    """Return which schedules were left out, those with the same reason on one line; nothing where none was.
-
-    >>> from drumline.report.compare import compare
-    >>> print(left_out_text(compare(3, num_microbatches=4).left_out))
-    left out: dualpipe with 3 ranks: its two directions meet in the middle; expected an even number of ranks
-    left out: chimera with 3 ranks: its two directions meet in the middle; expected an even number of ranks
-    """
-    reasons: dict[str, list[str]] = {}
-    for one in left_out:
-        expected = f"; expected {one.reason.expected}" if one.reason.expected else ""
-        reasons.setdefault(one.reason.error + expected, []).append(one.name)
-    return "\n".join(
-        f"left out: {reason}" if reason.startswith(names[0]) else f"left out: {', '.join(names)}: {reason}"
-        for reason, names in reasons.items()
-    )
-
-
-def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
-    """Return the comparison as an aligned table."""
-    bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
-    header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
-    header += ["peak bytes"] if bytes_known else []
-    lines = []
-    for row in rows:
-        timeline = row.timeline
-        cells = [
-            row.name + ("" if row.fits else " (over the limit)"),
-            str(row.stages_per_rank),
-            f"{row.seconds_per_microbatch:.4g}",
-            f"{timeline.bubble:.2%}",
-            f"{timeline.span_bubble:.2%}",
-            f"{row.peak_share:.3g}",
-        ]
-        if bytes_known:
-            cells.append(f"{max(timeline.peak_bytes or (0.0,)):.4g}")
-        lines.append(cells)
-    return table(header, lines, width=width)

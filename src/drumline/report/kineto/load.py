@@ -20,12 +20,13 @@ from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
 from drumline.report.kineto.actions import Labelled, numbered, numbered_on, spelled, unlabelled, until_the_end
+from drumline.report.kineto.clocks import Alignment, align
 from drumline.report.kineto.flushes import Stretch, cut, flush_counts
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import Recording, read
 from drumline.report.kineto.traced import Traced
-from drumline.report.kineto.traces import Alignment, Traces, align
+from drumline.report.kineto.traces import Traces
 from drumline.report.recipes import recipe_of
 
 

@@ -1,118 +1,16 @@
-"""The traces of one pipeline, its steps on one clock.
-
-Clocks of several hosts are put on one by the messages between them: nothing is received before it is sent.
-
-    host A   sent ●                       B's clock is ahead: its times must be moved back by at least what makes
-                   ╲                      the earliest arrival follow its send, and messages the other way allow
-    host B      ●   ╲                     no more than so much. What remains open between the two is the error.
-             arrived ▼ really here
-
-Every message from A to B says: shift(B) - shift(A) >= sent - arrived. All of these together are shortest paths; the
-lowest and the highest solution are both right, and so is the middle between them.
-"""
+"""The traces of one pipeline: its steps on one clock, and what is known of the ranks' clocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
 
-import numpy as np
-
 from drumline.core.errors import TraceError, counted
-from drumline.core.simulate.graph import Floats
+from drumline.report.kineto.clocks import Alignment
 from drumline.report.kineto.traced import Traced
-
-
-@dataclass(frozen=True, slots=True)
-class Alignment:
-    """What to add to each clock's times, and how far off that may be: infinite where it cannot be known.
-
-    `contradiction` is by how much messages arrive before they are sent whatever is added: clocks that drift.
-    """
-
-    shifts: tuple[int, ...]
-    errors: tuple[float, ...]
-    contradiction: int = 0
-
-
-def align(num_clocks: int, messages: Iterable[tuple[int, int, int, int]]) -> Alignment:
-    """Return the shifts that let no message, given as (from clock, to clock, sent, arrived), arrive before it is sent.
-
-    Clocks that contradict no message stay as they are. Times are whole numbers of any one unit.
-
-    >>> align(2, [(0, 1, 100, 150), (1, 0, 160, 300)])
-    Alignment(shifts=(0, 0), errors=(0.0, 140.0), contradiction=0)
-    >>> align(2, [(0, 1, 100, 50), (1, 0, 60, 120)])
-    Alignment(shifts=(0, 55), errors=(0.0, 5.0), contradiction=0)
-    >>> align(2, [(0, 1, 100, 50)]).errors
-    (0.0, inf)
-    """
-    # slack[a, b] is the most by which shift(a) may exceed shift(b).
-    slack = np.full((num_clocks, num_clocks), math.inf)
-    np.fill_diagonal(slack, 0.0)
-    for source, target, sent, arrived in messages:
-        if source != target:
-            slack[source, target] = min(slack[source, target], arrived - sent)
-    granted = _smallest_feasible(slack)
-    closed = _closed(slack + granted * ~np.eye(num_clocks, dtype=bool))
-    shifts, errors = np.zeros(num_clocks), np.zeros(num_clocks)
-    for clocks in _connected(closed):
-        shifts[clocks], errors[clocks] = _solved(closed[np.ix_(clocks, clocks)])
-    if granted:
-        errors[1:] = math.inf
-    elif (slack >= 0).all():
-        errors, shifts = np.maximum(errors + shifts, errors - shifts), np.zeros(num_clocks)
-    return Alignment(tuple(np.rint(shifts).astype(int).tolist()), tuple(errors.tolist()), granted)
-
-
-def _solved(closed: Floats) -> tuple[Floats, Floats]:
-    """Return the shifts of clocks that messages connect, the first one's being 0, and how far off each may be."""
-    highest, lowest = closed[:, 0], -closed[0]
-    above, below = np.isfinite(highest).all(), np.isfinite(lowest).all()
-    errors = (highest - lowest) / 2
-    if above and below:
-        return (highest + lowest) / 2, errors
-    if above or below:
-        return highest if above else lowest, errors
-    # Some are bounded on one side and some on the other: any solution, for there is no middle.
-    solution = np.minimum(closed.min(axis=1), 0.0)
-    return solution - solution[0], errors
-
-
-def _connected(closed: Floats) -> list[list[int]]:
-    """Return the clocks in groups that messages connect, in whichever direction."""
-    near = np.isfinite(closed) | np.isfinite(closed.T)
-    groups: list[list[int]] = []
-    for clock in range(len(near)):
-        joined = [group for group in groups if near[clock, group].any()]
-        groups = [group for group in groups if group not in joined]
-        groups.append(sorted([clock, *(one for group in joined for one in group)]))
-    return groups
-
-
-def _closed(slack: Floats) -> Floats:
-    """Return the tightest slack between any two, over all others."""
-    for by in range(len(slack)):
-        slack = np.minimum(slack, slack[:, by, None] + slack[None, by, :])
-    return slack
-
-
-def _smallest_feasible(slack: Floats) -> int:
-    """Return the smallest time that, granted to every message, leaves no contradiction: 0 where there is none."""
-
-    def feasible(granted: int) -> bool:
-        return bool((np.diagonal(_closed(slack + granted * ~np.eye(len(slack), dtype=bool))) >= 0).all())
-
-    low, high = -1, 0
-    while not feasible(high):
-        low, high = high, 2 * high + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if feasible(middle) else (middle, high)
-    return high
 
 
 @dataclass(frozen=True, repr=False)
