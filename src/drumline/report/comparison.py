@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.report.compare import Comparison, Row
-from drumline.report.draw.html import page
 
 
 def advise(rows: Sequence[Row]) -> str:
@@ -66,6 +65,8 @@ def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) 
     >>> "<title>2 ranks, 2 microbatches: 17 schedules</title>" in text
     True
     """
+    from drumline.report.draw.html import page
+
     title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
     points = [{"name": row.name, **row.summary()} for row in rows]
     return page([row.timeline for row in rows], title=title, rows=points, advice=advise(rows))
