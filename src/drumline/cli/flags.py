@@ -40,6 +40,15 @@ def number(text: str) -> float:
     return value
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """Parse numbers with commas between.
+
+    >>> numbers("0.5,2")
+    (0.5, 2.0)
+    """
+    return tuple(number(part) for part in text.split(","))
+
+
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=flags.names, metavar="HOW,...", help="to choose from: none, full (default both)")
     add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd: what it keeps (default adam)")
     add("--seconds", type=flags.number, metavar="S", default=5.0, help="of searching programs; 0: none (default 5)")
-    add("--rank-speed", type=_numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
+    add("--rank-speed", type=flags.numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
     add("--rank-memory", type=_bytes, metavar="BYTES,...", help="of each rank")
     add(
         "--link",
@@ -173,10 +173,6 @@ def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
         return "all" if short else "everything recomputed"
     named = " ".join(str(stage) for stage, one in enumerate(again) if one)
     return named if short else f"stages {named} recomputed"
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(flags.number(part) for part in text.split(","))
 
 
 def _bytes(text: str) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     parser.add_argument("--placement", choices=(*PLACEMENTS, "all"), default="linear", help="where stages lie")
     parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is made small")
-    parser.add_argument("--jitter", type=_numbers, metavar="SHARE[,...]", help="how much the seconds of stages vary")
+    parser.add_argument("--jitter", type=_shares, metavar="SHARE[,...]", help="how much the seconds of stages vary")
     parser.add_argument("--quantile", type=flags.number, metavar="Q", default=0.9, help="of the samples under jitter")
     parser.add_argument("--samples", type=flags.whole_number, metavar="N", default=64, help="drawn under jitter")
     parser.add_argument("--seconds", type=flags.number, metavar="S", default=10.0, help="the budget (default 10)")
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _numbers(text: str) -> float | list[float]:
-    numbers = [flags.number(part) for part in text.split(",")]
+def _shares(text: str) -> float | tuple[float, ...]:
+    numbers = flags.numbers(text)
     return numbers[0] if len(numbers) == 1 else numbers
 
 

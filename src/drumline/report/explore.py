@@ -173,17 +173,14 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
         raise UsageError(f"cannot export {kind[:40]!r}", fix=nearest(kind[:40], EXPORTS))
     ending, media_type = EXPORTS[kind]
     program = settings.program(csv)
-    return f"{program.name.replace(' ', '-')}.{ending}", media_type, _exported(settings, kind, csv)
-
-
-def _exported(settings: Settings, kind: str, csv: str | None) -> bytes:
-    program = settings.program(csv)
     if kind == "csv":
-        return (program.format() + "\n").encode()
-    if kind == "torch":
-        return for_torch(program).encode()
-    drawn = html.picture(kind, _simulated(settings, csv))
-    return drawn if isinstance(drawn, bytes) else drawn.encode()
+        written: str | bytes = program.format() + "\n"
+    elif kind == "torch":
+        written = for_torch(program)
+    else:
+        written = html.picture(kind, _simulated(settings, csv))
+    contents = written if isinstance(written, bytes) else written.encode()
+    return f"{program.name.replace(' ', '-')}.{ending}", media_type, contents
 
 
 def explore_page(settings: Settings) -> str:

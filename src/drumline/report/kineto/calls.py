@@ -16,31 +16,14 @@ from typing import Any, NamedTuple, TypeGuard
 
 # Backends whose calls end on the host: their annotation lasts until the host has waited.
 _ON_HOST = frozenset({"gloo", "mpi", "ucc"})
-_SIZES = {
-    "double": 8,
-    "float64": 8,
-    "float": 4,
-    "float32": 4,
-    "half": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "long": 8,
-    "long int": 8,
-    "int64": 8,
-    "int": 4,
-    "int32": 4,
-    "short": 2,
-    "short int": 2,
-    "char": 1,
-    "signed char": 1,
-    "byte": 1,
-    "unsigned char": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complexfloat": 8,
-    "complexdouble": 16,
+_NAMES_BY_SIZE = {
+    1: ("char", "signed char", "byte", "unsigned char", "bool", "float8_e4m3fn", "float8_e5m2"),
+    2: ("half", "float16", "bfloat16", "short", "short int"),
+    4: ("float", "float32", "int", "int32"),
+    8: ("double", "float64", "long", "long int", "int64", "complexfloat"),
+    16: ("complexdouble",),
 }
+_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names}
 
 
 class Posted(NamedTuple):
