@@ -31,6 +31,7 @@ import numpy as np
 from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError, TraceError
 from drumline.core.simulate.graph import Ints
+from drumline.report.kineto.calls import Call
 from drumline.report.kineto.recording import Mark, Recording
 
 _NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
@@ -127,22 +128,10 @@ def _under_way(recording: Recording) -> list[tuple[int, int]]:
     linked = links.forward[np.isin(links.forward[:, 0], links.pairs[:, 0])]
     after = int(linked[:, 0].max(initial=0))
     ops = links.forward[(links.forward[:, 0] > after) & ~_covered(links.forward[:, 0], links.backward)]
-    tokens = sorted(
-        [(*one, "F") for one in ops.tolist()]
-        + [(*one, "B") for one in links.backward.tolist()]
-        + [(call.start, call.start, "s" if call.sends else "r") for call in recording.calls if call.start > after]
-    )
-    found: list[tuple[int, int]] = []
-    run: tuple[int, int] | None = None
-    sent = False  # behind the last forward with a link, whose own last ops may have none
-    for low, high, kind in tokens:
-        if kind == "F":
-            run = (low, high) if run is None else (run[0], max(run[1], high))
-            continue
-        if kind == "s" and run is not None and sent:
-            found.append(run)
-        sent, run = sent or kind == "s", None
-    return found
+    runs = _runs(ops, links.backward, [call for call in recording.calls if call.start > after])
+    sends = [at for at, (_, _, kind) in enumerate(runs) if kind == "s"]
+    # Behind the last forward with a link, whose own last ops may have none, comes the first send.
+    return [runs[at - 1][:2] for at in sends[1:] if runs[at - 1][2] == "F"]
 
 
 def _in_order(stage: int, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]) -> list[Labelled]:
@@ -174,30 +163,25 @@ def _sought(recording: Recording, start: int, end: int) -> tuple[list[tuple[int,
         forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
         backwards = [(one.start, one.end) for one in frames if ": backward" in one.name]
         return forwards, backwards
-    return _runs(recording, start, end)
-
-
-def _runs(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the runs of forward ops and of backward steps that no message breaks."""
     links = recording.links
     engine = links.backward[(links.backward[:, 0] >= start) & (links.backward[:, 0] < end)]
     linked = np.unique(links.pairs[:, 0])
     ops = links.forward[np.isin(links.forward[:, 0], linked)]
     ops = ops[(ops[:, 0] >= start) & (ops[:, 0] < end) & ~_covered(ops[:, 0], engine)]
-    tokens = sorted(
-        [(*one, "F") for one in ops.tolist()]
-        + [(*one, "B") for one in engine.tolist()]
-        + [(call.start, call.start, "") for call in recording.calls if start <= call.start < end]
-    )
-    runs: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
-    before = ""
-    for low, high, kind in tokens:
-        if kind and kind == before:
-            runs[kind][-1] = (runs[kind][-1][0], max(runs[kind][-1][1], high))
-        elif kind:
-            runs[kind].append((low, high))
-        before = kind
-    return runs["F"], runs["B"]
+    runs = _runs(ops, engine, [call for call in recording.calls if start <= call.start < end])
+    return [run[:2] for run in runs if run[2] == "F"], [run[:2] for run in runs if run[2] == "B"]
+
+
+def _runs(forward: Ints, backward: Ints, calls: Iterable[Call]) -> list[tuple[int, int, str]]:
+    """Return the runs of forward ops (F) and of backward steps (B) that nothing breaks, and messages (s, r)."""
+    tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
+    runs: list[tuple[int, int, str]] = []
+    for low, high, kind in sorted(tokens + [(call.start, call.start, "s" if call.sends else "r") for call in calls]):
+        if runs and kind in ("F", "B") and kind == runs[-1][2]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], high), kind)
+        else:
+            runs.append((low, high, kind))
+    return runs
 
 
 def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -15,6 +15,7 @@ from drumline.report.draw.markup import Curve, Part, bar, curves, legend, safe
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
+from drumline.report.run.text import held
 from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
@@ -259,10 +260,7 @@ def _joined(ranks: Sequence[int]) -> str:
 
 
 def _fullest(run: Figures) -> str:
-    weighed = [one["peak_stash_bytes"] for one in run["per_rank"]]
-    if all(one is not None for one in weighed):
-        return size_text(max(weighed))
-    return _pairs(max(one["peak_pairs"] for one in run["per_rank"]))
+    return held(max(run["per_rank"], key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
 
 
 def _colour(number: int) -> str:
