@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.action import Op
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.measured.measured import stage_costs
 from drumline.core.prove.validate import validate
@@ -58,11 +58,16 @@ def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
     3.0
     """
     found: dict[tuple[int, Op], list[float]] = {}
-    for track in timeline.tracks:
-        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-            for part in action.work:
-                found.setdefault((part.stage, part.op), []).append((end - start) / len(action.work))
+    for part, seconds in _parts(timeline):
+        found.setdefault((part.stage, part.op), []).append(seconds)
     return {key: median(values) for key, values in found.items()}
+
+
+def _parts(timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Yield every plain action of every rank with its seconds."""
+    for span in timeline.spans():
+        for part in span.action.work:
+            yield part, (span.end - span.start) / len(span.action.work)
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,13 +195,8 @@ def replayed(timeline: Timeline) -> Simulation:
     >>> timeline.makespan, replayed(timeline).makespan
     (7.0, 6.0)
     """
-    seconds = [
-        (end - start) / len(action.work)
-        for track in timeline.tracks
-        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True)
-        for _ in action.work
-    ]
-    return simulate(timeline.program, Costs(backward=1), factors=np.array(seconds))
+    seconds = np.array([seconds for _, seconds in _parts(timeline)])
+    return simulate(timeline.program, Costs(backward=1), factors=seconds)
 
 
 def _shares(timeline: Timeline) -> dict[str, float]:
