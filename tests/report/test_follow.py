@@ -13,7 +13,7 @@ from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 from drumline.report.run import follow as following
 from drumline.report.run.follow import follow, lines
-from drumline.report.run.live import ASCII, FINE, Live
+from drumline.report.run.live import ASCII, FINE, LiveRun
 from drumline.schedules import generate
 from simulated_runs import per_stage, write_simulated_run
 
@@ -119,7 +119,7 @@ METRICS = {
 
 
 def test_the_screen_shows_loss_throughput_bubble_and_queues() -> None:
-    live = Live("first", PROGRAM, marks=ASCII)
+    live = LiveRun("first", PROGRAM, marks=ASCII)
     assert live.frame().splitlines()[1] == "no step yet"
     live.add({**METRICS, "step": 6, "loss_metrics/global_avg_loss": 1.0})
     live.add(METRICS)
@@ -136,7 +136,7 @@ def test_the_screen_shows_loss_throughput_bubble_and_queues() -> None:
 
 
 def test_a_captured_step_has_no_bars_and_a_loss_may_not_be_finite() -> None:
-    live = Live("first", PROGRAM, marks=FINE)
+    live = LiveRun("first", PROGRAM, marks=FINE)
     live.add({"run": "abc", "step": 1, "loss_metrics/global_avg_loss": None})
     assert live.frame().splitlines()[1:] == ["step 1   loss not finite"]
     assert live.row() == "step 1   loss not finite"

@@ -19,7 +19,7 @@ _TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips nobody ca
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _RankRows:
     """Where ranks and times lie on the sheet."""
 
     width: float
@@ -60,7 +60,7 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     (4, True)
     """
     name = timeline.program.name if title is None else title
-    layout = _Layout(max(width, 320), timeline.num_ranks, timeline.start, timeline.makespan)
+    layout = _RankRows(max(width, 320), timeline.num_ranks, timeline.start, timeline.makespan)
     legend, legend_rows = _legend(timeline, layout)
     lines = [
         text(layout.width - 76, _TOP - 7, "idle", anchor="end", fill=MUTED),
@@ -82,7 +82,7 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     )
 
 
-def _row(timeline: Timeline, rank: int, layout: _Layout) -> Iterator[str]:
+def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
     y, middle = layout.y(rank), layout.y(rank) + layout.row / 2 + 4
     share = timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0
     yield text(16, middle, f"rank {rank}")
@@ -111,7 +111,7 @@ def _row(timeline: Timeline, rank: int, layout: _Layout) -> Iterator[str]:
     yield "</g>"
 
 
-def _box(action: Action, left: float, right: float, y: float, layout: _Layout, bands: Sequence[int]) -> Iterator[str]:
+def _box(action: Action, left: float, right: float, y: float, layout: _RankRows, bands: Sequence[int]) -> Iterator[str]:
     parts = action.work
     height = layout.row / len(parts)
     if right - left < 1.5:
@@ -132,7 +132,7 @@ def _box(action: Action, left: float, right: float, y: float, layout: _Layout, b
             yield f'<text x="{x}" y="{baseline}" font-size="{size}" fill="{shades.ink}">{label}</text>'
 
 
-def _legend(timeline: Timeline, layout: _Layout) -> tuple[list[str], int]:
+def _legend(timeline: Timeline, layout: _RankRows) -> tuple[list[str], int]:
     """Return the legend's lines, and how many rows it takes."""
     lines, x, row = [], float(_LEFT), 0
     for swatch, name in _entries(timeline):

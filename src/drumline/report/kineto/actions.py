@@ -32,7 +32,7 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError, TraceError
 from drumline.core.simulate.graph import Ints
 from drumline.report.kineto.calls import Call
-from drumline.report.kineto.recording import Mark, Recording
+from drumline.report.kineto.recording import Mark, RankTrace
 
 _NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
 _OPS = {"Forward": Op.FORWARD, "Backward": Op.BACKWARD}
@@ -100,15 +100,17 @@ def _later(action: Action, by: int) -> Action:
     return action if action.microbatch is None else action._replace(microbatch=action.microbatch + by)
 
 
-def unlabelled(recording: Recording, stage: int, start: int, end: int) -> list[Labelled]:
+def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[Labelled]:
     """Return the forwards and backwards that a rank with the one stage `stage` ran from `start` to `end`."""
     forwards, backwards = _found(recording, start, end)
-    _check_counts(recording, forwards, backwards)
+    if backwards and len(forwards) != len(backwards):
+        error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
+        raise TraceError(error, expected=_EXPECTED, fix=_FIX)
     _check_links(recording, forwards, backwards)
     return _in_order(stage, forwards, backwards)
 
 
-def until_the_end(recording: Recording, stage: int) -> list[Labelled]:
+def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
     """Return the same of a whole trace, which may end within a step; of stage 0, forwards still under way, too."""
     start, end = recording.bounds
     forwards, backwards = _found(recording, start, end + 1)
@@ -118,7 +120,7 @@ def until_the_end(recording: Recording, stage: int) -> list[Labelled]:
     return _in_order(stage, forwards, backwards)
 
 
-def _under_way(recording: Recording) -> list[tuple[int, int]]:
+def _under_way(recording: RankTrace) -> list[tuple[int, int]]:
     """Return the forwards behind the last one with a link: each a run of ops that a send follows.
 
     Their backwards were to come when the trace ended, so that autograd has no link for them. The first stage sends
@@ -143,7 +145,7 @@ def _in_order(stage: int, forwards: Sequence[tuple[int, int]], backwards: Sequen
     return sorted(found, key=lambda one: one.start)
 
 
-def _found(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _found(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return from when to when forwards and backwards ran; refuse a trace that begins with a backward."""
     forwards, backwards = _sought(recording, start, end)
     if backwards and (not forwards or backwards[0] < forwards[0]):
@@ -155,7 +157,7 @@ def _found(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, 
     return forwards, backwards
 
 
-def _sought(recording: Recording, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _sought(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     frames = [mark for mark in recording.frames if start <= mark.start < end]
     if frames:
         if any("backward_weight" in mark.name for mark in frames):
@@ -194,16 +196,8 @@ def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[
     return covered
 
 
-def _check_counts(
-    recording: Recording, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
-) -> None:
-    if backwards and len(forwards) != len(backwards):
-        error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
-        raise TraceError(error, expected=_EXPECTED, fix=_FIX)
-
-
 def _check_links(
-    recording: Recording, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
+    recording: RankTrace, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
 ) -> None:
     """Refuse a trace whose n-th backward is not that of its n-th forward."""
     made, used = recording.links.pairs.T

@@ -24,7 +24,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import Evidence
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traced import NANO, Kept, Traced, Unsent
+from drumline.report.kineto.traced import NANO, BusyIdle, Traced, Unsent
 from drumline.report.kineto.traces import Traces, described
 from drumline.report.summary import figures, summarize
 
@@ -136,7 +136,7 @@ class Analysis:
             "step": timeline.step,
             "step_seconds": timeline.step_seconds,
             "steps": [
-                {"step": number, "step_seconds": one.step_seconds, **_shares(one)}
+                {"step": number, "step_seconds": one.step_seconds, "makespan": one.makespan, "bubble": one.bubble}
                 for number, one in traces.steps.items()
             ],
             "incomplete_steps": list(traces.incomplete),
@@ -199,10 +199,6 @@ def replayed(timeline: Timeline) -> Simulation:
     return simulate(timeline.program, Costs(backward=1), factors=seconds)
 
 
-def _shares(timeline: Timeline) -> dict[str, float]:
-    return {"makespan": timeline.makespan, "bubble": timeline.bubble}
-
-
 def _spans(timeline: Timeline) -> list[dict[str, Any]]:
     return [
         {"rank": one.rank, "action": str(one.action), "start": one.start, "end": one.end} for one in timeline.spans()
@@ -213,7 +209,7 @@ def _kind(idle: Idle) -> str:
     """Return what kept a rank, the same word for all microbatches."""
     if isinstance(idle, Unsent):
         return "made and not yet sent"
-    name = idle.what if isinstance(idle, Kept) else ""
+    name = idle.what if isinstance(idle, BusyIdle) else ""
     if _POSTED.fullmatch(name):
         return "posting messages"
     if name.startswith("launching "):

@@ -62,7 +62,7 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RankTrace:
     """What is kept of one file."""
 
     path: Path
@@ -90,7 +90,7 @@ class Recording:
         return min((low for low, _ in stretches), default=0), max((high for _, high in stretches), default=0)
 
 
-def read(path: Path) -> Recording:
+def read(path: Path) -> RankTrace:
     """Return what the trace at `path` tells of the pipeline.
 
     >>> from tempfile import TemporaryDirectory
@@ -193,7 +193,7 @@ class _Reader:
         if _is_whole(correlation) and (mark := _mark(event)) is not None:
             self.kernels.extend((correlation, *mark[1:], 1 if _COLLECTIVE.search(mark.name) else 0))
 
-    def recording(self, path: Path, header: Event) -> Recording:
+    def recording(self, path: Path, header: Event) -> RankTrace:
         """Return everything in order of time, on the clock that the header names."""
         base = header.get("baseTimeNanoseconds")
         zero = base if _is_whole(base) and abs(base) <= _MOST else 0
@@ -205,7 +205,7 @@ class _Reader:
         kernels = self._kernels(zero)
         shifted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
         moved = _launched(kernels, in_order(self.messages))
-        return Recording(
+        return RankTrace(
             path,
             header,
             tuple(sorted(in_order(self.actions), key=lambda mark: (mark.start, mark.end))),  # one behind the other

@@ -36,7 +36,7 @@ NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Idle):
+class BusyIdle(Idle):
     """An idle interval in which something with a name kept the rank."""
 
     what: str = ""
@@ -115,7 +115,7 @@ class Traced(Timeline):
     @cached_property
     def causes(self) -> tuple[Idle, ...]:
         """Every idle interval with its cause, rank by rank in order of time; they sum to `idle`."""
-        return tuple(idle for rank in range(self.num_ranks) for idle in _Rank(self, rank).intervals())
+        return tuple(idle for rank in range(self.num_ranks) for idle in _IdleWalk(self, rank).intervals())
 
     @cached_property
     def messages(self) -> Mapping[Action, tuple[int, int, Half, Half]]:
@@ -155,7 +155,7 @@ class Traced(Timeline):
         return next((self.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
 
 
-class _Rank:
+class _IdleWalk:
     """One rank's track, walked once from left to right."""
 
     def __init__(self, timeline: Traced, rank: int) -> None:
@@ -236,7 +236,7 @@ class _Rank:
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
             elif name:
-                yield Kept(self.rank, start, end, Cause.OVERHEAD, before, what=name)
+                yield BusyIdle(self.rank, start, end, Cause.OVERHEAD, before, what=name)
             elif before is None:
                 on_rank, last = self.last()
                 yield Idle(self.rank, start, end, Cause.DRAIN, None, last, on_rank)

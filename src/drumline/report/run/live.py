@@ -37,7 +37,7 @@ FINE = Marks("█▒░·!", " ", "▮", "▁▂▃▄▅▆▇█")
 ASCII = Marks("#=-.!", " ", "#", "_.-=^")
 
 
-class Live:
+class LiveRun:
     """What is known of a run by now: its last line, and the losses of the lines before."""
 
     def __init__(self, name: str, program: Program, *, marks: Marks = FINE) -> None:

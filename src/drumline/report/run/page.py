@@ -181,7 +181,8 @@ def _stages(run: Figures) -> str:
         kind = "slowest" if one["stage"] == run["slowest_stage"] else ""
         bars.append(_row(name, bar(parts, slowest, said=said), _time(one["seconds"]), kind))
         if one["blocks"]:
-            bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {_joined(one["ranks"])}</p>')
+            ranks = " and ".join(map(str, one["ranks"]))
+            bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
     keys = legend((op, op) for op in ("forward", "backward"))
     return _card("Seconds of a microbatch by stage", f"{''.join(bars)}{keys}")
 
@@ -253,10 +254,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _blocks(names: Sequence[str]) -> str:
     return f"block {names[0]}" if len(names) == 1 else f"blocks {names[0]} to {names[-1]}"
-
-
-def _joined(ranks: Sequence[int]) -> str:
-    return " and ".join(map(str, ranks))
 
 
 def _fullest(run: Figures) -> str:
