@@ -20,7 +20,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Cause
 from drumline.report.kineto.analysis import Analysis, analyze
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traced import Traced
+from drumline.report.kineto.timeline import Traced
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine

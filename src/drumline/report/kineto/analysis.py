@@ -24,7 +24,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import Evidence
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traced import NANO, BusyIdle, Traced, Unsent
+from drumline.report.kineto.timeline import NANO, BusyIdle, Traced, Unsent
 from drumline.report.kineto.traces import Traces, described
 from drumline.report.summary import figures, summarize
 

@@ -25,7 +25,7 @@ from drumline.report.kineto.flushes import Stretch, cut, flush_counts
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
-from drumline.report.kineto.traced import Traced
+from drumline.report.kineto.timeline import Traced
 from drumline.report.kineto.traces import Traces
 from drumline.report.recipes import recipe_of
 

@@ -10,7 +10,7 @@ from statistics import median_low
 
 from drumline.core.errors import TraceError, counted
 from drumline.report.kineto.clocks import Alignment
-from drumline.report.kineto.traced import Traced
+from drumline.report.kineto.timeline import Traced
 
 
 @dataclass(frozen=True, repr=False)
