@@ -140,12 +140,12 @@ def _show_in_notebooks() -> None:
     from drumline.core.timeline.timeline import Timeline
 
     def of_program(program: Program) -> str:
-        from drumline.report.draw.notebook import program_html
+        from drumline.report.draw.html import program_html
 
         return program_html(program)
 
     def of_timeline(timeline: Timeline) -> str:
-        from drumline.report.draw.notebook import timeline_html
+        from drumline.report.draw.html import timeline_html
 
         return timeline_html(timeline)
 

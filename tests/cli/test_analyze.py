@@ -13,10 +13,10 @@ from drumline.cli.main import main
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.draw.packed import unpacked
 from kineto_traces import mark, save, written
 from names import build
 from some import some
+from unpacking import unpacked
 
 MILLI = 1e-3
 

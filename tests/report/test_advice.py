@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from drumline.core.costs import Costs
 from drumline.core.timeline.idle import Limit
-from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare
+from drumline.report.comparison import advise
 
 
 def test_the_fastest_exact_schedule_is_recommended() -> None:

@@ -5,9 +5,8 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.timeline.idle import Limit
-from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare, compare_table, left_out_text
-from drumline.report.compare_page import compare_page
+from drumline.report.comparison import advise, compare_page
 from drumline.report.table import table
 from names import NAMES
 from some import some

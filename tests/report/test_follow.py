@@ -11,9 +11,9 @@ import pytest
 
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
-from drumline.report.run import writers
+from drumline.report.run import follow as following
 from drumline.report.run.follow import follow, lines
-from drumline.report.run.live import ASCII, FINE, Live
+from drumline.report.run.live import ASCII, FINE, LiveRun
 from drumline.schedules import generate
 from simulated_runs import per_stage, write_simulated_run
 
@@ -119,7 +119,7 @@ METRICS = {
 
 
 def test_the_screen_shows_loss_throughput_bubble_and_queues() -> None:
-    live = Live("first", PROGRAM, marks=ASCII)
+    live = LiveRun("first", PROGRAM, marks=ASCII)
     assert live.frame().splitlines()[1] == "no step yet"
     live.add({**METRICS, "step": 6, "loss_metrics/global_avg_loss": 1.0})
     live.add(METRICS)
@@ -136,7 +136,7 @@ def test_the_screen_shows_loss_throughput_bubble_and_queues() -> None:
 
 
 def test_a_captured_step_has_no_bars_and_a_loss_may_not_be_finite() -> None:
-    live = Live("first", PROGRAM, marks=FINE)
+    live = LiveRun("first", PROGRAM, marks=FINE)
     live.add({"run": "abc", "step": 1, "loss_metrics/global_avg_loss": None})
     assert live.frame().splitlines()[1:] == ["step 1   loss not finite"]
     assert live.row() == "step 1   loss not finite"
@@ -163,8 +163,8 @@ class FakeWandB:
 
 def test_weights_and_biases_gets_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandB()
-    monkeypatch.setattr(writers, "import_module", lambda name: fake)
-    follow(read_run(folder), writers.WandB("project", name="run", config={"a": 1}), quiet=0)
+    monkeypatch.setattr(following, "import_module", lambda name: fake)
+    follow(read_run(folder), following.WandB("project", name="run", config={"a": 1}), quiet=0)
     assert fake.settings == {"project": "project", "name": "run", "config": {"a": 1}}
     assert [step for step, _ in fake.logged] == [0, 1, 2]
     assert fake.logged[0][1]["loss_metrics/global_avg_loss"] == 1.0
@@ -175,7 +175,7 @@ def test_tensorboard_reads_what_its_writer_wrote(folder: Path, tmp_path: Path) -
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    follow(read_run(folder), writers.TensorBoard(tmp_path / "events"), quiet=0)
+    follow(read_run(folder), following.TensorBoard(tmp_path / "events"), quiet=0)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     losses = [(one.step, one.value) for one in events.Scalars("loss_metrics/global_avg_loss")]
@@ -184,7 +184,7 @@ def test_tensorboard_reads_what_its_writer_wrote(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("make", "extra"), [(lambda: writers.TensorBoard("x"), "tensorboard"), (lambda: writers.WandB("x"), "wandb")]
+    ("make", "extra"), [(lambda: following.TensorBoard("x"), "tensorboard"), (lambda: following.WandB("x"), "wandb")]
 )
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     make: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +192,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     def refuse(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(writers, "import_module", refuse)
+    monkeypatch.setattr(following, "import_module", refuse)
     with pytest.raises(UsageError, match=rf"the package {extra} is not installed; pip install 'drumline\[{extra}\]'"):
         make()
 

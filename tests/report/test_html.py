@@ -17,10 +17,10 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.draw.explanations import explanations
 from drumline.report.draw.html import json_for_script, page, viewer_script
-from drumline.report.draw.packed import unpacked
 from drumline.report.draw.scene import OPS, document, scene
 from drumline.schedules import generate, schedules
 from some import some
+from unpacking import unpacked
 
 
 def timeline(name: str = "1f1b", *, costs: Costs | None = None) -> Simulation:

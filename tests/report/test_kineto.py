@@ -20,7 +20,6 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.traces import advise_on
 from drumline.report.kineto.analysis import analyze
 from drumline.report.kineto.clocks import align
 from drumline.report.kineto.load import load
@@ -143,7 +142,7 @@ def test_a_slow_stage_is_named_and_the_advice_is_to_move_layers_off_it(tmp_path:
     assert analysis.slowest.stage == 2
     assert analysis.slowest.total == pytest.approx(9 * MILLI, abs=CLOSE)
     said = "Move layers off stage 2: a microbatch takes 9 ms there and 4.5 ms on average."
-    assert advise_on(analysis).startswith(said)
+    assert analysis.advice.sentence.startswith(said)
 
 
 def test_the_ideal_is_the_same_order_and_times_without_transfer(tmp_path: Path) -> None:
@@ -153,14 +152,14 @@ def test_the_ideal_is_the_same_order_and_times_without_transfer(tmp_path: Path) 
     assert analysis.ideal is not None
     assert analysis.ideal.makespan == pytest.approx(still.makespan * MILLI, abs=1e-7)
     lost = moving.makespan - still.makespan
-    assert advise_on(analysis).startswith(
+    assert analysis.advice.sentence.startswith(
         f"Messages are the brake: waiting for what is made and on its way costs about {lost:.3g} ms"
     )
 
 
 def test_the_advice_names_a_schedule_that_would_be_faster(tmp_path: Path) -> None:
     analysis = analyze([written(simulate(build("gpipe", 4, 8), Costs(backward=2)), tmp_path)])
-    said = advise_on(analysis)
+    said = analysis.advice.sentence
     name = said.removeprefix("Run ").partition(":")[0]
     assert said.startswith(f"Run {name}: with the median times of these stages it takes ")
     assert simulate(build(name, 4, 8)).makespan < simulate(build("gpipe", 4, 8)).makespan
@@ -350,7 +349,7 @@ def test_rows_that_no_pipeline_could_have_run_are_said_to_be(tmp_path: Path) -> 
     assert [str(one) for one in analysis.violations] == ["rank 0, position 0: 0B0 runs before 0F0"]
     assert analysis.ideal is None
     assert analysis.summary()["ideal"] is None
-    assert "cannot run" in advise_on(analysis)
+    assert "cannot run" in analysis.advice.sentence
 
 
 def linked(number: int, forward: float, backward: float) -> list[Event]:

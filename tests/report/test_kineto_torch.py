@@ -18,10 +18,9 @@ from drumline.core.errors import TraceError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Cause
-from drumline.report.advise.traces import advise_on
 from drumline.report.kineto.analysis import Analysis, analyze
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traces import Traced
+from drumline.report.kineto.timeline import Traced
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine
@@ -228,7 +227,7 @@ def test_the_stage_that_took_longest_is_named_as_the_slowest(folder: Path) -> No
     assert slow.slowest.stage == max(range(2), key=totals.__getitem__)
     assert slow.ideal is not None
     assert slow.ideal.makespan <= slow.timeline.makespan
-    assert advise_on(slow)
+    assert slow.advice.sentence
 
 
 def test_a_step_that_is_asked_for_is_the_one_reported(folder: Path) -> None:

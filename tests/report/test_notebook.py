@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import drumline as dl
-from drumline.report.draw import notebook
+from drumline.report.draw.html import MAX_BOXES
 
 
 def shown(value: Any) -> str:
@@ -27,5 +27,5 @@ def test_a_hostile_name_is_escaped() -> None:
 
 
 def test_what_is_too_large_for_a_cell_says_so() -> None:
-    program = dl.generate("gpipe", num_ranks=2, num_microbatches=notebook.MAX_BOXES // 4 + 1)
+    program = dl.generate("gpipe", num_ranks=2, num_microbatches=MAX_BOXES // 4 + 1)
     assert "Too large to draw here" in shown(program)

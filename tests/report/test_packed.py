@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.report.draw.packed import packed, unpacked
+from drumline.report.draw.packed import packed
+from unpacking import unpacked
 
 numbers = st.lists(st.integers(-(2**53), 2**53)) | st.lists(st.floats(allow_nan=False, allow_infinity=False))
 

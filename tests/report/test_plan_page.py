@@ -18,12 +18,11 @@ from drumline.plan.layouts.drawing import drawing
 from drumline.plan.layouts.explain import explain, plan_json
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
-from drumline.report.advise.remedy import duration
-from drumline.report.draw.bars import Bar, bars
-from drumline.report.draw.svg import size_text
+from drumline.report.draw.chart import Bar, bars
 from drumline.report.plan.charts import HUES, best_svg, pareto_chart, scaling_chart
 from drumline.report.plan.page import plan_page
 from drumline.report.plan.text import SECONDS, plan_text
+from drumline.report.units import duration, size_text
 from some import some
 
 

@@ -11,7 +11,7 @@ from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
 from drumline.report.draw.trace import traces
-from drumline.report.run import writers
+from drumline.report.run import follow
 from drumline.report.run.plots import CAUSES, plots
 from drumline.report.run.report import RunReport, report_of
 from drumline.schedules import generate
@@ -38,7 +38,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
     def refuse(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(writers, "import_module", refuse)
+    monkeypatch.setattr(follow, "import_module", refuse)
     with pytest.raises(UsageError, match=r"the package matplotlib is not installed; pip install 'drumline\[viz\]'"):
         plots([report], file_type="png")
 

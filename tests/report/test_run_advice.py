@@ -11,9 +11,9 @@ import pytest
 from drumline.core.costs import Costs, Edge
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
+from drumline.report.advise.adviser import Advice, advise
 from drumline.report.advise.remedy import Remedy
-from drumline.report.advise.run import Advice, advise_run
-from drumline.report.run.observed import observe
+from drumline.report.run.report import observe
 from drumline.schedules import generate
 from simulated_runs import even_blocks, per_stage, write_simulated_run
 
@@ -24,7 +24,7 @@ def advice(
     path: Path, costs: Costs, *, name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **options: Any
 ) -> Advice:
     program = generate(name, num_ranks=ranks, num_microbatches=microbatches)
-    return advise_run(observe(read_run(write_simulated_run(path / "run", program, costs, **options))))
+    return advise(observe(read_run(write_simulated_run(path / "run", program, costs, **options))))
 
 
 def of_kind(found: Advice, kind: str) -> Remedy:
@@ -134,7 +134,7 @@ def test_time_outside_of_steps_is_told(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text(
         text.replace('"time_metrics/end_to_end(s)":0.0', '"time_metrics/end_to_end(s)":1.0')
     )
-    found = of_kind(advise_run(observe(read_run(path))), "outside")
+    found = of_kind(advise(observe(read_run(path))), "outside")
     assert found.sentence.startswith("97% of the time from step to step passes outside of the step, ")
     assert found.sentence.endswith(" on rank 0: waiting for data 500 ms, the optimizer 400 ms")
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, progress, save, terminal_width, wrapped
-from drumline.core.errors import UsageError
+from drumline.cli.output import colour_wanted, deliver, progress, terminal_width, wrapped
+from drumline.report.units import counts
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
@@ -33,71 +31,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=flags.whole_number, metavar="N", help="the step to report (default: the median)")
     flags.add_json(parser)
-    flags.add_format(
-        parser, list(_WRITERS), "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
-    )
+    formats = ("text", "html", "svg", "perfetto", "csv")
+    meaning = "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
+    flags.add_format(parser, formats, meaning)
 
 
 def run(args: argparse.Namespace) -> int:
     """Report one step; exit 1 if the traces contradict the rules of a pipeline."""
-    from drumline.report.advise.traces import advise_on
     from drumline.report.kineto.analysis import analyze
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
     progress("")
-    advice = advise_on(analysis)
-    written = _WRITERS[args.format](args, analysis, advice)
+    summary = {**analysis.summary(), "advice": analysis.advice.sentence} if args.json else {}
     if args.out is not None:
-        save(args.out, written)
-    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
-    if args.json:
-        shown: dict[str, Any] = {"out": str(args.out)} if args.out is not None else {}
-        print_json({**analysis.summary(), "advice": advice, **shown})
-    elif args.out is not None:
-        print(f"wrote {args.out}")
-    elif isinstance(written, bytes):
-        sys.stdout.buffer.write(written)
-    else:
-        print(written)
+        summary["out"] = str(args.out)
+    deliver(args, _written(args, analysis), summary)
     return 1 if analysis.violations else 0
 
 
-def _csv(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    return analysis.timeline.ran.format()
+def _written(args: argparse.Namespace, analysis: Analysis) -> str | bytes:
+    """Return what --format asks for."""
+    if args.format == "text":
+        return _text(args, analysis)
+    if args.format == "csv":
+        return analysis.timeline.ran.format()
+    from drumline.report.draw.html import page, picture
 
-
-def _svg(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    from drumline.report.draw.svg import svg
-
-    return svg(analysis.timeline, title=_title(analysis))
-
-
-def _html(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
-    from drumline.report.draw.html import page
-
-    name = analysis.timeline.program.name
-    shown: list[Timeline] = [_called(analysis.timeline, f"{name}, step {analysis.timeline.step}")]
+    timeline = analysis.timeline
+    name, title = timeline.program.name, f"{timeline.program.name}, step {timeline.step}, as recorded"
+    if args.format != "html":
+        return picture(args.format, timeline, title=title)
+    shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
-    return page(shown, title=_title(analysis), advice=advice)
+    return page(shown, title=title, advice=analysis.advice.sentence)
 
 
 def _called(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, program=replace(timeline.program, name=name))
 
 
-def _perfetto(args: argparse.Namespace, analysis: Analysis, advice: str) -> bytes:
-    from drumline.report.draw.trace import trace
-
-    return trace(analysis.timeline)
-
-
-def _title(analysis: Analysis) -> str:
-    return f"{analysis.timeline.program.name}, step {analysis.timeline.step}, as recorded"
-
-
-def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
+def _text(args: argparse.Namespace, analysis: Analysis) -> str:
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.traces import described
     from drumline.report.table import table
@@ -128,7 +102,7 @@ def _text(args: argparse.Namespace, analysis: Analysis, advice: str) -> str:
         "\nmilliseconds of each step:",
         table(*_all_steps(analysis), width=width),
         *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
-        "\n" + wrapped(advice, width),
+        "\n" + wrapped(analysis.advice.sentence, width),
     ]
     return "\n".join(parts)
 
@@ -171,22 +145,13 @@ def _beside(analysis: Analysis) -> list[str]:
 
 
 def _ranks(analysis: Analysis) -> tuple[list[str], list[list[str]]]:
-    from drumline.report.summary import idle_by_cause
+    from drumline.report.summary import rank_rows
 
-    timeline, by_cause = analysis.timeline, idle_by_cause(analysis.timeline)
-    kernels = timeline.kernel_seconds
-    header = ["rank", "stages", "busy", *(["kernels"] if kernels else []), "idle", *by_cause]
-    rows = [
-        [
-            str(rank),
-            " ".join(map(str, timeline.program.placement.stages_of(rank))),
-            _ms(timeline.busy[rank]),
-            *([_ms(kernels[rank])] if kernels else []),
-            _ms(timeline.idle[rank]),
-            *(_ms(by_cause[cause][rank]) for cause in by_cause),
-        ]
-        for rank in range(timeline.num_ranks)
-    ]
+    header, rows = rank_rows(analysis.timeline, _ms)
+    if (kernels := analysis.timeline.kernel_seconds) is not None:
+        header.insert(3, "kernels")
+        for row, seconds in zip(rows, kernels, strict=True):
+            row.insert(3, _ms(seconds))
     return header, rows
 
 
@@ -207,12 +172,3 @@ def _against(analysis: Analysis) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}"
-
-
-_WRITERS: dict[str, Callable[[argparse.Namespace, Analysis, str], str | bytes]] = {
-    "text": _text,
-    "html": _html,
-    "svg": _svg,
-    "perfetto": _perfetto,
-    "csv": _csv,
-}

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json
+from drumline.cli.output import print_json
 from drumline.core.channel import Queues
 from drumline.core.prove.frozen import untrained
 from drumline.core.prove.validate import validate
+from drumline.report.summary import listed
+from drumline.report.units import counts
 
 # More than anybody reads; --json has them all.
 MAX_PRINTED = 1000
@@ -46,16 +48,7 @@ def run(args: argparse.Namespace) -> int:
     violations = proof(channel=args.channel)
     where = f" with one queue of messages per {Queues(args.channel).words}" if program.has_communication else ""
     if args.json:
-        found = [
-            {
-                "rank": v.rank,
-                "index": v.index,
-                "action": None if v.action is None else str(v.action),
-                "reason": v.reason,
-            }
-            for v in violations
-        ]
-        print_json({"ok": not violations, "channel": args.channel, "violations": found})
+        print_json({"ok": not violations, "channel": args.channel, "violations": listed(violations)})
     elif violations:
         for violation in violations[:MAX_PRINTED]:
             print(violation)

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.advise.comparison import advise
 from drumline.report.compare import compare, compare_table, left_out_text
+from drumline.report.comparison import advise, compare_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,16 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; costs are those of a stage when every rank holds one."""
-    for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix="for example: drumline compare --ranks 4 --microbatches 8")
-    for flag, value in (
-        ("--ranks", args.ranks),
-        ("--microbatches", args.microbatches),
-        ("--stages-per-rank", args.stages_per_rank),
-    ):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    flags.require(args, "ranks", "microbatches", example="compare --ranks 4 --microbatches 8")
+    flags.check_counts(args, "ranks", "microbatches", "stages_per_rank")
     if args.frozen and max(args.frozen) >= args.ranks:
         raise UsageError(
             f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {args.ranks - 1}, one a rank"
@@ -57,18 +49,11 @@ def run(args: argparse.Namespace) -> int:
         )
     advice = advise(rows)
     if args.out is not None:
-        from drumline.report.compare_page import compare_page
-
         save(args.out, compare_page(rows, num_ranks=args.ranks, num_microbatches=args.microbatches))
-    if args.json:
-        written = {"out": str(args.out)} if args.out is not None else {}
-        left_out = [one.summary() for one in rows.left_out]
-        print_json({"rows": [row.summary() for row in rows], "left_out": left_out, "advice": advice, **written})
-    else:
-        print(compare_table(rows, width=terminal_width()))
-        if rows.left_out:
-            print("\n" + wrapped(left_out_text(rows.left_out), terminal_width()))
-        print("\n" + wrapped(advice, terminal_width()))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    left_out = [one.summary() for one in rows.left_out]
+    summary = {"rows": [row.summary() for row in rows], "left_out": left_out, "advice": advice} if args.json else {}
+    width = terminal_width()
+    below = [text for text in (left_out_text(rows.left_out), advice) if text]
+    text = "\n\n".join([compare_table(rows, width=width), *(wrapped(text, width) for text in below)])
+    report(args, text, summary)
     return 0 if rows[0].fits else 1

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drumline.cli import flags, needs
-from drumline.cli.output import colour_wanted, print_json, progress, save, terminal_width, wrapped
-from drumline.core.errors import UsageError
+from drumline.cli import flags
+from drumline.cli.output import colour_wanted, print_json, progress, pytorch, save, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from drumline.train.demo import Outcome
@@ -20,27 +19,22 @@ _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="FOLDER", help="of the runs and the report"
-    )
-    parser.add_argument(
-        "--width", type=flags.whole_number, default=512, metavar="N", help="of the layers (default 512)"
-    )
-    parser.add_argument("--epochs", type=flags.whole_number, default=5, metavar="N", help="(default 5)")
+    out, whole = Path("out/demo"), flags.whole_number
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the runs and the report")
+    parser.add_argument("--width", type=whole, default=512, metavar="N", help="of the layers (default 512)")
+    parser.add_argument("--epochs", type=whole, default=5, metavar="N", help="(default 5)")
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train by every schedule, compare, and say where the report is."""
-    with needs.pytorch("demo trains a model"):
+    with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
         from drumline.train.two_stages import Build
     from drumline.report.run.page import run_page
     from drumline.report.run.report import reports_of
 
-    for name in ("width", "epochs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name} is {getattr(args, name)}", expected="a whole number of 1 or more")
+    flags.check_counts(args, "width", "epochs")
     build = Build(width=args.width, num_epochs=args.epochs)
     if not args.json:
         print(
@@ -78,18 +72,8 @@ def _print(outcomes: Sequence[Outcome]) -> None:
         if one.trial.name in _DRAWN:
             print(f"{one.trial.schedule}, a step as it was measured:")
             print(grid(one.timeline, width=width, colour=colour_wanted()) + "\n")
-    header = [
-        "schedule",
-        "M",
-        "recompute",
-        "loss",
-        "step ms",
-        "utilisation",
-        "bound",
-        "queue",
-        "stash KiB",
-        "one process",
-    ]
+    header = ["schedule", "M", "recompute", "loss", "step ms", "utilisation", "bound", "queue"]
+    header += ["stash KiB", "one process"]
     rows = []
     for one in outcomes:
         found = one.summary()

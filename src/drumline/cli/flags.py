@@ -40,6 +40,15 @@ def number(text: str) -> float:
     return value
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """Parse numbers with commas between.
+
+    >>> numbers("0.5,2")
+    (0.5, 2.0)
+    """
+    return tuple(number(part) for part in text.split(","))
+
+
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -63,6 +72,24 @@ def names(text: str) -> tuple[str, ...]:
     ('1f1b', 'zb-h1')
     """
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def require(args: argparse.Namespace, *names: str, example: str) -> None:
+    """Refuse a command without a flag that it needs."""
+    for name in names:
+        if getattr(args, name) is None:
+            raise UsageError(f"{_flag(name)} missing", fix=f"for example: drumline {example}")
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Refuse counts below 1."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"{_flag(name)} is {getattr(args, name)}", expected="a whole number of 1 or more")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -155,17 +182,9 @@ def add_limit(parser: argparse.ArgumentParser) -> None:
 def costs_of(args: argparse.Namespace) -> Costs:
     """Return the costs that the flags and the file say."""
     costs = Costs.load(args.costs) if args.costs is not None else Costs()
-    names = (
-        "forward",
-        "backward_input",
-        "backward_weight",
-        "comm",
-        "overlapped",
-        "activation_bytes",
-        "held_until_weight_bytes",
-    )
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return replace(costs, **given)
+    times = ("forward", "backward_input", "backward_weight", "comm", "overlapped")
+    sizes = ("activation_bytes", "held_until_weight_bytes")
+    return replace(costs, **{name: value for name in (*times, *sizes) if (value := getattr(args, name)) is not None})
 
 
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:

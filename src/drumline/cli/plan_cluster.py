@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, save, terminal_width
+from drumline.cli.output import progress, report, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
 
@@ -65,6 +65,7 @@ _PINS = {
 def run(args: argparse.Namespace) -> int:
     """Plan, explain, print and write."""
     from drumline.plan.layouts.explain import explain, plan_json
+    from drumline.report.plan.text import plan_text
 
     _check(args)
     planned = _planned(args)
@@ -79,29 +80,15 @@ def run(args: argparse.Namespace) -> int:
         progress("")
     if args.out is not None:
         save(args.out, _WRITERS[args.out.suffix](args, planned, figures, drawn))
-    if args.json:
-        print_json({**figures, **({} if args.out is None else {"out": str(args.out)})})
-    else:
-        from drumline.report.plan.text import plan_text
-
-        print(plan_text(figures, width=terminal_width(), framework=args.launch))
-        if args.out is not None:
-            print(f"\nwrote {args.out}")
+    text = "" if args.json else plan_text(figures, width=terminal_width(), framework=args.launch)
+    report(args, text, figures, gap="\n")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    example = f"for example: drumline plan {args.subject} --hardware h100 --gpus 64 --batch 256"
-    for flag, value in (("--hardware", args.hardware), ("--batch", args.batch)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix=example)
-    if args.gpus is None and args.nodes is None:
-        raise UsageError("--gpus missing", fix=example)
-    counts = ("gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
-    for name in counts:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}", expected="a whole number of 1 or more")
+    needed = ("hardware", "batch") if args.nodes is not None else ("hardware", "batch", "gpus")
+    flags.require(args, *needed, example=f"plan {args.subject} --hardware h100 --gpus 64 --batch 256")
+    flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
     if args.out is not None and args.out.suffix not in _WRITERS:
         raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_WRITERS)}")
     if args.out is not None and args.brief and args.out.suffix in (".html", ".svg"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.costs import Edge
 from drumline.core.errors import UsageError, counted
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=flags.names, metavar="HOW,...", help="to choose from: none, full (default both)")
     add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd: what it keeps (default adam)")
     add("--seconds", type=flags.number, metavar="S", default=5.0, help="of searching programs; 0: none (default 5)")
-    add("--rank-speed", type=_numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
+    add("--rank-speed", type=flags.numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
     add("--rank-memory", type=_bytes, metavar="BYTES,...", help="of each rank")
     add(
         "--link",
@@ -46,11 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan and report."""
     from drumline.plan.device.planner import CHECKPOINTING, plan
 
-    for flag, value in (("--ranks", args.ranks), ("--batch", args.batch)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix=f"for example: drumline plan {args.subject} --ranks 2 --batch 16")
-        if value < 1:
-            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
+    flags.check_counts(args, "ranks", "batch")
     if args.out is not None and args.out.suffix not in _WRITERS:
         raise UsageError(f"--out is {args.out}", expected=f"a name that ends with {', '.join(_WRITERS)}")
     try:
@@ -74,23 +70,18 @@ def run(args: argparse.Namespace) -> int:
         progress("")
     if args.out is not None:
         save(args.out, _WRITERS[args.out.suffix](found))
-    if args.json:
-        print_json(_summary(found, args.out))
-    else:
-        print(_text(found))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    report(args, _text(found), _summary(found))
     return 0
 
 
-def _page(found: Planned) -> str:
+def _page(planned: Planned) -> str:
     """Return the timelines of the choice and of the best by every other schedule."""
     from drumline.report.draw.html import page
 
     best: dict[str, Candidate] = {}
-    for one in found.candidates:
+    for one in planned.candidates:
         best.setdefault(one.program.name, one)
-    plan = found.best
+    plan = planned.best
     fullest = max(one.total for one in plan.rank_bytes)
     return page(
         [one.timeline() for one in list(best.values())[:_DRAWN]],
@@ -101,10 +92,10 @@ def _page(found: Planned) -> str:
     )
 
 
-def _picture(found: Planned) -> str:
+def _picture(planned: Planned) -> str:
     from drumline.report.draw.svg import svg
 
-    return svg(found.chosen.timeline()).rstrip("\n")
+    return svg(planned.chosen.timeline())
 
 
 _WRITERS: dict[str, Callable[[Planned], str]] = {
@@ -114,28 +105,27 @@ _WRITERS: dict[str, Callable[[Planned], str]] = {
 }
 
 
-def _summary(found: Planned, out: Path | None) -> dict[str, Any]:
-    table = {
-        "best": {**found.best.summary(), "program": found.best.program.format().split("\n")},
-        "candidates": [one.summary(found.chosen) for one in found.candidates],
-        "rejected": [one.summary(found.chosen) for one in found.rejected],
+def _summary(planned: Planned) -> dict[str, Any]:
+    return {
+        "best": {**planned.best.summary(), "program": planned.best.program.format().split("\n")},
+        "candidates": [one.summary(planned.chosen) for one in planned.candidates],
+        "rejected": [one.summary(planned.chosen) for one in planned.rejected],
     }
-    return table if out is None else {**table, "out": str(out)}
 
 
-def _text(found: Planned) -> str:
+def _text(planned: Planned) -> str:
     from drumline.report.table import table
 
-    width, best = terminal_width(), found.best
+    width, best = terminal_width(), planned.best
     header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]
-    rows = [_row(one, found) for one in found.candidates[:_SHOWN]]
-    rows += [_row(one, found) for one in found.rejected[: max(_SHOWN - len(rows), 2)]]
+    rows = [_row(one, planned) for one in planned.candidates[:_SHOWN]]
+    rows += [_row(one, planned) for one in planned.rejected[: max(_SHOWN - len(rows), 2)]]
     items = ", ".join(
-        f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(found.best.seconds) if abs(seconds) >= 5e-5
+        f"{name} {seconds * 1e3:.1f}" for name, seconds in _items(planned.best.seconds) if abs(seconds) >= 5e-5
     )
     lines = [
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
-        f" {counted(len(found.candidates), 'combination')} fit, {len(found.rejected)} do not",
+        f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
         "",
         table(header, rows, width=width),
         "",
@@ -151,16 +141,16 @@ def _text(found: Planned) -> str:
     return "\n".join(lines[:3] + [wrapped(line, width) for line in lines[3:]])
 
 
-def _row(one: Candidate, found: Planned) -> list[str]:
+def _row(candidate: Candidate, planned: Planned) -> list[str]:
     return [
-        one.program.name,
-        str(one.program.num_microbatches),
-        str(one.rows),
-        _blocks(one.cut.counts),
-        _checkpointing(one.stages.recompute, short=True),
-        f"{one.step_seconds * 1e3:.1f}",
-        f"{max(one.cut.rank_bytes) / _MIB:.1f}",
-        "chosen" if one is found.chosen else one.why_not(found.chosen),
+        candidate.program.name,
+        str(candidate.program.num_microbatches),
+        str(candidate.rows),
+        _blocks(candidate.cut.counts),
+        _checkpointing(candidate.stages.recompute, short=True),
+        f"{candidate.step_seconds * 1e3:.1f}",
+        f"{max(candidate.cut.rank_bytes) / _MIB:.1f}",
+        "chosen" if candidate is planned.chosen else candidate.why_not(planned.chosen),
     ]
 
 
@@ -183,10 +173,6 @@ def _checkpointing(again: tuple[bool, ...], *, short: bool = False) -> str:
         return "all" if short else "everything recomputed"
     named = " ".join(str(stage) for stage, one in enumerate(again) if one)
     return named if short else f"stages {named} recomputed"
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(flags.number(part) for part in text.split(","))
 
 
 def _bytes(text: str) -> tuple[float, ...]:

@@ -8,8 +8,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from drumline.cli import flags, needs
-from drumline.cli.output import print_json, progress, save, terminal_width
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.plan.device.model_profile import ModelProfile, is_profile
 
@@ -31,21 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="rows of a microbatch (default 1,2,4,8)",
     )
-    parser.add_argument(
-        "--ranks", type=flags.whole_number, default=2, metavar="P", help="that measure at once (default 2)"
-    )
-    parser.add_argument("--threads", type=flags.whole_number, default=1, metavar="N", help="of each rank (default 1)")
+    whole = flags.whole_number
+    parser.add_argument("--ranks", type=whole, default=2, metavar="P", help="that measure at once (default 2)")
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each rank (default 1)")
     parser.add_argument("--device", metavar="NAME", help="of PyTorch's, like cuda (default cpu)")
-    parser.add_argument(
-        "--sequence-length",
-        type=flags.whole_number,
-        metavar="N",
-        help="tokens of a row, for a config.json (default 512)",
-    )
-    parser.add_argument("--runs", type=flags.whole_number, default=12, metavar="N", help="of each size (default 12)")
-    parser.add_argument(
-        "--seconds", type=flags.number, default=20.0, metavar="S", help="of measuring a size, at most (default 20)"
-    )
+    length = "tokens of a row, for a config.json (default 512)"
+    parser.add_argument("--sequence-length", type=whole, metavar="N", help=length)
+    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="of each size (default 12)")
+    most = "of measuring a size, at most (default 20)"
+    parser.add_argument("--seconds", type=flags.number, default=20.0, metavar="S", help=most)
     parser.add_argument(
         "--out",
         type=Path,
@@ -80,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> ModelProfile:
-    with needs.pytorch("profile runs a model"):
+    with pytorch("profile runs a model"):
         from drumline.pipeline.profiling import profile_model
     progress(f"profiling {args.model} on {args.ranks} ranks ...")
     try:
@@ -100,16 +94,16 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
         progress("")
 
 
-def _written(path: Path, found: ModelProfile) -> str:
+def _written(path: Path, profile: ModelProfile) -> str:
     from drumline.report.plan.profiles import profile_page, profile_svg
 
     match path.suffix:
         case ".json":
-            return found.to_json()
+            return profile.to_json()
         case ".svg":
-            return profile_svg(found).rstrip("\n")
+            return profile_svg(profile)
         case _:
-            return profile_page(found)
+            return profile_page(profile)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

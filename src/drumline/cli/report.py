@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, print_json, save, terminal_width
+from drumline.cli.output import colour_wanted, deliver, print_json, save, terminal_width
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=flags.whole_number, metavar="N", help="this step, not the typical one")
     parser.add_argument(
         "--format",
-        choices=list(_WRITERS),
+        choices=("html", "text", "svg", "png", "perfetto"),
         help="html: a page; text; svg, png: plots, by matplotlib; perfetto: a trace (default: as --out ends, or html)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"write there (default: {PAGE} in the first RUN)")
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out
     if out is None and args.format is None and not args.json:
         out = args.runs[0] / PAGE
-    written = _WRITERS[form](reports) if out is not None or not args.json else ""
+    written = _written(reports, form) if out is not None or not args.json else ""
     if out is not None:
         save(out, written)
     if args.json:
@@ -59,10 +58,8 @@ def run(args: argparse.Namespace) -> int:
     elif out is not None:
         print(_terminal_text(reports))
         print(f"\nwrote {out}")
-    elif form == "text":
-        print(_terminal_text(reports))
     else:
-        _to_stdout(written, form)
+        deliver(args, _terminal_text(reports) if form == "text" else written, {})
     return 0
 
 
@@ -83,37 +80,22 @@ def _terminal_text(reports: Sequence[RunReport]) -> str:
     return reports_text(reports, width=terminal_width(), colour=colour_wanted())
 
 
-def _to_stdout(written: str | bytes, form: str) -> None:
-    if isinstance(written, str):
-        print(written)
-    elif sys.stdout.isatty():
-        raise UsageError(f"a {form} file is not text", fix="give --out FILE")
-    else:
-        sys.stdout.buffer.write(written)
+def _written(reports: Sequence[RunReport], form: str) -> str | bytes:
+    """Return what a file holds."""
+    if form == "text":
+        from drumline.report.run.text import reports_text
 
+        return reports_text(reports)
+    if form == "html":
+        from drumline.report.run.page import run_page
 
-def _text(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run.text import reports_text
-
-    return reports_text(reports)
-
-
-def _html(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run.page import run_page
-
-    return run_page(reports)
-
-
-def _svg(reports: Sequence[RunReport]) -> str:
+        return run_page(reports)
+    if form == "perfetto":
+        return _perfetto(reports)
     from drumline.report.run.plots import plots
 
-    return plots(reports, file_type="svg").decode()
-
-
-def _png(reports: Sequence[RunReport]) -> bytes:
-    from drumline.report.run.plots import plots
-
-    return plots(reports, file_type="png")
+    drawn = plots(reports, file_type=form)
+    return drawn.decode() if form == "svg" else drawn
 
 
 def _perfetto(reports: Sequence[RunReport]) -> bytes:
@@ -125,12 +107,3 @@ def _perfetto(reports: Sequence[RunReport]) -> bytes:
         timelines[f"{prefix}measured"] = one.seen.measured
         timelines[f"{prefix}simulated"] = one.seen.simulated
     return traces(timelines)
-
-
-_WRITERS: dict[str, Callable[[Sequence[RunReport]], str | bytes]] = {
-    "html": _html,
-    "text": _text,
-    "svg": _svg,
-    "png": _png,
-    "perfetto": _perfetto,
-}

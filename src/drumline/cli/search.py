@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json, progress, save, terminal_width, wrapped
+from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.everywhere import PLACEMENTS, Everywhere, placement_named, search_all
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import Found, search
-from drumline.report.summary import summarize
+from drumline.report.summary import refused, summarize
+from drumline.report.units import counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     parser.add_argument("--placement", choices=(*PLACEMENTS, "all"), default="linear", help="where stages lie")
     parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is made small")
-    parser.add_argument("--jitter", type=_numbers, metavar="SHARE[,...]", help="how much the seconds of stages vary")
+    parser.add_argument("--jitter", type=_shares, metavar="SHARE[,...]", help="how much the seconds of stages vary")
     parser.add_argument("--quantile", type=flags.number, metavar="Q", default=0.9, help="of the samples under jitter")
     parser.add_argument("--samples", type=flags.whole_number, metavar="N", default=64, help="drawn under jitter")
     parser.add_argument("--seconds", type=flags.number, metavar="S", default=10.0, help="the budget (default 10)")
@@ -46,29 +47,20 @@ def run(args: argparse.Namespace) -> int:
     progress("")
     if args.out is not None:
         _write(args.out, found)
-    if args.json:
-        print_json(_summary(found, others, everywhere.left_out, args.out))
-    else:
-        left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
-        print(wrapped("\n".join([_text(found, others), *left_out]), terminal_width()))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
+    text = wrapped("\n".join([_text(found, others), *left_out]), terminal_width())
+    report(args, text, _summary(found, others, everywhere.left_out))
     return 0
 
 
-def _numbers(text: str) -> float | list[float]:
-    numbers = [flags.number(part) for part in text.split(",")]
+def _shares(text: str) -> float | tuple[float, ...]:
+    numbers = flags.numbers(text)
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _check(args: argparse.Namespace) -> None:
-    for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)):
-        if value is None:
-            raise UsageError(f"{flag} missing", fix="for example: drumline search --ranks 4 --microbatches 8")
-    whole = (("--ranks", args.ranks), ("--microbatches", args.microbatches), ("--samples", args.samples))
-    for flag, value in (*whole, ("--stages-per-rank", args.stages_per_rank)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}", expected="a whole number of 1 or more")
+    flags.require(args, "ranks", "microbatches", example="search --ranks 4 --microbatches 8")
+    flags.check_counts(args, "ranks", "microbatches", "samples", "stages_per_rank")
     if args.seconds <= 0:
         raise UsageError(f"--seconds is {args.seconds:g}", expected="more than 0")
     if not 0 <= args.quantile <= 1:
@@ -95,20 +87,18 @@ def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
     return Everywhere([search(costs, placement, **options)])
 
 
-def _summary(
-    found: Found, others: Sequence[Found], left_out: Mapping[str, PlanError], out: Path | None
-) -> dict[str, Any]:
+def _summary(best: Found, others: Sequence[Found], left_out: Mapping[str, PlanError]) -> dict[str, Any]:
     summary = {
-        **summarize(found.timeline),
-        "objective": found.objective,
-        "value": found.value,
-        "lower_bound": found.bound.value,
-        "bound": found.bound.name,
-        "gap": found.gap,
-        "search_seconds": found.seconds,
-        "tried": found.num_tried,
-        "starts": [{"schedule": start.name, "value": start.value} for start in found.starts],
-        "interrupted": found.is_interrupted,
+        **summarize(best.timeline),
+        "objective": best.objective,
+        "value": best.value,
+        "lower_bound": best.bound.value,
+        "bound": best.bound.name,
+        "gap": best.gap,
+        "search_seconds": best.seconds,
+        "tried": best.num_tried,
+        "starts": [{"schedule": start.name, "value": start.value} for start in best.starts],
+        "interrupted": best.is_interrupted,
     }
     if others:
         summary["others"] = [
@@ -116,23 +106,20 @@ def _summary(
             for one in others
         ]
     if left_out:
-        summary["left_out"] = [
-            {"placement": name, "error": error.error, "expected": error.expected, "fix": error.fix}
-            for name, error in left_out.items()
-        ]
-    return summary if out is None else {**summary, "out": str(out)}
+        summary["left_out"] = [{"placement": name, **refused(error)} for name, error in left_out.items()]
+    return summary
 
 
-def _text(found: Found, others: Sequence[Found]) -> str:
-    timeline, best = found.timeline, found.starts[0]
-    what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[found.objective]
-    what += " at the quantile" if found.jitter else ""
+def _text(result: Found, others: Sequence[Found]) -> str:
+    timeline, best = result.timeline, result.starts[0]
+    what = {"makespan": "makespan", "span": "longest span", "steady": "step in steady state"}[result.objective]
+    what += " at the quantile" if result.jitter else ""
     lines = [
-        f"{found.placement}: {counts(found.program)}",
-        f"{what} {found.value:g}" + ("" if found.jitter else f", {found.verdict}"),
+        f"{result.placement}: {counts(result.program)}",
+        f"{what} {result.value:g}" + ("" if result.jitter else f", {result.verdict}"),
         f"bubble {timeline.bubble:.2%} of the makespan, {timeline.span_bubble:.2%} of the longest span",
-        f"best hand-made start: {best.name}, {best.value:g} ({best.value / found.value - 1:.1%} longer)"
-        if best.value > found.value
+        f"best hand-made start: {best.name}, {best.value:g} ({best.value / result.value - 1:.1%} longer)"
+        if best.value > result.value
         else f"no better than {best.name}, the best hand-made start",
         f"peak activations {' '.join(map(str, timeline.peak_activations))}",
     ]
@@ -142,20 +129,15 @@ def _text(found: Found, others: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, found: Found) -> None:
+def _write(path: Path, result: Found) -> None:
     from drumline.core.torch_text import for_torch
-    from drumline.report.draw.html import page
-    from drumline.report.draw.svg import svg
+    from drumline.report.draw.html import picture
 
-    program = found.program
-    match path.suffix:
-        case ".csv":
-            mirrored = program.placement.mirrored  # PyTorch has no place for a second copy of a stage
-            save(path, program.format() if mirrored else for_torch(program).rstrip("\n"))
-        case ".svg":
-            save(path, svg(found.timeline).rstrip("\n"))
-        case _:
-            save(path, page([found.timeline]))
+    if path.suffix == ".csv":
+        mirrored = result.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
+        save(path, result.program.format() if mirrored else for_torch(result.program))
+    else:
+        save(path, picture(path.suffix[1:], result.timeline))
 
 
 def _pareto(args: argparse.Namespace) -> int:
@@ -181,14 +163,7 @@ def _pareto(args: argparse.Namespace) -> int:
         if args.out.suffix == ".csv":
             raise UsageError(f"--out is {args.out}", expected="FILE.svg or FILE.html with --pareto")
         save(args.out, pareto_svg(picture) if args.out.suffix == ".svg" else pareto_page(picture))
-    if args.json:
-        written = {} if args.out is None else {"out": str(args.out)}
-        print_json({**picture.summary(), **written})
-    else:
-        print(pareto_table(picture, width=terminal_width()))
-        left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
-        if left_out:
-            print("\n" + wrapped("\n".join(left_out), terminal_width()))
-        if args.out is not None:
-            print(f"wrote {args.out}")
+    left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
+    below = ["", wrapped("\n".join(left_out), terminal_width())] if left_out else []
+    report(args, "\n".join([pareto_table(picture, width=terminal_width()), *below]), picture.summary())
     return 0

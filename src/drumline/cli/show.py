@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, counts, print_json, save, terminal_width, wrapped
+from drumline.cli.output import colour_wanted, deliver, print_json, terminal_width, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
+from drumline.report.units import counts
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_json(parser)
     flags.add_format(
         parser,
-        list(_WRITERS),
+        ("text", "svg", "html", "perfetto", "csv", "torch", "torch-comms"),
         "text, svg, html: pictures; perfetto: a trace; csv: the program; torch, torch-comms: as PyTorch loads it",
     )
     parser.add_argument("--window", metavar="START:END", help="draw only this stretch of time")
@@ -55,52 +54,28 @@ def run(args: argparse.Namespace) -> int:
     program = flags.pruned(flags.program_of(args), args)
     if args.lower:
         program = lower(program, channel=args.channel)
-    written = _WRITERS[args.format](args, program)
-    if args.out is not None:
-        save(args.out, written)
-    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
-    if args.json:
-        shown = {"out": str(args.out)} if args.out is not None else {"text": written}
-        numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
-        rows = [[str(action) for action in row] for row in program.rows]
-        print_json({"schedule": program.name, **numbers, "format": args.format, **shown, "rows": rows})
-    elif args.out is not None:
-        print(f"wrote {args.out}")
-    elif isinstance(written, bytes):
-        sys.stdout.buffer.write(written)
-    else:
-        print(written)
+    written = _written(args, program)
+    shown = {"out": str(args.out)} if args.out is not None else {"text": written}
+    numbers = {"ranks": program.num_ranks, "stages": program.num_stages, "microbatches": program.num_microbatches}
+    rows = [[str(action) for action in row] for row in program.rows]
+    deliver(args, written, {"schedule": program.name, **numbers, "format": args.format, **shown, "rows": rows})
     return 0
 
 
-def _csv(args: argparse.Namespace, program: Program) -> str:
-    return program.format()
+def _written(args: argparse.Namespace, program: Program) -> str | bytes:
+    """Return what --format asks for."""
+    if args.format == "text":
+        return _text(args, program)
+    if args.format == "csv":
+        return program.format()
+    if args.format.startswith("torch"):
+        from drumline.core.torch_text import for_torch
 
+        lowered = args.format == "torch-comms"
+        return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
+    from drumline.report.draw.html import picture
 
-def _torch(args: argparse.Namespace, program: Program) -> str:
-    from drumline.core.torch_text import for_torch
-
-    lowered = args.format == "torch-comms"
-    return for_torch(program, communication=lowered, version=args.torch_version).rstrip("\n")
-
-
-def _svg(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.draw.svg import svg
-
-    return svg(_timeline(args, program))
-
-
-def _html(args: argparse.Namespace, program: Program) -> str:
-    from drumline.report.draw.html import page
-
-    return page([_timeline(args, program)])
-
-
-def _perfetto(args: argparse.Namespace, program: Program) -> bytes:
-    from drumline.report.draw.trace import trace
-
-    return trace(_timeline(args, program))
+    return picture(args.format, _timeline(args, program))
 
 
 def _timeline(args: argparse.Namespace, program: Program) -> Simulation:
@@ -120,29 +95,13 @@ def _text(args: argparse.Namespace, program: Program) -> str:
         raise UsageError(f"--window begins at {window[0]:g}", expected=f"less than the makespan, {timeline.makespan:g}")
     to_terminal = args.out is None and not args.json
     width = terminal_width() if to_terminal else 200
-    picture = grid(
-        timeline,
-        width=width,
-        colour=to_terminal and colour_wanted(),
-        window=window,
-        memory=args.memory,
-    )
+    colour = to_terminal and colour_wanted()
+    picture = grid(timeline, width=width, colour=colour, window=window, memory=args.memory)
     length = f"{timeline.makespan:g} slots" if args.slots else f"makespan {timeline.makespan:g}"
     figures = f"{length}, bubble {timeline.bubble:.2%} of it; of the longest span {timeline.span_bubble:.2%}"
     around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
     title, *rest = (wrapped(line, width) for line in around if line)
     return "\n".join([title, picture, *rest])
-
-
-_WRITERS: dict[str, Callable[[argparse.Namespace, Program], str | bytes]] = {
-    "text": _text,
-    "svg": _svg,
-    "html": _html,
-    "perfetto": _perfetto,
-    "csv": _csv,
-    "torch": _torch,
-    "torch-comms": _torch,
-}
 
 
 def _window(text: str | None) -> tuple[float, float] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import counts, print_json, terminal_width, wrapped
+from drumline.cli.output import print_json, terminal_width, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.summary import summarize
+from drumline.report.summary import peak_queues, rank_rows, summarize
+from drumline.report.units import counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs, limit=limit)
     summary = summarize(timeline)
-    summary["queue_depth"] = {
-        f"{source}->{target}": max(depth for _, depth in curve)
-        for (source, target), curve in timeline.queue_depths.items()
-    }
+    summary["queue_depth"] = peak_queues(timeline)
     summary["critical_path"] = [str(span.action) for span in timeline.critical_path]
     over = validate(program, limit=limit, costs=costs) if limit else []
     if limit:
@@ -43,33 +41,23 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(summary)
     else:
-        print(_text(timeline, summary))
+        print(_text(timeline))
         for line in [*summary.get("over_limit", []), *(one["why"] for one in summary.get("intervals", []))]:
             print(line)
     return 1 if over else 0
 
 
-def _text(timeline: Simulation, summary: dict[str, object]) -> str:
+def _text(timeline: Simulation) -> str:
     from drumline.report.table import table
 
     program = timeline.program
-    by_cause = summary["idle_by_cause"]
-    assert isinstance(by_cause, dict)
-    header = ["rank", "stages", "busy", "idle", *by_cause, "peak activations"]
-    header += ["peak bytes"] if timeline.peak_bytes is not None else []
-    rows = []
-    for rank in range(timeline.num_ranks):
-        cells = [
-            str(rank),
-            " ".join(map(str, program.placement.stages_of(rank))),
-            f"{timeline.busy[rank]:.6g}",
-            f"{timeline.idle[rank]:.6g}",
-            *(f"{by_cause[cause][rank]:.6g}" for cause in by_cause),
-            str(timeline.peak_activations[rank]),
-        ]
-        if timeline.peak_bytes is not None:
-            cells.append(f"{timeline.peak_bytes[rank]:.6g}")
-        rows.append(cells)
+    header, rows = rank_rows(timeline, "{:.6g}".format)
+    peaks = [("peak activations", map(str, timeline.peak_activations))]
+    if timeline.peak_bytes is not None:
+        peaks.append(("peak bytes", map("{:.6g}".format, timeline.peak_bytes)))
+    for name, column in peaks:
+        header.append(name)
+        rows = [[*row, cell] for row, cell in zip(rows, column, strict=True)]
     path, width = timeline.critical_path, terminal_width()
     head = "\n".join(
         [

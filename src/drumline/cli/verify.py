@@ -7,8 +7,8 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from drumline.cli import flags, needs
-from drumline.cli.output import print_json, progress, terminal_width, wrapped
+from drumline.cli import flags
+from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         args.ranks = 2 if args.ranks is None else args.ranks
         args.microbatches = 8 if args.microbatches is None else args.microbatches
     program = flags.program_of(args)
-    with needs.pytorch("verify runs a model"):
+    with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
     try:
@@ -73,36 +73,36 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.passes else 1
 
 
-def _text(found: Verification) -> str:
+def _text(result: Verification) -> str:
     from drumline.report.table import table
 
     width = terminal_width()
     numbers = (
-        (found.num_ranks, "rank"),
-        (found.num_stages, "stage"),
-        (found.num_microbatches, "microbatch"),
-        (found.num_steps, "step"),
+        (result.num_ranks, "rank"),
+        (result.num_stages, "stage"),
+        (result.num_microbatches, "microbatch"),
+        (result.num_steps, "step"),
     )
     rows = [
-        ["loss", f"{found.loss_difference:.3g}", ""],
-        ["gradients", f"{found.gradient_difference:.3g}", found.worst_parameter],
-        ["weights", f"{found.weight_difference:.3g}", ""],
+        ["loss", f"{result.loss_difference:.3g}", ""],
+        ["gradients", f"{result.gradient_difference:.3g}", result.worst_parameter],
+        ["weights", f"{result.weight_difference:.3g}", ""],
     ]
-    head = f"{found.schedule}: {', '.join(counted(*one) for one in numbers)}, {found.transport}"
-    over = {name: one for name, one in found.gradient_differences.items() if one > found.tolerance}
+    head = f"{result.schedule}: {', '.join(counted(*one) for one in numbers)}, {result.transport}"
+    over = {name: one for name, one in result.gradient_differences.items() if one > result.tolerance}
     worst = sorted(over, key=over.__getitem__, reverse=True)
-    if found.identical:
+    if result.identical:
         verdict = "The pipeline computes what one process computes: all bits agree."
-    elif found.passes:
-        verdict = f"The pipeline computes what one process computes, up to rounding ({found.tolerance:.3g} allowed)."
+    elif result.passes:
+        verdict = f"The pipeline computes what one process computes, up to rounding ({result.tolerance:.3g} allowed)."
     else:
-        allowed = f"{found.tolerance:.3g} is allowed" if found.tolerance else "all bits must agree"
+        allowed = f"{result.tolerance:.3g} is allowed" if result.tolerance else "all bits must agree"
         verdict = f"The pipeline does not compute what one process computes: {allowed}."
         if worst:
             more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
             verdict += f" Off: the gradients of {', '.join(worst[:_MOST_NAMED])}{more}."
-            verdict += f" The first in the model's order: {found.first_wrong_parameter}."
-    turns = " between ranks that took turns" if found.transport == "in-process" else ""
-    tail = f"loss {found.loss:.6g}; bubble measured{turns}: {found.bubble:.1%} of the last step"
+            verdict += f" The first in the model's order: {result.first_wrong_parameter}."
+    turns = " between ranks that took turns" if result.transport == "in-process" else ""
+    tail = f"loss {result.loss:.6g}; bubble measured{turns}: {result.bubble:.1%} of the last step"
     shown = table(["", "largest difference", "of parameter"], rows, width=width)
     return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])

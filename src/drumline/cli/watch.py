@@ -17,7 +17,7 @@ from drumline.core.measured.run import CONFIG, Run, read_run
 
 if TYPE_CHECKING:
     from drumline.report.run.follow import Writer
-    from drumline.report.run.live import Live
+    from drumline.report.run.live import LiveRun
 
 _EVERY = 0.5
 _FEWEST_SECONDS = 0.2  # between two frames
@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Follow a run until it has ended."""
     from drumline.report.run.follow import QUIET, lines, scalars
-    from drumline.report.run.live import ASCII, FINE, Live
+    from drumline.report.run.live import ASCII, FINE, LiveRun
 
     if args.wait < 0:
         raise UsageError(f"--wait is {args.wait:g}", expected="0 seconds or more")
     found = _begun(args.run, 0.0 if args.once else args.wait)
-    live = Live(args.run.name or str(args.run), found.program, marks=FINE if _takes(FINE.parts) else ASCII)
+    live = LiveRun(args.run.name or str(args.run), found.program, marks=FINE if _takes(FINE.parts) else ASCII)
     writers = _writers(args, found)
     screen = _Screen(live, as_json=args.json, once=args.once)
     try:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 class _Screen:
     """Where steps are shown: drawn again in place on a terminal, a line per step elsewhere."""
 
-    def __init__(self, live: Live, *, as_json: bool, once: bool) -> None:
+    def __init__(self, live: LiveRun, *, as_json: bool, once: bool) -> None:
         self._live = live
         self._as_json = as_json
         self._once = once
@@ -134,14 +134,14 @@ def _begun(path: Path, wait: float) -> Run:
         time.sleep(min(_EVERY, left))
 
 
-def _writers(args: argparse.Namespace, found: Run) -> list[Writer]:
-    from drumline.report.run.writers import TensorBoard, WandB
+def _writers(args: argparse.Namespace, recorded: Run) -> list[Writer]:
+    from drumline.report.run.follow import TensorBoard, WandB
 
     made: list[Writer] = []
     if args.tensorboard is not None:
         made.append(TensorBoard(args.tensorboard))
     if args.wandb is not None:
-        made.append(WandB(args.wandb, name=args.run.name, config={**found.config, "plan": found.plan}))
+        made.append(WandB(args.wandb, name=args.run.name, config={**recorded.config, "plan": recorded.plan}))
     return made
 
 

@@ -16,7 +16,7 @@ from drumline.core.errors import CostsError, ScheduleError
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.report.summary import summarize
+from drumline.report.summary import refused, summarize
 from drumline.report.table import table
 from drumline.schedules import schedules
 
@@ -61,8 +61,7 @@ class LeftOut:
 
     def summary(self) -> dict[str, Any]:
         """Return it as plain data."""
-        why = {"error": self.reason.error, "expected": self.reason.expected, "fix": self.reason.fix}
-        return {"schedule": self.name, "stages_per_rank": self.stages_per_rank, **why}
+        return {"schedule": self.name, "stages_per_rank": self.stages_per_rank, **refused(self.reason)}
 
 
 class Comparison(list[Row]):

@@ -15,16 +15,14 @@ from typing import Any
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, UsageError, nearest
 from drumline.core.program import Program
-from drumline.core.prove.violation import InvalidProgram, Violation
+from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.core.torch_text import for_torch
 from drumline.report.draw import html
 from drumline.report.draw.explanations import explanations
 from drumline.report.draw.scene import document
-from drumline.report.draw.svg import svg
-from drumline.report.draw.trace import trace
-from drumline.report.summary import figures
+from drumline.report.summary import figures, listed, refused
 from drumline.schedules import find, schedules
 
 # Actions up to which a picture and its explanations are made faster than two questions are asked.
@@ -125,9 +123,9 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
         program = settings.program(csv)
         timeline = _simulated(settings, csv)
     except InvalidProgram as error:
-        return {"violations": _listed(error.violations), "rows": [[str(a) for a in row] for row in program.rows]}
+        return {"violations": listed(error.violations), "rows": [[str(a) for a in row] for row in program.rows]}
     except DrumlineError as error:
-        return {"error": {"error": error.error, "expected": error.expected, "fix": error.fix}}
+        return {"error": refused(error)}
     explained = program.num_actions <= EXPLAINED_AT_ONCE
     return {
         "document": document([timeline], title=program.name, explained=explained),
@@ -156,18 +154,6 @@ def _over_limit(timeline: Simulation, limit: Limit | None) -> list[int]:
     return [rank for rank, peak in enumerate(timeline.peak_activations) if most is not None and peak > most]
 
 
-def _listed(violations: tuple[Violation, ...] | list[Violation]) -> list[dict[str, Any]]:
-    return [
-        {
-            "rank": one.rank,
-            "index": one.index,
-            "action": None if one.action is None else str(one.action),
-            "reason": one.reason,
-        }
-        for one in violations
-    ]
-
-
 EXPORTS = {
     "csv": ("csv", "text/csv"),
     "torch": ("torch.csv", "text/csv"),
@@ -187,19 +173,14 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
         raise UsageError(f"cannot export {kind[:40]!r}", fix=nearest(kind[:40], EXPORTS))
     ending, media_type = EXPORTS[kind]
     program = settings.program(csv)
-    return f"{program.name.replace(' ', '-')}.{ending}", media_type, _exported(settings, kind, csv)
-
-
-def _exported(settings: Settings, kind: str, csv: str | None) -> bytes:
-    program = settings.program(csv)
     if kind == "csv":
-        return (program.format() + "\n").encode()
-    if kind == "torch":
-        return for_torch(program).encode()
-    timeline = _simulated(settings, csv)
-    if kind == "perfetto":
-        return trace(timeline)
-    return (svg(timeline) if kind == "svg" else html.page([timeline])).encode()
+        written: str | bytes = program.format() + "\n"
+    elif kind == "torch":
+        written = for_torch(program)
+    else:
+        written = html.picture(kind, _simulated(settings, csv))
+    contents = written if isinstance(written, bytes) else written.encode()
+    return f"{program.name.replace(' ', '-')}.{ending}", media_type, contents
 
 
 def explore_page(settings: Settings) -> str:

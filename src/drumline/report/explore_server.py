@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from drumline.core.errors import DrumlineError, UsageError
 from drumline.report.explore import Settings, answer, explain, explore_page, export
+from drumline.report.summary import refused
 
 MAX_BODY_BYTES = 8 * 2**20
 BODY_SECONDS = 30.0
@@ -87,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             text = body.decode("utf-8-sig")
         except UnicodeDecodeError:
-            self.send_json(_refused(UsageError("the file is not UTF-8 text", fix="save it as UTF-8")))
+            self.send_json({"error": refused(UsageError("the file is not UTF-8 text", fix="save it as UTF-8"))})
             return
         self.respond(text)
 
@@ -152,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.answer(address.path, query, csv)
         except DrumlineError as error:
-            self.send_json(_refused(error), status=HTTPStatus.UNPROCESSABLE_ENTITY)
+            self.send_json({"error": refused(error)}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
 
     def answer(self, page: str, query: dict[str, str], csv: str | None) -> None:
         if page == "/" and csv is None:
@@ -186,7 +187,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Say nothing: the terminal shows the address and no more."""
-
-
-def _refused(error: DrumlineError) -> dict[str, dict[str, str]]:
-    return {"error": {"error": error.error, "expected": error.expected, "fix": error.fix}}

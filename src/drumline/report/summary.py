@@ -1,9 +1,12 @@
-"""The figures of one timeline, as the object that `--json` prints and as text."""
+"""The figures of one timeline, and what is wrong with a program, as the objects that `--json` prints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from drumline.core.errors import DrumlineError
+from drumline.core.prove.violation import Violation
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 
@@ -54,6 +57,39 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
         summary["updates"] = program.num_updates
         summary["weight_versions"] = [holding.peak_versions for holding in timeline.memory]
     return summary
+
+
+def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of ranks: their stages, busy and idle time, and the latter by its causes; header and rows."""
+    by_cause, placement = idle_by_cause(timeline), timeline.program.placement
+    rows = []
+    for rank in range(timeline.num_ranks):
+        times = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
+        rows.append([str(rank), " ".join(map(str, placement.stages_of(rank))), *map(written, times)])
+    return ["rank", "stages", "busy", "idle", *by_cause], rows
+
+
+def peak_queues(timeline: Timeline) -> dict[str, int]:
+    """Return how many messages waited at once on each edge."""
+    curves = timeline.queue_depths.items()
+    return {f"{source}->{target}": max(depth for _, depth in curve) for (source, target), curve in curves}
+
+
+def listed(violations: Iterable[Violation]) -> list[dict[str, Any]]:
+    """Return violations as objects."""
+    return [
+        {"rank": one.rank, "index": one.index, "action": str(one.action) if one.action else None, "reason": one.reason}
+        for one in violations
+    ]
+
+
+def refused(error: DrumlineError) -> dict[str, str]:
+    """Return an error as an object.
+
+    >>> refused(DrumlineError("M is 0", expected="a count of 1 or more"))
+    {'error': 'M is 0', 'expected': 'a count of 1 or more', 'fix': ''}
+    """
+    return {"error": error.error, "expected": error.expected, "fix": error.fix}
 
 
 def idle_by_cause(timeline: Timeline) -> dict[str, list[float]]:

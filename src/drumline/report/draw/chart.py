@@ -1,24 +1,25 @@
-"""Curves and points as a standalone SVG: what a formula or the simulator says, and what was measured, on one sheet.
+"""Plain charts as a standalone SVG.
 
-Attributes only, like the timelines: no style sheet, no ids, no script.
+chart    curves and points: what a formula or the simulator says, and what was measured, on one sheet
+bars     stacked bars: one bar a row, its parts in the order of the legend
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from drumline.core.errors import UsageError
-from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
-from drumline.report.draw.scene import ticks
-from drumline.report.draw.svg import FONT
+from drumline.report.draw.palette import MUTED, TRACK
+from drumline.report.draw.sheet import Axis, circle, level, number, rect, sheet, text, upright
 
 # Okabe and Ito's hues at full strength: lines are thin.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#17212b")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 54, 46
 _ENTRY = 18  # height of a line of the legend
+_NAMES, _ABOVE = 190, 60  # room for the names of bars, and above them
+_LONGEST = 28  # letters of a name that fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +30,6 @@ class Series:
     points: Sequence[tuple[float, float]]
     marks: bool = False
     dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A stretch of numbers on a stretch of the sheet."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        scale = math.log if self.log else float
-        part = (scale(value) - scale(self.low)) / ((scale(self.high) - scale(self.low)) or 1.0)
-        return self.start + part * (self.end - self.start)
-
-    def marks(self, most: int) -> list[float]:
-        if not self.log:
-            return [self.low + one for one in ticks(self.high - self.low, most=most)]
-        powers = (2.0**one for one in range(math.ceil(math.log2(self.low)), math.floor(math.log2(self.high)) + 1))
-        return list(powers)
 
 
 def chart(
@@ -78,65 +57,97 @@ def chart(
         raise UsageError("a chart without points, or with one that is not finite", expected="numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
         raise UsageError(f"x is {min(x for x, _ in points):g} on an axis that doubles", expected="x above 0")
-    names = len(series) * _ENTRY
-    first = min(x for x, _ in points)
-    across = _Axis(
-        first if x_from is None else min(x_from, first), max(x for x, _ in points), _LEFT, width - _RIGHT, log_x
-    )
-    up = _Axis(min(0.0, *(y for _, y in points)), max(y for _, y in points), height - _BOTTOM, _TOP)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height + names}" '
-        f'viewBox="0 0 {width} {height + names}" role="img" aria-label="{_safe(title)}" '
-        f'font-family="{_safe(FONT)}" font-size="11" fill="{INK}">',
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{_safe(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">{_safe(y_label)}</text>',
-        *_grid(across, up),
-        f'<text x="{_n((across.start + across.end) / 2)}" y="{height - 10}" text-anchor="middle" fill="{MUTED}">'
-        f"{_safe(x_label)}</text>",
-    ]
+    xs, ys = zip(*points, strict=True)
+    first = min(xs) if x_from is None else min(x_from, *xs)
+    across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
+    up = Axis(min(0.0, *ys), max(ys), height - _BOTTOM, _TOP)
+    lines = [*level(up, across.start, across.end, most=6), *_marks(across, up.start)]
+    lines.append(text((across.start + across.end) / 2, height - 10, x_label, anchor="middle", fill=MUTED))
     for at, one in enumerate(series):
         hue = HUES[at % len(HUES)]
         lines += _drawn(one, hue, across, up)
         lines += _entry(one, hue, height + 2 + at * _ENTRY)
-    return "\n".join([*lines, "</svg>", ""])
+    return sheet(lines, width=width, height=height + len(series) * _ENTRY, title=title, about=y_label)
 
 
-def _grid(across: _Axis, up: _Axis) -> Iterator[str]:
-    for mark in up.marks(6):
-        y = _n(up.at(mark))
-        yield f'<path d="M{_n(across.start)} {y}H{_n(across.end)}" stroke="{RULE}"/>'
-        x, below = _n(across.start - 8), _n(up.at(mark) + 4)
-        yield f'<text x="{x}" y="{below}" text-anchor="end" fill="{MUTED}">{mark:g}</text>'
-    for mark in across.marks(10):
-        x = _n(across.at(mark))
-        yield f'<path d="M{x} {_n(up.start)}v4" stroke="{MUTED}"/>'
-        yield f'<text x="{x}" y="{_n(up.start + 16)}" text-anchor="middle" fill="{MUTED}">{mark:g}</text>'
+def _marks(axis: Axis, bottom: float) -> Iterator[str]:
+    for mark in axis.marks(10):
+        yield f'<path d="M{number(axis.at(mark))} {number(bottom)}v4" stroke="{MUTED}"/>'
+        yield text(axis.at(mark), bottom + 16, f"{mark:g}", anchor="middle", fill=MUTED)
 
 
-def _drawn(one: Series, hue: str, across: _Axis, up: _Axis) -> Iterator[str]:
-    if not one.marks:
-        places = " ".join(f"{_n(across.at(x))},{_n(up.at(y))}" for x, y in one.points)
-        dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
-        yield f'<polyline points="{places}" fill="none" stroke="{hue}" stroke-width="2"{dashes}/>'
-    for x, y in one.points:
-        size = 4.5 if one.marks else 2.5
-        note = f"<title>{_safe(f'{one.name}: {x:g}, {y:.4g}')}</title>"
-        yield f'<circle cx="{_n(across.at(x))}" cy="{_n(up.at(y))}" r="{size}" fill="{hue}">{note}</circle>'
+def _drawn(series: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
+    places = [(across.at(x), up.at(y)) for x, y in series.points]
+    if not series.marks:
+        corners = " ".join(f"{number(x)},{number(y)}" for x, y in places)
+        yield f'<polyline points="{corners}" fill="none" {_stroke(series, hue)}/>'
+    for place, (x, y) in zip(places, series.points, strict=True):
+        yield circle(*place, 4.5 if series.marks else 2.5, hue, note=f"{series.name}: {x:g}, {y:.4g}")
 
 
-def _entry(one: Series, hue: str, y: float) -> Iterator[str]:
-    if one.marks:
-        yield f'<circle cx="{_LEFT + 10}" cy="{_n(y - 4)}" r="4.5" fill="{hue}"/>'
-    else:
-        dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
-        yield f'<path d="M{_LEFT} {_n(y - 4)}h20" stroke="{hue}" stroke-width="2"{dashes}/>'
-    yield f'<text x="{_LEFT + 28}" y="{_n(y)}" fill="{MUTED}">{_safe(one.name)}</text>'
+def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
+    line = f'<path d="M{_LEFT} {y - 4}h20" {_stroke(series, hue)}/>'
+    yield circle(_LEFT + 10, y - 4, 4.5, hue) if series.marks else line
+    yield text(_LEFT + 28, y, series.name, fill=MUTED)
 
 
-def _n(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+def _stroke(series: Series, hue: str) -> str:
+    return f'stroke="{hue}" stroke-width="2"' + (' stroke-dasharray="5 4"' if series.dashed else "")
 
 
-def _safe(text: str) -> str:
-    return escape("".join(letter for letter in text if letter >= " "))
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A row: its name, its parts by the names of the legend, and what stands behind it."""
+
+    name: str
+    parts: Mapping[str, float]
+    note: str = ""
+
+
+def bars(
+    rows: Sequence[Bar],
+    hues: Mapping[str, str],
+    *,
+    title: str,
+    x_label: str,
+    width: int = 900,
+    row: int = 30,
+    right: int = 90,
+    unit: str = "",
+) -> str:
+    """Return the bars, `row` pixels each; `hues` are the parts' colours, in the order of drawing.
+
+    Notes stand in the `right` margin; `unit` is that of the numbers that parts show when they are pointed at.
+
+    >>> picture = bars([Bar("TP8", {"busy": 2.0, "idle": 1.0}, "3 s")], {"busy": "#009e73", "idle": "#999999"},
+    ...                title="A step", x_label="seconds")
+    >>> picture.count("<title>"), "3 s" in picture
+    (2, True)
+    """
+    if not rows:
+        raise UsageError("no bars", expected="something to draw")
+    axis = Axis(0, max(sum(one.parts.values()) for one in rows) or 1.0, _NAMES, width - right)
+    bottom = _ABOVE + row * len(rows)
+    shown = [part for part in hues if any(one.parts.get(part, 0.0) > 0 for one in rows)]
+    lines = [*upright(axis, _ABOVE - 4, bottom + 3, most=8)]
+    for at, one in enumerate(rows):
+        lines += _bar(one, hues, axis, _ABOVE + at * row, row, unit)
+    for at, part in enumerate(shown):
+        x, y = 16 + at % 4 * (width - 32) / 4, bottom + 40 + 20 * (at // 4)
+        lines += [rect(x, y - 9, 14, 11, hues[part], corner=2), text(x + 20, y, part, fill=MUTED)]
+    height = bottom + 44 + 20 * -(-len(shown) // 4)
+    return sheet(lines, width=width, height=height, title=title, about=x_label)
+
+
+def _bar(bar: Bar, hues: Mapping[str, str], axis: Axis, top: float, row: int, unit: str) -> Iterator[str]:
+    thick = round(row * 0.68)
+    middle = top + thick / 2 + 7
+    label = bar.name if len(bar.name) <= _LONGEST else f"...{bar.name[3 - _LONGEST :]}"
+    yield text(_NAMES - 10, middle, label, anchor="end")
+    yield rect(_NAMES, top + 4, axis.at(sum(bar.parts.values())) - _NAMES, thick, TRACK)
+    drawn = 0.0
+    for part in (part for part in hues if bar.parts.get(part, 0.0) > 0):
+        x, size = axis.at(drawn), bar.parts[part]
+        drawn += size
+        yield rect(x, top + 4, axis.at(drawn) - x, thick, hues[part], note=f"{bar.name}, {part}: {size:.4g}{unit}")
+    yield text(axis.at(drawn) + 8, middle, bar.note, fill=MUTED)

@@ -13,8 +13,7 @@ import numpy as np
 from drumline.core.action import Action
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Lane, Timeline, Track
-from drumline.report.draw.packed import packed
-from drumline.report.draw.page_time import Clock
+from drumline.report.draw.packed import PageTime, packed
 
 # What the page says of an idle interval whose words are empty; `needed` is the latest input of the action behind it.
 SENTENCES = {
@@ -32,12 +31,11 @@ def explanations(timeline: Timeline) -> dict[str, Any]:
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
-    >>> from drumline.report.draw.packed import unpacked
-    >>> path = explanations(simulate(Program.parse("0F0,0B0\n1F0,1B0")))["critical"]
-    >>> unpacked(path["rank"]), unpacked(path["index"])
-    ([0, 1, 1, 0], [0, 0, 1, 1])
+    >>> explanations(simulate(Program.parse("0F0,0B0\n1F0,1B0")))["critical"] == {
+    ...     "rank": packed([0, 1, 1, 0]), "index": packed([0, 0, 1, 1])}
+    True
     """
-    clock = Clock.of(timeline)
+    clock = PageTime.of(timeline)
     causes: list[list[Idle]] = [[] for _ in range(timeline.num_ranks)]
     for idle in timeline.causes:
         causes[idle.rank].append(idle)
@@ -48,7 +46,7 @@ def explanations(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: Clock) -> dict[str, Any]:
+def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: PageTime) -> dict[str, Any]:
     inputs = timeline.latest_inputs[rank]
     return {
         "need_rank": packed(inputs.ranks),
@@ -77,7 +75,7 @@ def _words(timeline: Timeline, idle: Idle) -> str:
     return "" if said == idle.why else idle.why
 
 
-def _memory(timeline: Timeline, rank: int, clock: Clock) -> dict[str, Any]:
+def _memory(timeline: Timeline, rank: int, clock: PageTime) -> dict[str, Any]:
     """Return what the rank holds from each change on: bytes where they are known, else pairs."""
     track, holding = timeline.tracks[rank], timeline.memory[rank]
     held = holding.pairs if holding.bytes is None else holding.bytes
@@ -86,7 +84,7 @@ def _memory(timeline: Timeline, rank: int, clock: Clock) -> dict[str, Any]:
     return clock.steps(np.append(timeline.start, times), np.append(before, np.asarray(held, float)))
 
 
-def _queues(timeline: Timeline, clock: Clock) -> list[dict[str, Any]]:
+def _queues(timeline: Timeline, clock: PageTime) -> list[dict[str, Any]]:
     """Return the edges on which a message ever waited, with their depths from each change on."""
     found = []
     for (source, target), curve in timeline.queue_depths.items():

@@ -1,7 +1,7 @@
-"""Timelines as one page: a single file with its own style, script and data, that asks for nothing from anywhere.
+"""Timelines as one page, a single file with its own style, script and data, and as a notebook's cell.
 
-The page's policy allows exactly the script and the style that are in it, by their hashes: were a name ever to slip
-through the escaping, the browser would still not run it.
+A page asks for nothing from anywhere. Its policy allows exactly the script and the style that are in it, by their
+hashes: were a name ever to slip through the escaping, the browser would still not run it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from drumline.core.program import Program
+from drumline.core.prove.violation import InvalidProgram
+from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.scene import document
+from drumline.report.draw.svg import svg
+from drumline.report.draw.trace import trace
 
+# Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
+MAX_BOXES = 10_000
 # In the order in which each needs what comes before it.
-_SCRIPTS = (
-    "model.js",
-    "surface.js",
-    "chart.js",
-    "panels.js",
-    "view.js",
-    "explain.js",
-    "pointers.js",
-    "viewer.js",
-)
+_SCRIPTS = [f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "viewer"]]
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -51,16 +49,18 @@ def page(
     >>> text.startswith("<!doctype html>"), "<title>1F1B &amp; friends</title>" in text
     (True, True)
     """
-    return page_of(document(timelines, title=title, rows=rows, advice=advice))
+    return page_with(document(timelines, title=title, rows=rows, advice=advice))
 
 
-def page_of(data: Mapping[str, Any]) -> str:
-    """Return the page that shows a document as `scene.document` makes it.
+def picture(kind: str, timeline: Timeline, *, title: str | None = None) -> str | bytes:
+    """Return a timeline as a file: svg, html, or a trace for perfetto, which has no title.
 
-    >>> "opens from disk" in page_of({**document([]), "title": "opens from disk"})
+    >>> picture("svg", simulate(Program.parse("0F0,0B0"))).startswith("<svg")
     True
     """
-    return page_with(data)
+    if kind == "perfetto":
+        return trace(timeline)
+    return svg(timeline, title=title) if kind == "svg" else page([timeline], title=title)
 
 
 def page_with(
@@ -79,7 +79,7 @@ def page_with(
     >>> "<p>hello</p>" in page_with(document([]), panel="<p>hello</p>")
     True
     """
-    styles, scripts = viewer_style() + style, viewer_script(script)
+    styles, scripts = asset("viewer.css") + style, viewer_script(script)
     asks = " connect-src 'self';" if script else ""
     parts = {
         "policy": f"default-src 'none';{asks} img-src data:; style-src '{_hash(styles)}';"
@@ -95,15 +95,6 @@ def page_with(
         else f'<script type="application/json" id="extra">{json_for_script(extra)}</script>',
     }
     return _PLACE.sub(lambda match: parts[match[1]], asset("page.html"))
-
-
-def viewer_style() -> str:
-    """Return the viewer's style sheet.
-
-    >>> "prefers-color-scheme: dark" in viewer_style()
-    True
-    """
-    return asset("viewer.css")
 
 
 def viewer_script(more: str = "") -> str:
@@ -137,3 +128,27 @@ def asset(name: str) -> str:
     True
     """
     return files("drumline.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def timeline_html(timeline: Timeline) -> str:
+    """Return the picture of a timeline, or its figures where the picture would be too large.
+
+    >>> timeline_html(simulate(Program.parse("0F0,0B0"))).startswith("<div")
+    True
+    """
+    if sum(len(track.actions) for track in timeline.tracks) > MAX_BOXES:
+        return f"<pre>{escape(repr(timeline))}\nToo large to draw here: use drumline show --format html.</pre>"
+    return f'<div style="overflow-x: auto; background: #fff">{svg(timeline)}</div>'
+
+
+def program_html(program: Program) -> str:
+    r"""Return the picture of a program where every op takes equally long, or why it cannot run.
+
+    >>> "never runs" in program_html(Program.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
+    True
+    """
+    try:
+        return timeline_html(simulate(program))
+    except InvalidProgram as error:
+        listed = "".join(f"<li>{escape(str(violation))}</li>" for violation in error.violations[:20])
+        return f"<p>{escape(repr(program))} cannot run:</p><ul>{listed}</ul>"

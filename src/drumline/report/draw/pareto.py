@@ -10,34 +10,27 @@ bubble
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
 from drumline.core.action import Op
 from drumline.plan.search.pareto import Pareto, Point
-from drumline.report.draw.palette import INK, MUTED, PAPER, RULE, SHADES, TRACK
-from drumline.report.draw.scene import ticks
-from drumline.report.draw.svg import FONT, size_text
+from drumline.report.draw.palette import MUTED, SHADES, TRACK
+from drumline.report.draw.sheet import Axis, circle, level, number, picture_page, sheet, text, upright
 from drumline.report.table import table
+from drumline.report.units import size_text
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 64.0, 64.0, 24.0, 56.0
 _LINE, _DOT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].odd
 
 
-@dataclass(frozen=True, slots=True)
-class _Sheet:
-    """Where memory and bubble lie on it."""
+class _Plane(NamedTuple):
+    """Where memory lies across the sheet, and bubble from the bottom up."""
 
-    width: float
-    height: float
-    memory: float
-    bubble: float
+    memory: Axis
+    bubble: Axis
 
-    def x(self, memory: float) -> float:
-        return _LEFT + (self.width - _LEFT - _RIGHT) * memory / self.memory
-
-    def y(self, bubble: float) -> float:
-        return self.height - _BOTTOM - (self.height - _TOP - _BOTTOM) * min(bubble / self.bubble, 1.0)
+    def place(self, memory: float, bubble: float) -> tuple[float, float]:
+        return self.memory.at(memory), self.bubble.at(min(bubble, self.bubble.high))
 
 
 def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
@@ -52,22 +45,16 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     front, others = picture.front, _shown(picture)
     most = max(*(point.memory for point in (*front, *others)), *(point.limit or 0.0 for point in picture.searched))
     # What idles more than the smallest searched program is off the sheet; dots up there stick to its upper edge.
-    sheet = _Sheet(width, height, most * 1.08, max(point.bubble for point in front) * 1.08 or 1.0)
-    title = f"{picture.num_ranks} ranks, {picture.num_microbatches} microbatches: bubble against memory"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{escape(title)}" font-family="{escape(FONT)}" font-size="11" fill="{INK}">',
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{escape(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">line: searched; dots: hand-made schedules; shade: below the bound, where '
-        f"nothing is possible</text>",
-        *_axes(sheet, picture.unit),
-        *_shade(sheet, picture),
-        *_front(sheet, front),
-        *(line for point in others for line in _dot(sheet, point)),
-        "</svg>",
-    ]
-    return "\n".join(lines)
+    bubble = Axis(0, max(point.bubble for point in front) * 1.08 or 1.0, height - _BOTTOM, _TOP)
+    plane = _Plane(Axis(0, most * 1.08, _LEFT, width - _RIGHT), bubble)
+    lines = [*_axes(plane, picture.unit), *_shade(plane, picture), *_front(plane, front)]
+    lines += [line for point in others for line in _dot(plane, point)]
+    about = "line: searched; dots: hand-made schedules; shade: below the bound, where nothing is possible"
+    return sheet(lines, width=width, height=height, title=_title(picture), about=about)
+
+
+def _title(picture: Pareto) -> str:
+    return f"{picture.num_ranks} ranks, {picture.num_microbatches} microbatches: bubble against memory"
 
 
 def pareto_page(picture: Pareto) -> str:
@@ -79,17 +66,7 @@ def pareto_page(picture: Pareto) -> str:
     >>> page.startswith("<!doctype html>"), "<svg" in page
     (True, True)
     """
-    title = f"{picture.num_ranks} ranks, {picture.num_microbatches} microbatches: bubble against memory"
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
-            f"<title>{escape(title)}</title>\n</head>\n<body>",
-            pareto_svg(picture),
-            f"<pre>{escape(pareto_table(picture))}</pre>",
-            "</body>\n</html>",
-        ]
-    )
+    return picture_page(_title(picture), pareto_svg(picture), pareto_table(picture))
 
 
 def pareto_table(picture: Pareto, *, width: int = 120) -> str:
@@ -129,43 +106,34 @@ def _shown(picture: Pareto) -> list[Point]:
     return list(seen.values())
 
 
-def _axes(sheet: _Sheet, unit: str) -> Iterator[str]:
-    bottom = sheet.height - _BOTTOM
-    for mark in ticks(sheet.memory, most=10):
-        x, label = sheet.x(mark), size_text(mark) if unit == "bytes" else f"{mark:g}"
-        yield f'<path d="M{x:.1f} {_TOP:.1f}V{bottom + 5:.1f}" stroke="{RULE}"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" fill="{MUTED}">{label}</text>'
-    for mark in ticks(sheet.bubble, most=8):
-        y = sheet.y(mark)
-        yield f'<path d="M{_LEFT - 5:.1f} {y:.1f}H{sheet.width - _RIGHT:.1f}" stroke="{RULE}"/>'
-        yield f'<text x="{_LEFT - 8:.1f}" y="{y + 4:.1f}" text-anchor="end" fill="{MUTED}">{100 * mark:.3g}%</text>'
-    name = "bytes a rank holds" if unit == "bytes" else "activations a rank holds"
-    yield f'<text x="{sheet.width - _RIGHT:.1f}" y="{bottom + 40:.1f}" text-anchor="end" fill="{MUTED}">{name}</text>'
+def _axes(plane: _Plane, unit: str) -> Iterator[str]:
+    left, right, bottom = plane.memory.start, plane.memory.end, plane.bubble.start
+    written = size_text if unit == "bytes" else "{:g}".format
+    yield from upright(plane.memory, plane.bubble.end, bottom + 5, most=10, written=written)
+    yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{100 * mark:.3g}%")
+    yield text(right, bottom + 40, f"{unit} a rank holds", anchor="end", fill=MUTED)
 
 
-def _shade(sheet: _Sheet, picture: Pareto) -> Iterator[str]:
+def _shade(plane: _Plane, picture: Pareto) -> Iterator[str]:
     """Draw what no program reaches, from the smallest limit that was searched to the largest."""
     limits = sorted({point.limit or 0.0 for point in picture.searched})
-    bottom = sheet.height - _BOTTOM
-    path = f"M{sheet.x(limits[0]):.1f} {bottom:.1f}V{sheet.y(picture.possible(limits[0])):.1f}"
-    for limit in limits[1:]:
-        path += f"V{sheet.y(picture.possible(limit)):.1f}H{sheet.x(limit):.1f}"
-    yield f'<path d="{path}V{bottom:.1f}Z" fill="{TRACK}"/>'
+    places = [plane.place(limit, picture.possible(limit)) for limit in limits]
+    bottom = number(plane.bubble.start)
+    (x, y), *rest = [(number(x), number(y)) for x, y in places]
+    path = f"M{x} {bottom}V{y}" + "".join(f"V{y}H{x}" for x, y in rest)
+    yield f'<path d="{path}V{bottom}Z" fill="{TRACK}"/>'
 
 
-def _front(sheet: _Sheet, front: Sequence[Point]) -> Iterator[str]:
-    path = f"M{sheet.x(front[0].memory):.1f} {sheet.y(front[0].bubble):.1f}"
-    for point in front[1:]:
-        path += f"H{sheet.x(point.memory):.1f}V{sheet.y(point.bubble):.1f}"
-    yield f'<path d="{path}H{sheet.width - _RIGHT:.1f}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
-    for point in front:
-        note = f"<title>searched, {escape(point.placement)}: {point.memory:g}, {point.bubble:.2%}</title>"
-        x, y = sheet.x(point.memory), sheet.y(point.bubble)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{_LINE}">{note}</circle>'
+def _front(plane: _Plane, front: Sequence[Point]) -> Iterator[str]:
+    places = [plane.place(point.memory, point.bubble) for point in front]
+    (x, y), *rest = [(number(x), number(y)) for x, y in places]
+    path = f"M{x} {y}" + "".join(f"H{x}V{y}" for x, y in rest)
+    yield f'<path d="{path}H{number(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
+    for place, point in zip(places, front, strict=True):
+        yield circle(*place, 4, _LINE, note=f"searched, {point.placement}: {point.memory:g}, {point.bubble:.2%}")
 
 
-def _dot(sheet: _Sheet, point: Point) -> Iterator[str]:
-    x, y = sheet.x(point.memory), sheet.y(point.bubble)
-    note = f"<title>{escape(point.name)}: {point.memory:g}, {point.bubble:.2%}</title>"
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{_DOT}">{note}</circle>'
-    yield f'<text x="{x + 7:.1f}" y="{y - 6:.1f}" fill="{MUTED}">{escape(point.name)}</text>'
+def _dot(plane: _Plane, point: Point) -> Iterator[str]:
+    x, y = plane.place(point.memory, point.bubble)
+    yield circle(x, y, 4, _DOT, note=f"{point.name}: {point.memory:g}, {point.bubble:.2%}")
+    yield text(x + 7, y - 6, point.name, fill=MUTED)

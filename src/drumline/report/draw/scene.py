@@ -13,7 +13,6 @@ What explains a picture (`why`) takes longer than the picture, and may be left o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ from drumline.core.simulate.graph import Ints
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline, Track
 from drumline.report.draw.explanations import SENTENCES, explanations
-from drumline.report.draw.packed import packed
-from drumline.report.draw.page_time import Clock, plain
+from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import SHADES
 
 Columns = dict[str, Any]
@@ -101,13 +99,12 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
-    >>> from drumline.report.draw.packed import unpacked
     >>> drawn = scene(simulate(Program.parse("0F0,0B0\n1F0,1B0", name="tiny")))
-    >>> unpacked(drawn["rows"][1]["start"]), drawn["why"]["rows"][1]["idle"]["words"][-1]
-    ([1, 2], 'the pipeline drains; 0B0 of rank 0 ends last')
+    >>> drawn["rows"][1]["start"], drawn["why"]["rows"][1]["idle"]["words"][-1]
+    ('u1:AQI=', 'the pipeline drains; 0B0 of rank 0 ends last')
     """
     program = timeline.program
-    clock = Clock.of(timeline)
+    clock = PageTime.of(timeline)
     rows = [
         {**_figures(timeline, rank), **_times(timeline.tracks[rank], clock), **boxes}
         for rank, boxes in enumerate(_boxes(timeline))
@@ -158,7 +155,7 @@ def _figures(timeline: Timeline, rank: int) -> Columns:
     }
 
 
-def _times(track: Track, clock: Clock) -> Columns:
+def _times(track: Track, clock: PageTime) -> Columns:
     start = clock.ticks(track.starts)
     return {"start": packed(start), "ticks": packed(clock.ticks(track.ends) - start)}
 
@@ -196,19 +193,3 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
         "peak_share": float(row["peak_share"]),
         "fits": bool(row.get("fits", True)),
     }
-
-
-def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
-    """Return round times from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten.
-
-    >>> ticks(33, most=8)
-    [0, 5, 10, 15, 20, 25, 30]
-    >>> ticks(0.5, most=5)
-    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    """
-    if not extent > 0:
-        return [0]
-    power = math.floor(math.log10(extent / most))
-    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
-    count = math.floor(extent / (step * 10.0**power) + 1e-9)
-    return plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))

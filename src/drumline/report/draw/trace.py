@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drumline.core import rules
@@ -36,18 +36,10 @@ def trace(timeline: Timeline, *, nanoseconds_per_unit: float = 1e9) -> bytes:
     >>> [event["name"] for event in json.loads(gzip.decompress(data))["traceEvents"] if event["ph"] == "X"]
     ['0F0', '0B0']
     """
-    document = {
-        "traceEvents": list(events(timeline, nanoseconds_per_unit)),
-        "displayTimeUnit": "ns",
-        "otherData": {
-            "program": timeline.program.name,
-            "makespan": timeline.makespan,
-            "bubble": timeline.bubble,
-            "nanoseconds_per_unit": nanoseconds_per_unit,
-        },
-    }
-    # No time stamp in the header: equal timelines give equal files.
-    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
+    figures = {"program": timeline.program.name, "makespan": timeline.makespan, "bubble": timeline.bubble}
+    return _zipped(
+        list(events(timeline, nanoseconds_per_unit)), {**figures, "nanoseconds_per_unit": nanoseconds_per_unit}
+    )
 
 
 def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1e9) -> bytes:
@@ -74,14 +66,22 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
             found.append(moved)
         first_rank += timeline.num_ranks
         first_id += len(timeline.transfers)
-    document = {"traceEvents": found, "displayTimeUnit": "ns", "otherData": {"timelines": list(timelines)}}
+    return _zipped(found, {"timelines": list(timelines)})
+
+
+def _zipped(listed: list[Event], other: Event) -> bytes:
+    document = {"traceEvents": listed, "displayTimeUnit": "ns", "otherData": other}
+    # No time stamp in the header: equal timelines give equal files.
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 
 
 def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
-    clock = _Clock(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
-    lanes, messages, exchanges, between = _lanes(timeline, clock)
+    clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
+    lanes = _Lanes(clock)
+    messages = lanes.placed([(one.source, f"to rank {one.target}", one.start, one.end) for one in timeline.transfers])
+    exchanges = lanes.placed([(one.rank, "exchange", one.start, one.end) for one in timeline.exchanges])
+    between = lanes.placed([(one.rank, "between steps", one.start, one.end) for one in timeline.between])
     yield from _names(timeline, lanes)
     for rank, track in enumerate(timeline.tracks):
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
@@ -98,7 +98,7 @@ def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     yield from _counters(timeline, clock)
 
 
-class _Clock:
+class _TraceTime:
     """Turns times into whole nanoseconds, written as microseconds as the format wants."""
 
     def __init__(self, start: float, nanoseconds_per_unit: float) -> None:
@@ -124,10 +124,19 @@ class _Clock:
 class _Lanes:
     """Threads of one rank that fill up from the first: what runs at once never shares one."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: _TraceTime) -> None:
+        self.clock = clock
         self.busy_until: dict[tuple[int, str], list[int]] = {}
         self.numbers: dict[tuple[int, str], int] = {}
         self.names: dict[int, dict[int, str]] = {}
+
+    def placed(self, spans: Sequence[tuple[int, str, float, float]]) -> list[int]:
+        """Return the threads of spans, given as (rank, name, start, end), placed in order of their start."""
+        threads = [0] * len(spans)
+        for index in sorted(range(len(spans)), key=lambda at: spans[at][2]):
+            rank, name, start, end = spans[index]
+            threads[index] = self.place(rank, name, self.clock.nanoseconds(start), self.clock.nanoseconds(end))
+        return threads
 
     def place(self, rank: int, name: str, start: int, end: int) -> int:
         """Return the number of the first thread called `name` that is free."""
@@ -140,27 +149,6 @@ class _Lanes:
             self.numbers[rank, numbered] = _FIRST_LANE + len(names)
             names[self.numbers[rank, numbered]] = numbered
         return self.numbers[rank, numbered]
-
-
-def _lanes(timeline: Timeline, clock: _Clock) -> tuple[_Lanes, list[int], list[int], list[int]]:
-    """Return the threads of messages, exchanges and what was between steps, in order of their start."""
-    lanes = _Lanes()
-    messages, exchanges = [0] * len(timeline.transfers), [0] * len(timeline.exchanges)
-    for index in sorted(range(len(messages)), key=lambda at: timeline.transfers[at].start):
-        one = timeline.transfers[index]
-        messages[index] = lanes.place(
-            one.source, f"to rank {one.target}", clock.nanoseconds(one.start), clock.nanoseconds(one.end)
-        )
-    for index in sorted(range(len(exchanges)), key=lambda at: timeline.exchanges[at].start):
-        span = timeline.exchanges[index]
-        exchanges[index] = lanes.place(
-            span.rank, "exchange", clock.nanoseconds(span.start), clock.nanoseconds(span.end)
-        )
-    between = [
-        lanes.place(one.rank, "between steps", clock.nanoseconds(one.start), clock.nanoseconds(one.end))
-        for one in timeline.between
-    ]
-    return lanes, messages, exchanges, between
 
 
 def _names(timeline: Timeline, lanes: _Lanes) -> Iterator[Event]:
@@ -179,7 +167,7 @@ def _meta(rank: int, thread: int, name: str, args: Event) -> Event:
     return {"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args}
 
 
-def _transfers(timeline: Timeline, clock: _Clock, threads: list[int]) -> Iterator[Event]:
+def _transfers(timeline: Timeline, clock: _TraceTime, threads: list[int]) -> Iterator[Event]:
     for index, (transfer, thread) in enumerate(zip(timeline.transfers, threads, strict=True)):
         args = {"bytes": transfer.num_bytes}
         name = str(transfer.action)
@@ -207,7 +195,7 @@ def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:
     return starts[at] if at < len(starts) else None
 
 
-def _counters(timeline: Timeline, clock: _Clock) -> Iterator[Event]:
+def _counters(timeline: Timeline, clock: _TraceTime) -> Iterator[Event]:
     for rank, (track, holding) in enumerate(zip(timeline.tracks, timeline.memory, strict=True)):
         for name, held in (("pairs held", holding.pairs), ("bytes held", holding.bytes)):
             for index, (during, after) in enumerate(held or ()):

@@ -4,26 +4,70 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import numpy as np
+
+from drumline.core.action import Action, Op
+from drumline.core.costs import Costs
+from drumline.core.measured.measured import stage_costs
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import Violation
-from drumline.core.simulate.simulate import Simulation
+from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.stages import StageSeconds, replayed, slowest, stage_seconds
-from drumline.report.kineto.idle import Kept, Unsent
+from drumline.report.advise.adviser import Advice, advise
+from drumline.report.advise.remedy import Evidence
 from drumline.report.kineto.load import load
-from drumline.report.kineto.traces import NANO, Traced, Traces, described
+from drumline.report.kineto.timeline import NANO, BusyIdle, Traced, Unsent
+from drumline.report.kineto.traces import Traces, described
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
 _STATE = re.compile(r"(kernels of )?\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
 _WAITED = re.compile(r"(kernels of )?\d+(WAIT_SEND_[FB])\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """The median seconds that one microbatch takes of a stage, by op; None for what never ran alone."""
+
+    stage: int
+    forward: float | None
+    backward: float | None
+    backward_input: float | None
+    backward_weight: float | None
+
+    @property
+    def total(self) -> float:
+        """Seconds of a microbatch, forward and backward."""
+        halves = (self.backward_input or 0.0) + (self.backward_weight or 0.0)
+        return (self.forward or 0.0) + (halves or self.backward or 0.0)
+
+
+def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
+    r"""Return the median seconds of each stage and op; a pair that ran as one counts half for each of its parts.
+
+    >>> from drumline.core.program import Program
+    >>> medians(simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(forward=[1, 3], backward=[2, 6])))[1, Op.FORWARD]
+    3.0
+    """
+    found: dict[tuple[int, Op], list[float]] = {}
+    for part, seconds in _parts(timeline):
+        found.setdefault((part.stage, part.op), []).append(seconds)
+    return {key: median(values) for key, values in found.items()}
+
+
+def _parts(timeline: Timeline) -> Iterator[tuple[Action, float]]:
+    """Yield every plain action of every rank with its seconds."""
+    for span in timeline.spans():
+        for part in span.action.work:
+            yield part, (span.end - span.start) / len(span.action.work)
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,12 +93,21 @@ class Analysis:
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
         """What a microbatch takes of each stage."""
-        return stage_seconds(self.timeline)
+        ops, seconds = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), medians(self.timeline)
+        count = self.timeline.program.num_stages
+        return tuple(StageSeconds(stage, *(seconds.get((stage, op)) for op in ops)) for stage in range(count))
+
+    @property
+    def costs(self) -> Costs:
+        """The stages' seconds as costs; a backward that never ran in two counts as its first half."""
+        found = stage_costs(medians(self.timeline), len(self.stages))
+        whole = [one.total - (one.forward or 0.0) if one.backward is None else one.backward for one in self.stages]
+        return Costs(**found, backward=whole)
 
     @property
     def slowest(self) -> StageSeconds:
         """The stage that takes longest."""
-        return slowest(self.stages)
+        return max(self.stages, key=lambda one: one.total)
 
     @cached_property
     def overhead(self) -> dict[str, list[float]]:
@@ -66,6 +119,14 @@ class Analysis:
                 ranks[idle.rank] += idle.seconds
         return dict(sorted(found.items(), key=lambda item: -sum(item[1])))
 
+    @cached_property
+    def advice(self) -> Advice:
+        """What would save most."""
+        if self.ideal is None:
+            wrong = "The rows in the traces cannot run as they are: check that the traces are of one run, and complete."
+            return Advice((), nothing=wrong)
+        return advise(Evidence(self.timeline, self.ideal, self.costs, self.timeline.step, kinds=self.overhead))
+
     def summary(self) -> dict[str, Any]:
         """Return everything as one object; times are in seconds."""
         timeline, traces = self.timeline, self.traces
@@ -75,7 +136,7 @@ class Analysis:
             "step": timeline.step,
             "step_seconds": timeline.step_seconds,
             "steps": [
-                {"step": number, "step_seconds": one.step_seconds, **_shares(one)}
+                {"step": number, "step_seconds": one.step_seconds, "makespan": one.makespan, "bubble": one.bubble}
                 for number, one in traces.steps.items()
             ],
             "incomplete_steps": list(traces.incomplete),
@@ -126,8 +187,16 @@ def analyze(
     return Analysis(traces, traces.step(step))
 
 
-def _shares(timeline: Timeline) -> dict[str, float]:
-    return {"makespan": timeline.makespan, "bubble": timeline.bubble}
+def replayed(timeline: Timeline) -> Simulation:
+    r"""Return the ideal for a timeline's own action times: the same order, no transfer, no overhead.
+
+    >>> from drumline.core.program import Program
+    >>> timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
+    >>> timeline.makespan, replayed(timeline).makespan
+    (7.0, 6.0)
+    """
+    seconds = np.array([seconds for _, seconds in _parts(timeline)])
+    return simulate(timeline.program, Costs(backward=1), factors=seconds)
 
 
 def _spans(timeline: Timeline) -> list[dict[str, Any]]:
@@ -140,7 +209,7 @@ def _kind(idle: Idle) -> str:
     """Return what kept a rank, the same word for all microbatches."""
     if isinstance(idle, Unsent):
         return "made and not yet sent"
-    name = idle.what if isinstance(idle, Kept) else ""
+    name = idle.what if isinstance(idle, BusyIdle) else ""
     if _POSTED.fullmatch(name):
         return "posting messages"
     if name.startswith("launching "):

@@ -16,31 +16,14 @@ from typing import Any, NamedTuple, TypeGuard
 
 # Backends whose calls end on the host: their annotation lasts until the host has waited.
 _ON_HOST = frozenset({"gloo", "mpi", "ucc"})
-_SIZES = {
-    "double": 8,
-    "float64": 8,
-    "float": 4,
-    "float32": 4,
-    "half": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "long": 8,
-    "long int": 8,
-    "int64": 8,
-    "int": 4,
-    "int32": 4,
-    "short": 2,
-    "short int": 2,
-    "char": 1,
-    "signed char": 1,
-    "byte": 1,
-    "unsigned char": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complexfloat": 8,
-    "complexdouble": 16,
+_NAMES_BY_SIZE = {
+    1: ("char", "signed char", "byte", "unsigned char", "bool", "float8_e4m3fn", "float8_e5m2"),
+    2: ("half", "float16", "bfloat16", "short", "short int"),
+    4: ("float", "float32", "int", "int32"),
+    8: ("double", "float64", "long", "long int", "int64", "complexfloat"),
+    16: ("complexdouble",),
 }
+_SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names}
 
 
 class Posted(NamedTuple):
@@ -117,7 +100,7 @@ def elements_bytes(event: dict[str, Any]) -> float | None:
     >>> elements_bytes({"args": {"In msg nelems": 1024, "dtype": "BFloat16"}})
     2048.0
     """
-    args = _args(event)
+    args = args_of(event)
     count, size = args.get("In msg nelems"), _SIZES.get(str(args.get("dtype")).lower())
     return float(count * size) if _is_size(count) and size is not None else None
 
@@ -128,7 +111,7 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     >>> shape_bytes({"args": {"Input Dims": [[32, 128]], "Input type": ["c10::BFloat16"]}})
     8192.0
     """
-    args = _args(event)
+    args = args_of(event)
     shapes, types = args.get("Input Dims"), args.get("Input type")
     if not isinstance(shapes, list) or not isinstance(types, list) or not shapes or not types:
         return None
@@ -140,7 +123,12 @@ def shape_bytes(event: dict[str, Any]) -> float | None:
     return float(found) if _is_size(found) else None
 
 
-def _args(event: dict[str, Any]) -> dict[str, Any]:
+def args_of(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event says beside its name and times.
+
+    >>> args_of({"name": "recv"})
+    {}
+    """
     args = event.get("args")
     return args if isinstance(args, dict) else {}
 

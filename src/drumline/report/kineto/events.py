@@ -121,6 +121,15 @@ class _Text:
         self.at += 1
         return True
 
+    def take_comma(self, otherwise: str) -> None:
+        """Go past a comma; refuse a text without, unless what it stands in is closed here."""
+        if not self.take(",") and self.peek() != otherwise:
+            raise self.refused("a comma is missing") if self.peek() else _cut_off()
+
+    def refused(self, fault: str) -> _Refused:
+        """Return the refusal of what comes next."""
+        return _not_json(fault, self.text[self.at : self.at + 20])
+
     def value(self) -> Any:
         """Return the next JSON value."""
         if not self.peek():
@@ -154,12 +163,12 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
         yield from _listed(text)
         return
     if not text.take("{"):
-        raise _not_json("it begins with neither { nor [", text.text[text.at : text.at + 20])
+        raise text.refused("it begins with neither { nor [")
     found, names = False, 0
     while not text.take("}"):
         key = text.value()
         if not isinstance(key, str) or not text.take(":"):
-            raise _not_json("a name is missing", text.text[text.at : text.at + 20])
+            raise text.refused("a name is missing")
         if key == "traceEvents" and text.take("["):
             found = True
             yield from _listed(text)
@@ -171,8 +180,7 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
             names += 1
             if names > _MOST_NAMES:
                 raise _Refused(f"more than {_MOST_NAMES} names beside its events", expected=_EXPECTED)
-        if not text.take(",") and text.peek() != "}":
-            raise _cut_off() if not text.peek() else _not_json("a comma is missing", text.text[text.at : text.at + 20])
+        text.take_comma("}")
     if not found:
         there = ", ".join(key[:40] for key in list(header)[:10])
         raise _Refused(f"no traceEvents in it, only {there or 'nothing'}", expected=_EXPECTED)
@@ -184,8 +192,7 @@ def _listed(text: _Text) -> Iterator[Event]:
         event = text.value()
         if isinstance(event, dict):
             yield event
-        if not text.take(",") and text.peek() != "]":
-            raise _cut_off() if not text.peek() else _not_json("a comma is missing", text.text[text.at : text.at + 20])
+        text.take_comma("]")
 
 
 def _cut_off() -> _Refused:

@@ -19,8 +19,8 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
+from drumline.report.kineto.actions import Labelled
 from drumline.report.kineto.calls import Call
-from drumline.report.kineto.labels import Labelled
 
 
 def flush_counts(rows: Sequence[Sequence[Labelled]]) -> list[int]:
@@ -64,9 +64,9 @@ def cut(
     return found
 
 
-def _earlier(one: Labelled, by: int) -> Labelled:
-    assert one.action.microbatch is not None
-    return one._replace(action=one.action._replace(microbatch=one.action.microbatch - by))
+def _earlier(labelled: Labelled, by: int) -> Labelled:
+    assert labelled.action.microbatch is not None
+    return labelled._replace(action=labelled.action._replace(microbatch=labelled.action.microbatch - by))
 
 
 def num_flushes(program: Program) -> int:

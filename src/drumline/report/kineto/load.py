@@ -19,14 +19,14 @@ from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
+from drumline.report.kineto.actions import Labelled, numbered, numbered_on, spelled, unlabelled, until_the_end
 from drumline.report.kineto.clocks import Alignment, align
 from drumline.report.kineto.flushes import Stretch, cut, flush_counts
-from drumline.report.kineto.labels import Labelled, numbered, numbered_on, spelled
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
-from drumline.report.kineto.recording import Recording, read
-from drumline.report.kineto.traces import Traced, Traces
-from drumline.report.kineto.unlabelled import unlabelled, until_the_end
+from drumline.report.kineto.recording import RankTrace, read
+from drumline.report.kineto.timeline import Traced
+from drumline.report.kineto.traces import Traces
 from drumline.report.recipes import recipe_of
 
 
@@ -69,7 +69,7 @@ _SPELLED, _NUMBERED = "labels PP:", "labels Forward and Backward"
 _FRAMES, _LINKS = "Python frames", "autograd's links"
 
 
-def _found_by(recordings: Sequence[Recording]) -> str:
+def _found_by(recordings: Sequence[RankTrace]) -> str:
     """Return by what the actions of these traces are known; ranks without labels need not agree about frames."""
     kinds = {}
     for one in recordings:
@@ -98,7 +98,7 @@ def _found_by(recordings: Sequence[Recording]) -> str:
     return found.pop()
 
 
-def _kind(recording: Recording) -> str | None:
+def _kind(recording: RankTrace) -> str | None:
     if spelled(recording.actions):
         return _SPELLED
     if recording.actions:
@@ -108,7 +108,7 @@ def _kind(recording: Recording) -> str | None:
     return _LINKS if recording.calls and len(recording.links.pairs) else None
 
 
-def _stretches(recording: Recording, place: int, found_by: str) -> dict[int, Stretch]:
+def _stretches(recording: RankTrace, place: int, found_by: str) -> dict[int, Stretch]:
     """Return the steps of a rank by number: the profiler's, or where it has none one for each turn of the schedule."""
     bounds = {int(mark.name.partition("#")[2]): (mark.start, mark.end) for mark in recording.steps}
     if not bounds:
@@ -122,12 +122,12 @@ def _stretches(recording: Recording, place: int, found_by: str) -> dict[int, Str
     return found
 
 
-def _is_unmarked(recordings: Sequence[Recording], found_by: str) -> bool:
+def _is_unmarked(recordings: Sequence[RankTrace], found_by: str) -> bool:
     """Whether nothing in the traces tells one step from the next."""
     return found_by in (_FRAMES, _LINKS) and not any(one.steps for one in recordings)
 
 
-def _flushed(recordings: Sequence[Recording]) -> dict[int, dict[int, Stretch]]:
+def _flushed(recordings: Sequence[RankTrace]) -> dict[int, dict[int, Stretch]]:
     """Return the steps of every rank by where the pipeline is empty; nothing where it never is."""
     rows = [until_the_end(recording, place) for place, recording in enumerate(recordings)]
     counts = flush_counts(rows)
@@ -139,7 +139,7 @@ def _flushed(recordings: Sequence[Recording]) -> dict[int, dict[int, Stretch]]:
     }
 
 
-def _turns(recording: Recording) -> list[int]:
+def _turns(recording: RankTrace) -> list[int]:
     """Return when each turn of the schedule begins: with the first label that it repeats."""
     seen: Counter[str] = Counter()
     starts: list[int] = []
@@ -150,7 +150,7 @@ def _turns(recording: Recording) -> list[int]:
     return starts
 
 
-def _labelled(recording: Recording, place: int, found_by: str, start: int, end: int) -> list[Labelled]:
+def _labelled(recording: RankTrace, place: int, found_by: str, start: int, end: int) -> list[Labelled]:
     if found_by in (_FRAMES, _LINKS):
         return unlabelled(recording, place, start, end)
     inside = [mark for mark in recording.actions if start <= mark.start < end]
@@ -158,7 +158,7 @@ def _labelled(recording: Recording, place: int, found_by: str, start: int, end: 
 
 
 def _rank_steps(
-    recordings: Sequence[Recording], stretches: Mapping[int, Mapping[int, Stretch]]
+    recordings: Sequence[RankTrace], stretches: Mapping[int, Mapping[int, Stretch]]
 ) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
     every = [one.action for steps in stretches.values() for step in steps.values() for one in step.labelled]

@@ -36,13 +36,6 @@ class Member(NamedTuple):
     info: Mapping[str, Any]
 
 
-class Crew(NamedTuple):
-    """The traces of one pipeline in its order, and how many more pipelines the traces given would make."""
-
-    members: tuple[Member, ...]
-    num_others: int
-
-
 def trace_files(paths: Sequence[Path]) -> list[Path]:
     """Return the files that are meant: those given, and those in folders given.
 
@@ -72,8 +65,11 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def crew_of(paths: Sequence[Path]) -> Crew:
-    """Return the traces that make one pipeline; of several, the one with the lowest rank. Only their heads are read."""
+def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
+    """Return the traces of one pipeline in its order, and how many more pipelines the traces given would make.
+
+    Of several it is the one with the lowest rank. Only the heads of traces are read.
+    """
     members = sorted(map(_member, paths), key=lambda one: one.rank)
     for one, other in pairwise(members):
         if one.rank == other.rank:
@@ -89,7 +85,7 @@ def crew_of(paths: Sequence[Path]) -> Crew:
     groups = {one.rank: _pipeline(one) for one in members}
     wanted = groups[members[0].rank]
     if wanted is None:
-        return Crew(tuple(members), 0)
+        return members, 0
     given = {one.rank: one for one in members}
     if missing := [rank for rank in wanted if rank not in given]:
         raise TraceError(
@@ -97,7 +93,7 @@ def crew_of(paths: Sequence[Path]) -> Crew:
             expected=ONE_RUN,
             fix="give the traces of all ranks of the pipeline",
         )
-    return Crew(tuple(given[rank] for rank in wanted), len(set(groups.values())) - 1)
+    return [given[rank] for rank in wanted], len(set(groups.values())) - 1
 
 
 def check_recorded_together(members: Sequence[Member], bounds: Sequence[tuple[int, int]]) -> None:

@@ -23,9 +23,9 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError
+from drumline.report.kineto.actions import Labelled
 from drumline.report.kineto.calls import Call
-from drumline.report.kineto.labels import Labelled
-from drumline.report.kineto.recording import Kernels, Mark, Recording
+from drumline.report.kineto.recording import Kernels, Mark, RankTrace
 
 
 class Ran(NamedTuple):
@@ -84,7 +84,7 @@ class RankStep:
         )
 
 
-def rank_step(recording: Recording, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
+def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
     """Return what a rank did from `start` to `end`, of which `labelled` are the actions in order."""
     computed = [one for one in labelled if one.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
@@ -214,7 +214,7 @@ def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
 
 
 def _others(
-    recording: Recording, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
+    recording: RankTrace, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
 ) -> Iterator[Mark]:
     """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
     computed = [one for one in labelled if one.action.is_compute]

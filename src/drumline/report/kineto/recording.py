@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call, Posted, calls_of, elements_bytes, shape_bytes
+from drumline.report.kineto.calls import Call, Posted, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -62,7 +62,7 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RankTrace:
     """What is kept of one file."""
 
     path: Path
@@ -90,7 +90,7 @@ class Recording:
         return min((low for low, _ in stretches), default=0), max((high for _, high in stretches), default=0)
 
 
-def read(path: Path) -> Recording:
+def read(path: Path) -> RankTrace:
     """Return what the trace at `path` tells of the pipeline.
 
     >>> from tempfile import TemporaryDirectory
@@ -172,10 +172,10 @@ class _Reader:
             else:
                 self.others.append(mark)
         elif mark.name == "record_param_comms":
-            kind = _args(event).get("Collective name")
+            kind = args_of(event).get("Collective name")
             if kind in ("send", "recv"):
                 self.posted.append(Posted(kind == "send", *mark[1:], elements_bytes(event), "metadata"))
-        elif "Sequence number" in _args(event):
+        elif "Sequence number" in args_of(event):
             self.ops.extend(mark[1:])
 
     def link(self, event: Event) -> None:
@@ -184,16 +184,16 @@ class _Reader:
             self.links[str(event.get("ph"))][number] = moment
 
     def launch(self, event: Event) -> None:
-        correlation, start = _args(event).get("correlation"), _moment(event.get("ts"))
+        correlation, start = args_of(event).get("correlation"), _moment(event.get("ts"))
         if _is_whole(correlation) and start is not None:
             self.launches.extend((correlation, start))
 
     def kernel(self, event: Event) -> None:
-        correlation = _args(event).get("correlation")
+        correlation = args_of(event).get("correlation")
         if _is_whole(correlation) and (mark := _mark(event)) is not None:
             self.kernels.extend((correlation, *mark[1:], 1 if _COLLECTIVE.search(mark.name) else 0))
 
-    def recording(self, path: Path, header: Event) -> Recording:
+    def recording(self, path: Path, header: Event) -> RankTrace:
         """Return everything in order of time, on the clock that the header names."""
         base = header.get("baseTimeNanoseconds")
         zero = base if _is_whole(base) and abs(base) <= _MOST else 0
@@ -205,7 +205,7 @@ class _Reader:
         kernels = self._kernels(zero)
         shifted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
         moved = _launched(kernels, in_order(self.messages))
-        return Recording(
+        return RankTrace(
             path,
             header,
             tuple(sorted(in_order(self.actions), key=lambda mark: (mark.start, mark.end))),  # one behind the other
@@ -247,11 +247,6 @@ def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, i
 def _pairs(flat: array[int], zero: int) -> Ints:
     rows = np.array(flat, dtype=np.int64).reshape(-1, 2) + zero
     return rows[np.argsort(rows[:, 0], kind="stable")]
-
-
-def _args(event: Event) -> Event:
-    args = event.get("args")
-    return args if isinstance(args, dict) else {}
 
 
 def _is_whole(number: object) -> TypeGuard[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drumline.report.advise.remedy import duration
-from drumline.report.draw.bars import Bar, bars
-from drumline.report.draw.chart import Series, chart
+from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.plan.text import SECONDS
+from drumline.report.units import duration
 
 Figures = Mapping[str, Any]
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar, legend, safe
 from drumline.report.draw.scene import document
-from drumline.report.draw.svg import size_text
 from drumline.report.plan.charts import pareto_chart, scaling_chart
 from drumline.report.plan.text import (
     BYTES,
@@ -24,6 +22,7 @@ from drumline.report.plan.text import (
     settings_text,
     traffic_rows,
 )
+from drumline.report.units import duration, size_text
 
 Figures = Mapping[str, Any]
 

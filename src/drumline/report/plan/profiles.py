@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from drumline.core.action import Op
-from drumline.plan.device.blocks import Layer, Profile, Times
+from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.report.draw.palette import INK, MUTED, PAPER, RULE, SHADES
-from drumline.report.draw.scene import ticks
-from drumline.report.draw.svg import FONT
+from drumline.report.draw.chart import Bar, bars
+from drumline.report.draw.palette import SHADES
+from drumline.report.draw.sheet import picture_page
 from drumline.report.table import table
 
 _MIB = 2**20
 _NOISY = 0.05  # a spread above which a profile says more of the machine than of the model
-_PARTS = (
-    ("forward", "F", Op.FORWARD),
-    ("backward_input", "I", Op.BACKWARD_INPUT),
-    ("backward_weight", "W", Op.BACKWARD_WEIGHT),
-)
-_LEFT, _RIGHT, _TOP, _ROW = 190, 24, 64, 20
-
-
-def layers_table(profile: Profile, *, width: int = 120) -> str:
-    """Return a table of one size of microbatch: microseconds and KiB per block."""
-    header = ["block", "F us", "B us", "I us", "W us", "held KiB", "until W KiB", "weights KiB", "output KiB"]
-    rows = [[one.name, *_micro(one.times), *_kibi(one)] for one in profile.layers]
-    return table(header, [*rows, ["(any stage)", *_micro(profile.overhead), "", "", "", ""]], width=width)
+_TIMES = ("forward", "backward", "backward_input", "backward_weight")
+_PARTS = {
+    "forward": ("F", Op.FORWARD),
+    "backward_input": ("I", Op.BACKWARD_INPUT),
+    "backward_weight": ("W", Op.BACKWARD_WEIGHT),
+}
 
 
 def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
@@ -119,65 +110,21 @@ def _spread(profile: Profile) -> float:
 def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
     """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest size of microbatch."""
     rows, largest = profile.sizes[-1]
-    most = max(one.times.total(split=True) for one in largest.layers) or 1.0
-    height = _TOP + _ROW * len(largest.layers) + 60
-    scale = (width - _LEFT - _RIGHT) / most
-    title = f"{profile.model.name}: a microbatch of {rows}, milliseconds per block"
-    bottom = _TOP + _ROW * len(largest.layers)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{_safe(title)}" font-family="{_safe(FONT)}" font-size="11" fill="{INK}">',
-        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{_safe(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">{_safe(profile.device)}, {profile.num_ranks} ranks at once</text>',
-    ]
-    for mark in ticks(most * 1e3, most=8):
-        x = _LEFT + mark * scale / 1e3
-        lines.append(f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 4}" stroke="{RULE}"/>')
-        lines.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="{MUTED}">{mark:g}</text>')
-    for at, one in enumerate(largest.layers):
-        y, x = _TOP + _ROW * at, float(_LEFT)
-        label = one.name if len(one.name) <= 28 else f"...{one.name[-25:]}"
-        lines.append(f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{_safe(label)}</text>')
-        for name, letter, op in _PARTS:
-            seconds = getattr(one.times, name)
-            said = f"<title>{_safe(one.name)}: {letter} {seconds * 1e3:.3g} ms</title>"
-            bar = f'x="{x:.1f}" y="{y + 3}" width="{seconds * scale:.1f}" height="{_ROW - 6}"'
-            lines.append(f'<rect {bar} fill="{SHADES[op].even}">{said}</rect>')
-            x += seconds * scale
-    for at, (_, letter, op) in enumerate(_PARTS):
-        x = _LEFT + 60 * at
-        lines.append(f'<rect x="{x}" y="{bottom + 34}" width="12" height="12" fill="{SHADES[op].even}"/>')
-        lines.append(f'<text x="{x + 18}" y="{bottom + 44}">{letter}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+    return bars(
+        [
+            Bar(one.name, {letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()})
+            for one in largest.layers
+        ],
+        {letter: SHADES[op].even for letter, op in _PARTS.values()},
+        title=f"{profile.model.name}: a microbatch of {rows}, milliseconds per block",
+        x_label=f"{profile.device}, {profile.num_ranks} ranks at once",
+        width=width,
+        row=20,
+        right=24,
+        unit=" ms",
+    )
 
 
 def profile_page(profile: ModelProfile) -> str:
     """Return the picture and all tables as one HTML page that opens from disk."""
-    title = f"{profile.model.name}: profile"
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
-            f"<title>{_safe(title)}</title>\n</head>\n<body>",
-            profile_svg(profile),
-            f"<pre>{_safe(profile_text(profile))}</pre>",
-            "</body>\n</html>",
-        ]
-    )
-
-
-_TIMES = ("forward", "backward", "backward_input", "backward_weight")
-
-
-def _safe(text: str) -> str:
-    return escape(text.encode("utf-8", "replace").decode())
-
-
-def _micro(times: Times) -> list[str]:
-    return [f"{getattr(times, name) * 1e6:.0f}" for name in _TIMES]
-
-
-def _kibi(layer: Layer) -> list[str]:
-    sizes = (layer.activation_bytes, layer.held_until_weight_bytes, layer.weight_bytes, layer.output_bytes)
-    return [f"{one / 1024:.1f}" for one in sizes]
+    return picture_page(f"{profile.model.name}: profile", profile_svg(profile), profile_text(profile))

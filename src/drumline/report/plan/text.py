@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.report.advise.remedy import duration
-from drumline.report.draw.svg import size_text
 from drumline.report.table import table
+from drumline.report.units import duration, size_text
 
 Figures = Mapping[str, Any]
 

@@ -15,14 +15,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from drumline.core.errors import counted
 from drumline.core.program import Program
-from drumline.report.advise.remedy import duration
-from drumline.report.run.follow import SECONDS
+from drumline.report.run.follow import PARTS, SECONDS
+from drumline.report.units import counts, duration
 
 _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
-_PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
 _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
 
 
@@ -39,7 +37,7 @@ FINE = Marks("█▒░·!", " ", "▮", "▁▂▃▄▅▆▇█")
 ASCII = Marks("#=-.!", " ", "#", "_.-=^")
 
 
-class Live:
+class LiveRun:
     """What is known of a run by now: its last line, and the losses of the lines before."""
 
     def __init__(self, name: str, program: Program, *, marks: Marks = FINE) -> None:
@@ -81,9 +79,7 @@ class Live:
 
     def frame(self, width: int = 100) -> str:
         """Return the run as it stands, no line wider than `width`."""
-        program = self.program
-        counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
-        title = f"{self.name}: {program.name}, {', '.join(counted(*one) for one in counts)}"
+        title = f"{self.name}: {self.program.name}, {counts(self.program)}"
         room = max(10, min(60, width - 40))
         lines = [title, self._head()]
         if len(self._losses) > 1:
@@ -99,7 +95,7 @@ class Live:
             marks = self.marks.message * round(depth * scale)
             lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
         if self._bubble(0) is not None:
-            named = zip(self.marks.parts, _PARTS, strict=True)
+            named = zip(self.marks.parts, PARTS, strict=True)
             lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
         return "\n".join(line[:width].rstrip() for line in lines)
 
@@ -126,7 +122,7 @@ class Live:
         return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
 
     def _bar(self, rank: int, room: int) -> str:
-        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in _PARTS]
+        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
         return stacked(sizes, self.marks.parts, room)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.palette import INK, MUTED, RULE, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS
+from drumline.report.run.follow import needed
 from drumline.report.run.report import RunReport
-from drumline.report.run.writers import needed
 from drumline.report.summary import idle_by_cause
+from drumline.report.units import duration
 
 CAUSES = {
     Cause.FILL: "#b9c3cc",

@@ -1,4 +1,8 @@
-"""What a report says of a run, as one object: page, text, plots and --json all take their numbers from it."""
+"""What a report says of a run, as one object: page, text, plots and --json all take their numbers from it.
+
+The step is the typical one unless another is asked for: in the middle by its makespan, the first step, which warms up,
+aside. Costs are the middle of steps like it, so that one that was disturbed does not decide what is advised.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drumline.core.measured.measured import Measured
+from drumline.core.measured.replay import replay, typical_costs
 from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.run import Advice, advise_run
-from drumline.report.run.observed import MAKESPAN, Observed, observe
-from drumline.report.summary import summarize
+from drumline.report.advise.adviser import Advice, advise
+from drumline.report.advise.remedy import OPS, Evidence
+from drumline.report.summary import peak_queues, summarize
 
+MAKESPAN = "pp/makespan_seconds"
+_POOLED = 15  # steps whose seconds are taken together
 # What a step's line says, by the name that the metrics have for it.
 CURVES = {
     "loss": "loss_metrics/global_avg_loss",
@@ -25,6 +33,49 @@ CURVES = {
     "makespan": MAKESPAN,
     "bubble": "pp/bubble",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(Evidence):
+    """One step of a run of ours; its costs are those of `pooled` steps like it."""
+
+    measured: Measured
+    run: Run
+    pooled: tuple[int, ...]
+
+
+def observe(run: Run, step: int | None = None) -> Observed:
+    """Return what a report is made from; RecordError says what is missing."""
+    steps, metrics = run.steps, run.metrics()
+    near = [step] if step is not None else _typical(metrics, steps)
+    chosen = near[len(near) // 2] if near else None
+    measured = run.timeline(chosen)
+    number = measured.records[0].step
+    pooled = tuple(near or [number])
+    timelines = [measured if one == number else run.timeline(one) for one in pooled]
+    return Observed(
+        measured=measured,
+        simulated=replay(measured),
+        costs=typical_costs(timelines),
+        step=number,
+        plan=run.plan,
+        metrics=metrics,
+        run=run,
+        pooled=pooled,
+    )
+
+
+def _typical(metrics: Sequence[dict[str, Any]], steps: Sequence[int]) -> list[int]:
+    """Return the steps around the one in the middle, by their makespan.
+
+    >>> _typical([{"step": at, MAKESPAN: seconds} for at, seconds in enumerate((90, 5, 3, 4))], range(4))
+    [2, 3, 1]
+    """
+    known = set(steps)
+    timed = [(one[MAKESPAN], one["step"]) for one in metrics if one.get(MAKESPAN) is not None and one["step"] in known]
+    ordered = [step for _, step in sorted(timed[1:] or timed)]
+    first = max(0, (len(ordered) - _POOLED) // 2)
+    return ordered[first : first + _POOLED]
 
 
 @dataclass(frozen=True)
@@ -44,7 +95,7 @@ class RunReport:
     def stages(self) -> list[dict[str, Any]]:
         """Every stage: where it runs, its blocks, and the seconds of one microbatch."""
         seen, program, blocks = self.seen, self.run.program, self.run.plan.get("blocks")
-        each = [seen.costs.per_stage(op, program.num_stages) for op in ("forward", "backward_input", "backward_weight")]
+        each = [seen.costs.per_stage(op, program.num_stages) for op in OPS]
         slowest = max(seen.stage_seconds)
         return [
             {
@@ -102,10 +153,15 @@ class RunReport:
         """What the step took beyond the simulator's, with the same seconds of every action."""
         return self.seen.measured.makespan - self.seen.simulated.makespan
 
+    @property
+    def overhead_share(self) -> float:
+        """The same as a share of the step."""
+        makespan = self.seen.measured.makespan
+        return self.overhead_seconds / makespan if makespan > 0 else 0.0
+
     def figures(self) -> dict[str, Any]:
         """Return all figures, without the timelines' actions."""
         seen, program = self.seen, self.run.program
-        makespan = seen.measured.makespan
         return {
             "name": self.name,
             "run": self.run.id,
@@ -116,10 +172,10 @@ class RunReport:
             "num_steps": self.run.num_steps,
             "step": seen.step,
             "pooled_steps": list(seen.pooled),
-            "makespan": makespan,
+            "makespan": seen.measured.makespan,
             "simulated_makespan": seen.simulated.makespan,
             "overhead_seconds": self.overhead_seconds,
-            "overhead_share": self.overhead_seconds / makespan if makespan > 0 else 0.0,
+            "overhead_share": self.overhead_share,
             "bubble": seen.measured.bubble,
             "utilisation": 1.0 - seen.measured.bubble,
             **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
@@ -143,7 +199,7 @@ class RunReport:
 def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
     """Return the report of a run, of its typical step unless one is named; RecordError says what is missing."""
     seen = observe(run, step)
-    return RunReport(seen, advise_run(seen), name or short_names([run.path])[0])
+    return RunReport(seen, advise(seen), name or short_names([run.path])[0])
 
 
 def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:
@@ -167,9 +223,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _timeline_figures(timeline: Timeline) -> dict[str, Any]:
-    queues = {f"{source}->{target}": max(depth for _, depth in curve)
-              for (source, target), curve in timeline.queue_depths.items()}  # fmt: skip
-    return {**summarize(timeline), "peak_queue": queues}
+    return {**summarize(timeline), "peak_queue": peak_queues(timeline)}
 
 
 def tracks(timeline: Timeline) -> list[dict[str, Any]]:

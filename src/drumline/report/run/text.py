@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.report.advise.remedy import duration
 from drumline.report.draw.grid import grid
-from drumline.report.draw.svg import size_text
+from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.table import table
-
-PARTS = ("busy", "wait", "transfer", "overhead", "unexplained")
+from drumline.report.units import counts, duration, percent, size_text
 
 
 def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool = False) -> str:
@@ -27,15 +25,13 @@ def reports_text(reports: Sequence[RunReport], *, width: int = 100, colour: bool
 def report_text(report: RunReport, *, width: int = 100, colour: bool = False) -> str:
     """Return one report as text."""
     seen, program = report.seen, report.run.program
-    counts = ((program.num_ranks, "rank"), (program.num_stages, "stage"), (program.num_microbatches, "microbatch"))
     measured, simulated = seen.measured.makespan, seen.simulated.makespan
-    share = round(report.overhead_seconds / measured, 3) + 0.0 if measured > 0 else 0.0  # never minus zero
     slowest = report.stages[report.slowest_stage]
     head = [
-        f"{report.name}: {program.name}, {', '.join(counted(*one) for one in counts)}, step {seen.step} of "
+        f"{report.name}: {program.name}, {counts(program)}, step {seen.step} of "
         f"{counted(report.run.num_steps, 'step')}",
         f"makespan {duration(measured)}, bubble {seen.measured.bubble:.1%}; simulated with the same seconds "
-        f"{duration(simulated)}, the rest ({share:.1%}) is overhead and jitter",
+        f"{duration(simulated)}, the rest ({percent(report.overhead_share)}) is overhead and jitter",
         f"slowest stage {slowest['stage']} on rank {' and '.join(map(str, slowest['ranks']))}: "
         f"{duration(slowest['seconds'])} a microbatch",
     ]
@@ -67,14 +63,13 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
     for report in reports:
         measured = report.seen.measured
         fullest = max(report.ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"]))
-        share = report.overhead_seconds / measured.makespan if measured.makespan > 0 else 0.0
         rows.append(
             [
                 report.name,
                 report.run.program.name,
                 duration(measured.makespan),
                 f"{measured.bubble:.1%}",
-                f"{share:.1%}",
+                f"{report.overhead_share:.1%}",
                 f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}",
                 held(fullest),
             ]

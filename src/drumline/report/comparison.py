@@ -1,4 +1,4 @@
-"""What to run, said in a sentence or two, from a comparison."""
+"""What to run, said in a sentence or two, from a comparison; and the comparison as a page."""
 
 from __future__ import annotations
 
@@ -56,3 +56,18 @@ def _slower(row: Row, best: Row) -> float:
 
 def _peak(row: Row) -> str:
     return f"{row.peak_share:.3g} activation{'' if row.peak_share == 1 else 's'}"
+
+
+def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:
+    """Return a comparison as one page: all schedules on one time axis, bubble against peak memory, and what to run.
+
+    >>> from drumline.report.compare import compare
+    >>> text = compare_page(compare(2, num_microbatches=2), num_ranks=2, num_microbatches=2)
+    >>> "<title>2 ranks, 2 microbatches: 17 schedules</title>" in text
+    True
+    """
+    from drumline.report.draw.html import page
+
+    title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
+    points = [{"name": row.name, **row.summary()} for row in rows]
+    return page([row.timeline for row in rows], title=title, rows=points, advice=advise(rows))

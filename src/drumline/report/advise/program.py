@@ -1,0 +1,142 @@
+"""Change the program: how many microbatches a batch is cut into, or the schedule.
+
+more microbatches    fill and drain are shorter, since they take as long as a microbatch
+fewer                every action has overhead of its own, and there are fewer of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from drumline.core.action import Op
+from drumline.core.costs import Costs
+from drumline.core.program import Program
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
+from drumline.report.recipes import made_by
+from drumline.report.units import ms
+from drumline.schedules import schedules
+
+_FACTORS = (4, 2, 1 / 2, 1 / 4)
+_HALVES = "if W takes half of B"
+_LINEAR = "if a microbatch takes as long as it has rows"
+
+
+def other_counts(seen: Evidence) -> Iterator[Remedy]:
+    """Yield the number of microbatches that is predicted to be the best, where another one is."""
+    if seen.plan is None:
+        return
+    program, now = seen.program, seen.program.num_microbatches
+    best: tuple[float, int] = (LEAST_GAIN, now)
+    for factor in _FACTORS:
+        count = int(now * factor)
+        if not 1 <= count <= rows_of_batch(seen, most=4 * now):
+            continue
+        changed = made_by(program.name, program, count)
+        if changed is not None:
+            simulated = simulate(changed, _scaled(seen.costs, program.num_stages, now / count))
+            best = max(best, (_gain(seen, simulated, count / now), count))
+    gain, count = best
+    if count == now:
+        return
+    settings = {"num_microbatches": count}
+    if count > now:
+        said = f"With {now} microbatches {seen.simulated.bubble:.0%} is bubble: cut the batch into {count}"
+    else:
+        share = seen.overhead / seen.measured.makespan
+        said = f"With {now} microbatches {share:.0%} is overhead: cut the batch into {count}"
+    yield Remedy("microbatches", f"{said}, {predicted(gain)}", gain, settings, _LINEAR)
+
+
+def other_schedule(seen: Evidence) -> Iterator[Remedy]:
+    """Yield the schedule that is predicted to be the best, where another one is, and one that holds less.
+
+    Where the pipeline is not ours, the executor's own time is not known to stay: both are then held at their best, and
+    only schedules count that hold no more.
+    """
+    program, ours = seen.program, seen.plan is not None
+    if ours and (program.num_updates or program.placement.mirrored or made_by(program.name, program) != program):
+        return
+    split = any(part.op is Op.BACKWARD_WEIGHT for part in program.work())
+    costs = seen.costs if split else _halved(seen.costs, program.num_stages)
+    now = simulate(program, costs)
+    others = [simulate(other, costs) for other in _others(program, elsewhere=not ours)]
+    if ours:
+        yield from _faster(seen, now, others, "" if split else _HALVES)
+        yield from _smaller(now, others)
+    else:
+        yield from _at_best(seen, now, others, split)
+
+
+def _others(program: Program, *, elsewhere: bool) -> Iterator[Program]:
+    """Yield the programs of other schedules that train the same stages with the same result, on the same ranks."""
+    for name in schedules() if program.has_backward else ():
+        other = None if name == program.name else made_by(name, program)
+        if other is None or not other.has_backward or other.num_updates:
+            continue
+        if other.placement == program.placement or (elsewhere and not other.placement.mirrored):
+            yield other
+
+
+def _faster(seen: Evidence, now: Simulation, others: list[Simulation], assumes: str) -> Iterator[Remedy]:
+    gains = [(_gain(seen, one, one.program.num_actions / now.program.num_actions), one) for one in others]
+    # Of those that gain the same to a thousandth, the one that holds least.
+    gain, best = max(gains, key=lambda one: (round(one[0], 3), -max(one[1].peak_activations)), default=(0.0, now))
+    if gain >= LEAST_GAIN:
+        name, held, holds = best.program.name, max(now.peak_activations), max(best.peak_activations)
+        memory = f", holding {holds} microbatches instead of {held}" if holds > held else ""
+        sentence = f"Run {name} in place of {now.program.name}, {predicted(gain)}{memory}"
+        yield Remedy("schedule", sentence, gain, {"schedule": name}, assumes)
+
+
+def _smaller(now: Simulation, others: list[Simulation]) -> Iterator[Remedy]:
+    """Yield the schedule that holds least in the same time."""
+    as_fast = [one for one in others if one.makespan <= now.makespan * 1.005]
+    least = min(as_fast, key=lambda one: max(one.peak_activations), default=now)
+    held, holds = max(now.peak_activations), max(least.peak_activations)
+    if holds < held:
+        sentence = (
+            f"To save memory, run {least.program.name}: it holds {holds} microbatches, not {held}, in the same time"
+        )
+        yield Remedy("memory", sentence, 0.0, {"schedule": least.program.name})
+
+
+def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: bool) -> Iterator[Remedy]:
+    """Yield the fastest schedule of those that hold no more, both without transfer and overhead."""
+    smaller = [one for one in others if max(one.peak_activations) <= max(now.peak_activations)]
+    best = min(smaller, key=lambda one: one.makespan, default=now)
+    if best is not now:
+        guessed = not split and Op.BACKWARD_WEIGHT in best.program.columns.ops
+        sentence = (
+            f"Run {best.program.name}: with the median times of these stages it takes {ms(best.makespan)} at best and "
+            f"{now.program.name} {ms(now.makespan)}, with no more activations held"
+            + (", if the halves of the backward take equally long" if guessed else "")
+        )
+        gain = (now.makespan - best.makespan) / seen.measured.makespan
+        yield Remedy("schedule", sentence, gain, {"schedule": best.program.name})
+
+
+def rows_of_batch(seen: Evidence, *, most: int) -> int:
+    """Return how many rows a batch has, as far as the metrics tell; `most` where they do not."""
+    for one in seen.metrics:
+        rate, seconds = one.get("throughput(rows/s)"), one.get("time_metrics/end_to_end(s)")
+        if one["step"] == seen.step and rate and seconds:
+            return int(rate * seconds + 0.5)
+    return most
+
+
+def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:
+    """Return what a changed program gains; it has `actions` times as many, each with its overhead."""
+    return (seen.middle.makespan - changed.makespan + seen.overhead * (1 - actions)) / seen.measured.makespan
+
+
+def _scaled(costs: Costs, num_stages: int, factor: float) -> Costs:
+    scaled: dict[str, Any] = {op: [one * factor for one in costs.per_stage(op, num_stages)] for op in OPS}
+    return replace(costs, **scaled)
+
+
+def _halved(costs: Costs, num_stages: int) -> Costs:
+    halves = [one / 2 for one in costs.per_stage("backward_input", num_stages)]
+    return replace(costs, backward_input=halves, backward_weight=halves)

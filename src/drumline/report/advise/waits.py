@@ -1,0 +1,110 @@
+"""What no setting of the pipeline mends, but is worth knowing: messages, overhead, time outside of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from drumline.core.costs import Edge
+from drumline.core.files import MIB
+from drumline.core.measured.measured import Measured
+from drumline.core.simulate.simulate import makespans
+from drumline.core.timeline.idle import Cause
+from drumline.report.advise.remedy import LEAST_GAIN, Evidence, Remedy, predicted
+from drumline.report.units import duration, ms
+
+_EDGES = 8  # those with the slowest messages
+_KINDS = {
+    "update": "the optimizer",
+    "data": "waiting for data",
+    "clip": "clipping",
+    "hear": "waiting for other ranks",
+    "write": "writing records",
+    "evaluate": "evaluating",
+    "outside": "your own code",
+}
+_WAYS = {
+    "posting messages": "larger microbatches post fewer of them",
+    "launching kernels": "larger microbatches, torch.compile or CUDA graphs launch fewer of them",
+    "made and not yet sent": "sends are posted late, or queue behind other messages",
+}
+_OUTSIDE = 0.2  # of the time from step to step; updates and data always take some
+
+
+def slow_link(seen: Evidence) -> Iterator[Remedy]:
+    """Yield the edge whose messages delay the step most."""
+    program, costs, measured = seen.program, seen.costs, seen.measured.makespan
+    before = seen.middle.makespan
+    slowest = sorted(costs.edges, key=lambda edge: -costs.edges[edge].latency)[:_EDGES]
+    without = [replace(costs, edges={**costs.edges, edge: Edge()}) for edge in slowest]
+    found = [(before - after) / measured for after in makespans(program, without).tolist()]
+    gain = max(found, default=0.0)
+    if gain >= LEAST_GAIN:
+        source, target = slowest[found.index(gain)]
+        took = duration(costs.edges[source, target].latency)
+        sentence = (
+            f"A message from rank {source} to rank {target} takes {took}, and the step waits for it: "
+            f"use a faster link, {predicted(gain)} at most"
+        )
+        yield Remedy("link", sentence, gain, {}, "if messages took no time at all")
+
+
+def time_outside(seen: Evidence) -> Iterator[Remedy]:
+    """Yield how much of the time from step to step is not spent in steps, where it is much."""
+    if not isinstance(seen.measured, Measured):
+        return
+    line = next((one for one in seen.metrics if one["step"] == seen.step), {})
+    whole, inside = line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
+    if whole and whole - inside > _OUTSIDE * whole:
+        share = (whole - inside) / whole
+        taken = {what: line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
+        most = sorted((seconds, what) for what, seconds in taken.items() if seconds > _OUTSIDE * (whole - inside))
+        named = ", ".join(f"{what} {duration(seconds)}" for seconds, what in reversed(most))
+        took = duration(whole - inside)
+        sentence = f"{share:.0%} of the time from step to step passes outside of the step, {took} on rank 0"
+        yield Remedy("outside", f"{sentence}: {named}" if named else sentence)
+
+
+def lost_time(seen: Evidence) -> Iterator[Remedy]:
+    """Yield what transfer, overhead and time without a name cost, where the pipeline is not ours to set.
+
+    The step lost so much against its own order and times in the simulator; idle time by cause says what to.
+    """
+    if seen.plan is not None:
+        return
+    timeline, lost = seen.measured, seen.measured.makespan - seen.simulated.makespan
+    by_cause = dict.fromkeys((Cause.TRANSFER, Cause.OVERHEAD, Cause.UNEXPLAINED), 0.0)
+    for idle in timeline.causes:
+        if idle.cause in by_cause:
+            by_cause[idle.cause] += idle.seconds
+    total = sum(by_cause.values())
+    for cause, seconds in by_cause.items():
+        gain = lost * seconds / total if total else 0.0
+        cost = f"costs about {ms(gain)} of the {ms(timeline.makespan)}"
+        yield Remedy(cause.value, _LOST[cause](seen, cost), gain / timeline.makespan)
+
+
+def _transfer(seen: Evidence, cost: str) -> str:
+    transfers = seen.measured.transfers
+    sizes = [one.num_bytes for one in transfers if one.num_bytes]
+    each = f", {max(sizes) / MIB:.3g} MiB each" if sizes else ""
+    return (
+        f"Messages are the brake: waiting for what is made and on its way {cost} ({len(transfers)} messages{each}). "
+        "A faster link, a narrower type or fewer stages per rank would help"
+    )
+
+
+def _overhead(seen: Evidence, cost: str) -> str:
+    kind = next(iter(seen.kinds), "")
+    hint = f": {_WAYS[kind]}" if kind in _WAYS else ""
+    return f"The ranks' own overhead is the brake: it {cost}, most of it {kind}{hint}"
+
+
+def _unexplained(seen: Evidence, cost: str) -> str:
+    return (
+        f"Look at what the traces do not name: it {cost}. "
+        "Record with with_stack=True, or label the rest of the step with record_function"
+    )
+
+
+_LOST = {Cause.TRANSFER: _transfer, Cause.OVERHEAD: _overhead, Cause.UNEXPLAINED: _unexplained}

@@ -1,0 +1,179 @@
+"""The sheet that every standalone picture is drawn on: its head, axes with their marks, numbers and text as SVG.
+
+    title
+    what the numbers are
+    6 ┤────────────────────  level: rules across, marks on the left
+    4 ┤────────────────────
+      │    │    │    │       upright: rules from top to bottom, marks below
+      0    5    10   15
+
+Attributes only, no style sheet, no ids and no script: converters draw it alike, and several fit into one page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from drumline.report.draw.packed import plain
+from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A stretch of numbers on a stretch of the sheet; where it is `log`, it doubles from mark to mark.
+
+    >>> Axis(0, 10, 100, 200).at(5), Axis(1, 8, 0, 90, log=True).marks(10)
+    (150.0, [1.0, 2.0, 4.0, 8.0])
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Return where on the sheet a number lies."""
+        scale = math.log if self.log else float
+        part = (scale(value) - scale(self.low)) / ((scale(self.high) - scale(self.low)) or 1.0)
+        return self.start + part * (self.end - self.start)
+
+    def marks(self, most: int) -> list[float]:
+        """Return the round numbers to write beside it."""
+        if not self.log:
+            return [self.low + one for one in ticks(self.high - self.low, most=most)]
+        first, last = math.ceil(math.log2(self.low)), math.floor(math.log2(self.high))
+        return [2.0**one for one in range(first, last + 1)]
+
+
+def ticks(extent: float, *, most: int = 10) -> Sequence[float]:
+    """Return round times from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(33, most=8)
+    [0, 5, 10, 15, 20, 25, 30]
+    >>> ticks(0.5, most=5)
+    [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    """
+    if not extent > 0:
+        return [0]
+    power = math.floor(math.log10(extent / most))
+    step = next(one for one in (1, 2, 5, 10) if one * 10.0**power * most >= extent * (1 - 1e-9))
+    count = math.floor(extent / (step * 10.0**power) + 1e-9)
+    return plain(np.round(np.arange(count + 1) * step * 10.0**power, max(0, -power)))
+
+
+def sheet(
+    lines: Iterable[str], *, width: float, height: float, title: str, about: str, described: str | None = None
+) -> str:
+    """Return the document: a title, a line about the picture, and what is drawn; `described` is for who cannot see it.
+
+    >>> sheet(["<g/>"], width=300, height=200, title="1F1B & friends", about="seconds").splitlines()[2]
+    '<text x="16" y="26" font-size="15" font-weight="600">1F1B &amp; friends</text>'
+    """
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{number(width)}" height="{number(height)}" '
+        f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{safe(described or title)}" '
+        f'font-family="{safe(FONT)}" font-size="11" fill="{INK}">',
+        f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
+        f'<text x="16" y="26" font-size="15" font-weight="600">{safe(title)}</text>',
+        f'<text x="16" y="44" fill="{MUTED}">{safe(about)}</text>',
+    ]
+    return "\n".join([*head, *lines, "</svg>", ""])
+
+
+def upright(
+    axis: Axis, top: float, bottom: float, *, most: int, written: Callable[[float], str] = "{:g}".format
+) -> Iterator[str]:
+    """Yield a rule from top to bottom at every mark of an axis across, and the mark below it."""
+    for mark in axis.marks(most):
+        x = number(axis.at(mark))
+        yield f'<path d="M{x} {number(top)}V{number(bottom)}" stroke="{RULE}"/>'
+        yield text(axis.at(mark), bottom + 13, written(mark), anchor="middle", fill=MUTED)
+
+
+def level(
+    axis: Axis, left: float, right: float, *, most: int, written: Callable[[float], str] = "{:g}".format
+) -> Iterator[str]:
+    """Yield a rule from left to right at every mark of an axis that goes up, and the mark before it."""
+    for mark in axis.marks(most):
+        y = axis.at(mark)
+        yield f'<path d="M{number(left)} {number(y)}H{number(right)}" stroke="{RULE}"/>'
+        yield text(left - 8, y + 4, written(mark), anchor="end", fill=MUTED)
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") -> str:
+    """Return words at a place.
+
+    >>> text(2, 10.5, "a < b", anchor="end")
+    '<text x="2" y="10.5" text-anchor="end">a &lt; b</text>'
+    """
+    more = (f' text-anchor="{anchor}"' if anchor else "") + (f' fill="{fill}"' if fill else "")
+    return f'<text x="{number(x)}" y="{number(y)}"{more}>{safe(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0) -> str:
+    """Return a rectangle; `note` is what it says when it is pointed at.
+
+    >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
+    '<rect x="0" y="0" width="5" height="2.5" fill="#fff"><title>F0</title></rect>'
+    """
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    rounded = f' rx="{corner}"' if corner else ""
+    return _closed(f'<rect {place}{rounded} fill="{fill}"', "rect", note)
+
+
+def circle(x: float, y: float, radius: float, fill: str, *, note: str = "") -> str:
+    """Return a dot; `note` is what it says when it is pointed at.
+
+    >>> circle(1, 2, 4.5, "#fff")
+    '<circle cx="1" cy="2" r="4.5" fill="#fff"/>'
+    """
+    return _closed(f'<circle cx="{number(x)}" cy="{number(y)}" r="{radius}" fill="{fill}"', "circle", note)
+
+
+def _closed(opened: str, name: str, note: str) -> str:
+    return f"{opened}><title>{safe(note)}</title></{name}>" if note else f"{opened}/>"
+
+
+def number(value: float) -> str:
+    """Return a coordinate, to a hundredth of a pixel.
+
+    >>> number(2.0), number(1 / 3)
+    ('2', '0.33')
+    """
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def safe(words: str) -> str:
+    r"""Escape text, and drop the control characters that XML cannot carry.
+
+    >>> safe("a < b\x00")
+    'a &lt; b'
+    """
+    return escape("".join(c for c in words if c >= " " and c not in "\ufffe\uffff" and not "\ud800" <= c <= "\udfff"))
+
+
+def picture_page(title: str, picture: str, words: str) -> str:
+    """Return a picture and the text below it as one HTML page that opens from disk.
+
+    >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
+    '<pre>1 &lt; 2</pre>'
+    """
+    title, words = (escape(one.encode("utf-8", "replace").decode()) for one in (title, words))
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
+            f"<title>{title}</title>\n</head>\n<body>",
+            picture,
+            f"<pre>{words}</pre>",
+            "</body>\n</html>",
+        ]
+    )

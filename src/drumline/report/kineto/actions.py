@@ -1,0 +1,217 @@
+"""Which action a stretch of the host's time was.
+
+    written by                                     label                            says
+    schedules of several stages, from torch 2.9    PP:2F0, PP:(0F5;1B2)OVERLAP_F_B  stage, op and microbatch
+    ScheduleGPipe                                  Forward 3, Backward 3            op, microbatch of the rank's stage
+    Schedule1F1B                                   none                             see below
+
+A step may run its schedule several times (gradient accumulation): microbatches number on then.
+
+Schedule1F1B has one stage on every rank. Where Python's frames were recorded (with_stack), they name each forward and
+backward of a microbatch. Where not, autograd's own links are there in every trace: from each forward op to its step in
+a backward.
+
+    ops of rank 0    f f f  s  f f f  s r  b b b  f f f  s r  b b b ...    f: forward op that has a backward, b: it
+                     └ F0 ┘    └ F1 ┘      └ B0 ┘ └ F2 ┘      └ B1 ┘       s, r: a message is sent, received
+
+A run of one kind, unbroken by a message, is one microbatch's. Whether that is so is not taken on trust: every link
+must lead from the n-th forward to the n-th backward, or the trace is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from drumline.core.action import Action, Op
+from drumline.core.errors import ProgramError, TraceError
+from drumline.core.simulate.graph import Ints
+from drumline.report.kineto.calls import Call
+from drumline.report.kineto.recording import Mark, RankTrace
+
+_NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
+_OPS = {"Forward": Op.FORWARD, "Backward": Op.BACKWARD}
+_EXPECTED = "a schedule whose actions are labelled, or PyTorch's Schedule1F1B with one stage on every rank"
+_FIX = "record with PyTorch 2.9 or newer, which labels schedules of several stages on a rank"
+
+
+class Labelled(NamedTuple):
+    """An action, and from when to when the host was in it."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def spelled(marks: Iterable[Mark]) -> list[Labelled]:
+    """Return the actions that labels spell out in full; other text behind PP: is no action.
+
+    >>> spelled([Mark("PP:2F0", 0, 5), Mark("PP:warmup", 5, 6)])
+    [Labelled(action=2F0, start=0, end=5)]
+    """
+    found = []
+    for name, start, end in marks:
+        if name.startswith("PP:"):
+            try:
+                found.append(Labelled(Action.parse(name.removeprefix("PP:")), start, end))
+            except ProgramError:
+                continue
+    return found
+
+
+def numbered(marks: Iterable[Mark], stage: int) -> list[Labelled]:
+    """Return the actions of labels that give only op and microbatch; the rank's one stage is `stage`.
+
+    >>> numbered([Mark("Backward 3", 0, 5)], stage=1)
+    [Labelled(action=1B3, start=0, end=5)]
+    """
+    matches = ((_NUMBERED.fullmatch(name), start, end) for name, start, end in marks)
+    return [
+        Labelled(Action(stage, _OPS[match[1]], int(match[2])), start, end) for match, start, end in matches if match
+    ]
+
+
+def numbered_on(labelled: Sequence[Labelled]) -> list[Labelled]:
+    """Return the same with microbatches that number on where a step runs its schedule more than once.
+
+    >>> twice = [Labelled(Action.parse(text), at, at + 1) for at, text in enumerate(["0F0", "0B0", "0F0", "0B0"])]
+    >>> [one.action for one in numbered_on(twice)]
+    [0F0, 0B0, 0F1, 0B1]
+    """
+    parts = (part.microbatch for one in labelled for part in one.action.work)
+    count = 1 + max((number for number in parts if number is not None), default=-1)
+    seen: Counter[Action] = Counter()
+    found = []
+    for one in labelled:
+        turn = seen[one.action]
+        seen[one.action] += 1
+        found.append(one._replace(action=_later(one.action, turn * count)) if turn else one)
+    return found
+
+
+def _later(action: Action, by: int) -> Action:
+    if action.parts:
+        return action._replace(parts=tuple(_later(part, by) for part in action.parts))
+    return action if action.microbatch is None else action._replace(microbatch=action.microbatch + by)
+
+
+def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[Labelled]:
+    """Return the forwards and backwards that a rank with the one stage `stage` ran from `start` to `end`."""
+    forwards, backwards = _found(recording, start, end)
+    if backwards and len(forwards) != len(backwards):
+        error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
+        raise TraceError(error, expected=_EXPECTED, fix=_FIX)
+    _check_links(recording, forwards, backwards)
+    return _in_order(stage, forwards, backwards)
+
+
+def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
+    """Return the same of a whole trace, which may end within a step; of stage 0, forwards still under way, too."""
+    start, end = recording.bounds
+    forwards, backwards = _found(recording, start, end + 1)
+    _check_links(recording, forwards, backwards)
+    if stage == 0 and not recording.frames:
+        forwards = [*forwards, *_under_way(recording)]
+    return _in_order(stage, forwards, backwards)
+
+
+def _under_way(recording: RankTrace) -> list[tuple[int, int]]:
+    """Return the forwards behind the last one with a link: each a run of ops that a send follows.
+
+    Their backwards were to come when the trace ended, so that autograd has no link for them. The first stage sends
+    nothing but what its forwards made; on others a send may follow a backward.
+    """
+    links = recording.links
+    linked = links.forward[np.isin(links.forward[:, 0], links.pairs[:, 0])]
+    after = int(linked[:, 0].max(initial=0))
+    ops = links.forward[(links.forward[:, 0] > after) & ~_covered(links.forward[:, 0], links.backward)]
+    runs = _runs(ops, links.backward, [call for call in recording.calls if call.start > after])
+    sends = [at for at, (_, _, kind) in enumerate(runs) if kind == "s"]
+    # Behind the last forward with a link, whose own last ops may have none, comes the first send.
+    return [runs[at - 1][:2] for at in sends[1:] if runs[at - 1][2] == "F"]
+
+
+def _in_order(stage: int, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]) -> list[Labelled]:
+    found = [
+        Labelled(Action(stage, op, number), *stretch)
+        for op, stretches in ((Op.FORWARD, forwards), (Op.BACKWARD, backwards))
+        for number, stretch in zip(count(), stretches, strict=False)
+    ]
+    return sorted(found, key=lambda one: one.start)
+
+
+def _found(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return from when to when forwards and backwards ran; refuse a trace that begins with a backward."""
+    forwards, backwards = _sought(recording, start, end)
+    if backwards and (not forwards or backwards[0] < forwards[0]):
+        raise TraceError(
+            f"{recording.path}: it begins within a step: its first backward comes before any forward",
+            expected="a trace that begins between two steps",
+            fix="start the profiler before schedule.step(), or call its step() behind every step",
+        )
+    return forwards, backwards
+
+
+def _sought(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    frames = [mark for mark in recording.frames if start <= mark.start < end]
+    if frames:
+        if any("backward_weight" in mark.name for mark in frames):
+            raise TraceError(f"{recording.path}: split backwards without labels", expected=_EXPECTED, fix=_FIX)
+        forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
+        backwards = [(one.start, one.end) for one in frames if ": backward" in one.name]
+        return forwards, backwards
+    links = recording.links
+    engine = links.backward[(links.backward[:, 0] >= start) & (links.backward[:, 0] < end)]
+    linked = np.unique(links.pairs[:, 0])
+    ops = links.forward[np.isin(links.forward[:, 0], linked)]
+    ops = ops[(ops[:, 0] >= start) & (ops[:, 0] < end) & ~_covered(ops[:, 0], engine)]
+    runs = _runs(ops, engine, [call for call in recording.calls if start <= call.start < end])
+    return [run[:2] for run in runs if run[2] == "F"], [run[:2] for run in runs if run[2] == "B"]
+
+
+def _runs(forward: Ints, backward: Ints, calls: Iterable[Call]) -> list[tuple[int, int, str]]:
+    """Return the runs of forward ops (F) and of backward steps (B) that nothing breaks, and messages (s, r)."""
+    tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
+    runs: list[tuple[int, int, str]] = []
+    for low, high, kind in sorted(tokens + [(call.start, call.start, "s" if call.sends else "r") for call in calls]):
+        if runs and kind in ("F", "B") and kind == runs[-1][2]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], high), kind)
+        else:
+            runs.append((low, high, kind))
+    return runs
+
+
+def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which moments lie within one of these stretches: forwards that run again inside a backward."""
+    if not len(stretches):
+        return np.zeros(len(moments), dtype=bool)
+    latest = np.maximum.accumulate(stretches[:, 1])
+    at = np.searchsorted(stretches[:, 0], moments, side="right") - 1
+    covered: np.ndarray[tuple[int], np.dtype[np.bool_]] = (at >= 0) & (latest[np.maximum(at, 0)] > moments)
+    return covered
+
+
+def _check_links(
+    recording: RankTrace, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
+) -> None:
+    """Refuse a trace whose n-th backward is not that of its n-th forward."""
+    made, used = recording.links.pairs.T
+    ahead, behind = _places(forwards, made), _places(backwards, used)
+    crossed = np.flatnonzero((ahead >= 0) & (behind >= 0) & (ahead != behind))
+    if len(crossed):
+        error = f"{recording.path}: backward {behind[crossed[0]]} belongs to forward {ahead[crossed[0]]}"
+        raise TraceError(f"{error}, and there are no labels", expected=_EXPECTED, fix=_FIX)
+
+
+def _places(stretches: Sequence[tuple[int, int]], moments: Ints) -> Ints:
+    """Return in which stretch each moment lies, -1 for none."""
+    if not stretches:
+        return np.full(len(moments), -1)
+    bounds = np.array(stretches, dtype=np.int64)
+    at = np.searchsorted(bounds[:, 0], moments, side="right") - 1
+    return np.where((at >= 0) & (moments <= bounds[np.maximum(at, 0), 1]), at, -1)
