@@ -366,7 +366,7 @@ def test_the_oracle_proves_what_brute_force_and_the_search_find() -> None:
     if find_spec("ortools") is None:
         assert os.environ.get("CI") != "true", "CI has to install the extra `plan`: OR-Tools is missing"
         pytest.skip("OR-Tools is not installed: pip install 'drumline[plan]'")
-    from drumline.plan.search.bounds.exact import optimum
+    from search_exact import optimum
 
     for seed in range(8):
         instance = drawn(seed)

@@ -1,14 +1,10 @@
-"""Bytes that a device sends in a step, by what they are for; and those of sharded weights beside a pipeline's."""
+"""Bytes that a device sends in a step, by what they are for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from drumline.plan.cluster.estimate import Volumes
 from drumline.plan.cluster.layers import WORD, ring_bytes, routed_bytes, tokens_of
-from drumline.plan.cluster.layout import PRACTICE, Layout
-from drumline.plan.cluster.memory import WEIGHT_BYTES
-from drumline.plan.cluster.model.parameters import num_parameters
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import Alike
 
@@ -45,35 +41,3 @@ def device_volumes(transformer: Transformer, layout: Layout, rank: Alike, data: 
         pipeline=times * sides * message_bytes(transformer, layout) if layout.pipeline > 1 else 0.0,
         data=data,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Bytes that a device sends in a step where weights are sharded, and where layers are dealt to stages."""
-
-    sharded: float
-    pipeline: float
-
-    @property
-    def ratio(self) -> float:
-        """Return how many times as much is sent where weights are sharded."""
-        return self.sharded / self.pipeline
-
-
-def sharded_against_pipeline(
-    transformer: Transformer, num_devices: int, *, tokens: int, gradient_bytes: int = PRACTICE.gradient_bytes
-) -> Comparison:
-    """Compare FSDP (ZeRO 3) with a pipeline, both on `num_devices` devices and `tokens` tokens a step.
-
-    FSDP gathers all weights for forward and again for backward, and sums all gradients: once a step, if a device's
-    share of the tokens is one microbatch, and for every microbatch otherwise. A stage in the middle sends the
-    activations of all tokens on and their gradients back, however many parameters there are.
-
-    >>> from drumline.plan.cluster.model.named import model
-    >>> found = sharded_against_pipeline(model("llama-3-70b"), 8, tokens=2**19)
-    >>> round(found.sharded / 1e9), round(found.pipeline / 1e9)
-    (494, 17)
-    """
-    away = (num_devices - 1) / num_devices
-    sharded = num_parameters(transformer) * (2 * WEIGHT_BYTES + gradient_bytes) * away
-    return Comparison(sharded, 2.0 * WORD * tokens * transformer.hidden)

@@ -110,16 +110,6 @@ def machine(table: Any) -> Machine:
     return found
 
 
-def machine_table(of: Machine) -> dict[str, Any]:
-    """Return the object that `machine` reads.
-
-    >>> machine(machine_table(MACHINES["h100"])) == MACHINES["h100"]
-    True
-    """
-    table = asdict(of)
-    return {**table.pop("device"), **table}
-
-
 _SHARE = (1e-6, 1.0)
 # Of numbers that are neither bytes nor operations; what lies outside makes times that are no numbers.
 _BOUNDS: dict[str, tuple[float, float]] = {

@@ -1,8 +1,7 @@
-"""Operations of a step: the model's own, and those that are run because something is computed again."""
+"""Operations of a step: the model's own."""
 
 from __future__ import annotations
 
-from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.model.transformer import Transformer
 
 
@@ -19,24 +18,7 @@ def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -
     """
     attention = attention_flops(transformer, batch) / (2 if causal else 1)
     tokens = batch * transformer.sequence
-    return 3 * (attention + 2.0 * tokens * (_layer_weights(transformer) + transformer.hidden * transformer.vocabulary))
-
-
-def run_flops(transformer: Transformer, layout: Layout) -> float:
-    """Return the operations that a step runs, those included that are computed again.
-
-    >>> gpt = Transformer("145.6B", num_layers=80, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
-    >>> h, l, s, v = 12288, 80, 2048, 51200
-    >>> layout = Layout(batch=1, recompute="full")
-    >>> round(run_flops(gpt, layout) / (96 * s * l * h**2 * (1 + s / 6 / h + v / 16 / l / h)), 6)
-    1.0
-    """
-    again = 0.0
-    if layout.recompute != "none":
-        again += attention_flops(transformer, layout.batch)
-    if layout.recompute == "full":
-        again += 2.0 * layout.batch * transformer.sequence * _layer_weights(transformer)
-    return model_flops(transformer, layout.batch) + again
+    return 3 * (attention + 2.0 * tokens * (layer_weights(transformer) + transformer.hidden * transformer.vocabulary))
 
 
 def attention_flops(transformer: Transformer, batch: int) -> float:
@@ -45,7 +27,7 @@ def attention_flops(transformer: Transformer, batch: int) -> float:
     return 4.0 * batch * transformer.sequence**2 * width * transformer.num_layers
 
 
-def _layer_weights(transformer: Transformer) -> float:
+def layer_weights(transformer: Transformer) -> float:
     """Return the weights of all layers that a token is multiplied with."""
     width = transformer.num_heads * transformer.head_width
     keys = 2 * transformer.num_key_value_heads * transformer.head_width

@@ -1,15 +1,13 @@
-"""Transformers and layouts as plain objects, for JSON, and back; what does not belong there is refused by name."""
+"""Layouts and machines from plain objects, as JSON and TOML spell them; what does not belong is refused by name."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.core.parsed import shown
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.model.details import Details, Latent
-from drumline.plan.cluster.model.transformer import Experts, Transformer
 
 Kinds = dict[str, type]
 
@@ -23,42 +21,6 @@ _WORDS = {
     list: "a list",
     dict: "an object",
 }
-
-
-def table_of(value: Transformer | Layout) -> dict[str, Any]:
-    """Return an object with everything that is not at its default.
-
-    >>> table_of(Layout(batch=8, tensor=2, practice=Practice(duplex=False)))
-    {'batch': 8, 'tensor': 2, 'practice': {'duplex': False}}
-    """
-    return _without_defaults(value)
-
-
-def transformer_of(table: Any) -> Transformer:
-    """Return the transformer that an object spells.
-
-    >>> gpt = Transformer("tiny", num_layers=2, hidden=64, num_heads=4, vocabulary=100, sequence=32)
-    >>> transformer_of(table_of(gpt)) == gpt
-    True
-    """
-    values = _read(Transformer, table, "transformer", {"experts": dict, "details": dict})
-    if "experts" in values:
-        values["experts"] = Experts(**_read(Experts, values["experts"], "transformer's experts"))
-    if "details" in values:
-        values["details"] = _details_of(values["details"])
-    return Transformer(**values)
-
-
-def _details_of(table: Any) -> Details:
-    values = _read(Details, table, "transformer's details", {"latent": dict})
-    if "latent" in values:
-        values["latent"] = Latent(**_read(Latent, values["latent"], "transformer's latent attention"))
-    for one in values.get("others", ()):
-        if not isinstance(one, str):
-            raise PlanError(f"others of the transformer's details hold {shown(one)}", expected="text")
-    if "others" in values:
-        values["others"] = tuple(values["others"])
-    return Details(**values)
 
 
 def layout_of(table: Any) -> Layout:
@@ -102,25 +64,5 @@ def required(values: dict[str, Any], known: Kinds, what: str) -> None:
 def _read(of: Any, table: Any, what: str, special: Kinds | None = None) -> dict[str, Any]:
     known = {one.name: (special or {}).get(one.name) or _NAMED[str(one.type)] for one in fields(of)}
     values = checked(table, known, what)
-    required(values, {one.name: known[one.name] for one in fields(of) if _default(one) is MISSING}, what)
+    required(values, {one.name: known[one.name] for one in fields(of) if one.default is MISSING}, what)
     return values
-
-
-def _without_defaults(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    made = type(value)(*(getattr(value, one.name) for one in fields(value) if _default(one) is MISSING))
-    for one in fields(value):
-        mine = getattr(value, one.name)
-        if _default(one) is not MISSING and mine == getattr(made, one.name):
-            continue
-        if isinstance(mine, Practice | Details):
-            found[one.name] = _without_defaults(mine)
-        elif isinstance(mine, Experts | Latent):
-            found[one.name] = asdict(mine)
-        else:
-            found[one.name] = list(mine) if isinstance(mine, tuple) else mine
-    return found
-
-
-def _default(one: Field[Any]) -> Any:
-    return one.default
