@@ -30,7 +30,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.cut.stages import Counts, Stages
+from drumline.plan.cut.climb import Counts
+from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.planner import OPTIMIZERS, Planned

@@ -98,17 +98,17 @@ PLAN = (
     ),
     Bug(
         "shares-of-the-smaller-copy",
-        "plan/cut/bounds.py",
-        "parts = [max(one for rank in chain.ranks",
-        "parts = [min(one for rank in chain.ranks",
+        "plan/cut/shared_ranks.py",
+        "parts = [max(part for rank in chain.ranks",
+        "parts = [min(part for rank in chain.ranks",
         "Of two copies with unequal shares the smaller one's time decides.",
         "Stages with copies share ranks, and there this is only a looser bound: the search finds the same cut, later.",
     ),
     Bug(
         "evenness-by-the-sum",
-        "plan/cut/bounds.py",
-        "allowed = [np.where(one, self.seconds**2, np.inf) for one in short]",
-        "allowed = [np.where(one, self.seconds, np.inf) for one in short]",
+        "plan/cut/shared_ranks.py",
+        "return shortest_largest(self._on_ranks, self._squared)",
+        "return shortest_largest(self._on_ranks)",
         "Among cuts with the same largest stage any is taken, not the evenest.",
     ),
     Bug(
@@ -120,9 +120,9 @@ PLAN = (
     ),
     Bug(
         "frozen-pairs-stay-in-a-cut",
-        "plan/cut/held_pairs.py",
-        "or (part.op is Op.FORWARD and kind is Backward.NONE)",
-        "or (part.op is Op.FORWARD and kind is Backward.INPUT)",
+        "plan/cut/peaks.py",
+        "or (op is Op.FORWARD and kind is Backward.NONE)",
+        "or (op is Op.FORWARD and kind is Backward.INPUT)",
         "A stage without a backward holds its pairs for ever when cuts are compared.",
     ),
     Bug(

@@ -15,8 +15,8 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Cause, Limit
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition
+from drumline.plan.cut.peaks import Held
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search

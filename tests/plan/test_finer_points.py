@@ -20,8 +20,8 @@ from drumline.plan.cluster.model.flops import model_flops
 from drumline.plan.cluster.model.transformer import Experts
 from drumline.plan.cluster.slices import slices_of
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.cut.peaks import Held
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.planner import _chosen, reordered
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound

@@ -14,7 +14,8 @@ from drumline.core.costs import Edge
 from drumline.core.errors import PlanError, ScheduleError
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cut.stages import Stages, every_cut
+from drumline.plan.cut.climb import every_cut
+from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.link_fit import Line
 from drumline.plan.device.model_profile import ModelProfile

@@ -13,7 +13,7 @@ from functools import lru_cache
 from drumline.core.costs import Costs
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.work import Ops
-from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.peaks import held_by
 from drumline.schedules import find, generate
 
 V_PLACED = ("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo")

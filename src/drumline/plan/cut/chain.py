@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.errors import PlanError
-from drumline.plan.cut.held_pairs import Held
+from drumline.plan.cut.peaks import Held
 
 Floats = npt.NDArray[np.float64]
 

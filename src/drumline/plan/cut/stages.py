@@ -1,6 +1,6 @@
 """Cuts of a profiled model for one program and one size of microbatch: what each takes, and the best that fits.
 
-Where there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are where to begin (the shortest largest
+Where there are few cuts, all are simulated. Otherwise the cuts of `exact` are where to begin (the shortest largest
 stage, and the shortest sum + (M - 1) x largest, of those whose every stage fits its rank), and boundaries are moved for
 as long as that makes the simulated step shorter.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -21,15 +20,13 @@ from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
+from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
 from drumline.plan.cut.exact import shortest_largest, shortest_step
 from drumline.plan.cut.peaks import Peaks
 from drumline.plan.cut.tables import OPS, CutTable, RunTable, line_at
-from drumline.plan.cut.timed import neighbours
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import Overheads
 from drumline.plan.device.ranks import Ranks
-
-Counts = tuple[int, ...]
 
 _EVERY = 130  # so many cuts are all simulated
 _ROUNDS = 12  # of moving boundaries
@@ -116,10 +113,7 @@ class Stages:
 
     def trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
-        layers = self.profile.layers
-        if all(one.trains for one in layers):
-            return (True,) * len(counts)
-        return tuple(any(one.trains for one in layers[i:j]) for i, j in pairwise(accumulate(counts, initial=0)))
+        return trained([one.trains for one in self.profile.layers], counts)
 
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
@@ -135,13 +129,10 @@ class Stages:
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
-        groups: dict[tuple[bool, ...], list[int]] = {}
-        for at, counts in enumerate(many):
-            groups.setdefault(self.trained(counts), []).append(at)
         found: list[Cut | None] = [None] * len(many)
         limits = np.array(self.ranks.limits)
-        for trained, places in groups.items():
-            program, peaks = self._of(trained)
+        for stages, places in by_training([one.trains for one in self.profile.layers], many).items():
+            program, peaks = self._of(stages)
             table = CutTable(self.profile, program, [many[at] for at in places])
             seconds = self._makespans(program, table) + [self._around(one) for one in table.gradients.max(axis=1)]
             sizes = peaks.stash(table.sizes(self.recompute)) + table.static(self.optimizer_states)
@@ -178,29 +169,23 @@ class Stages:
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
             found = self.cuts(every_cut(num_blocks, num_stages))
             return min(found, key=lambda one: one.order), min(found, key=lambda one: one.seconds)
-        even = tuple(
-            (stage + 1) * num_blocks // num_stages - stage * num_blocks // num_stages for stage in range(num_stages)
-        )
-        free = self._climbed(even, self.tables(limited=False), lambda one: one.seconds)
+        free = self._climbed(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda one: one.seconds)
         if free.excess == 0:
             return free, free
         return self._climbed(free.counts, self.tables(), lambda one: one.order), free
 
     def _climbed(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
         """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
-        starts = {begun, shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)}
-        best = min(self.cuts([one for one in starts if one is not None]), key=value)
-        alone = True  # single boundaries first: there are few of them
-        for _ in range(_ROUNDS):
-            around = self.cuts(list(dict.fromkeys(neighbours(best.counts, alone=alone))))
-            nearest = min(around, key=value, default=best)
-            if value(nearest) < value(best):
-                best, alone = nearest, True
-            elif alone:
-                alone = False
-            else:
-                break
-        return best
+        exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
+        tried: dict[Counts, Cut] = {}
+
+        def values(many: Sequence[Counts]) -> list[Any]:
+            found = self.cuts(many)
+            tried.update((one.counts, one) for one in found)
+            return [value(one) for one in found]
+
+        starts = dict.fromkeys(one for one in (begun, *exact) if one is not None)
+        return tried[climb(list(starts), values, rounds=_ROUNDS, singly=True)]
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
@@ -242,16 +227,6 @@ def _work(program: Program) -> tuple[list[int], list[int]]:
         parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
         program.compiled["work"] = [op for op, _ in parts], [stage for _, stage in parts]
     return cast(tuple[list[int], list[int]], program.compiled["work"])
-
-
-def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
-    """Return every cut of so many blocks.
-
-    >>> every_cut(3, 2)
-    [(1, 2), (2, 1)]
-    """
-    inner = combinations(range(1, num_blocks), num_stages - 1)
-    return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
 
 
 def split_share(program: Program) -> float:

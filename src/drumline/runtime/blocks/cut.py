@@ -13,8 +13,8 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.prove.frozen import needed
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition
+from drumline.plan.cut.peaks import Held
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
