@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import MACHINES, cluster
+from drumline.plan.cluster.hugging_face import read_config
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.named import MACHINES, cluster
-from drumline.plan.cluster.model.hugging_face import read_config
-from drumline.plan.cluster.model.named import model
+from drumline.plan.cluster.models import model
 from drumline.plan.launch.launch import read_train_config, train_config
 from drumline.report.explore import EXPORTS, Settings, answer, explain, export
 from fuzz_case import Case, Refused, command, put

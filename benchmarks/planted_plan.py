@@ -218,14 +218,14 @@ PLAN = (
     ),
     Bug(
         "shared-experts-are-free",
-        "plan/cluster/model/flops.py",
+        "plan/cluster/parameters.py",
         "each = (experts.per_token + experts.num_shared) * experts.feedforward",
         "each = experts.per_token * experts.feedforward",
         "Experts that every token visits take no operations.",
     ),
     Bug(
         "tied-embedding-never-exchanged",
-        "plan/cluster/evaluate.py",
+        "plan/cluster/estimate.py",
         "once = max(load.exchange.once for load in loads) + tied.once",
         "once = max(load.exchange.once for load in loads)",
         "The exchange of a tied embedding's gradient takes no time.",

@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.machine.hardware import REACH
-from drumline.plan.cluster.machine.named import MACHINES, NODE_REACH, cluster
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import MACHINES, NODE_REACH, REACH, cluster
 from published_compared import (
     best_constant,
     compared,

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
+from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.flops import attention_flops, layer_weights, model_flops
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.parameters import attention_flops, layer_weights, model_flops
+from drumline.plan.cluster.transformer import Transformer
 
 MEGATRON_2021 = Practice(
     flash_attention=False,

@@ -7,8 +7,8 @@ from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.named import model
+from drumline.plan.cluster.hardware import cluster
+from drumline.plan.cluster.models import model
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.planner import plan
 from drumline.plan.search.pareto import pareto

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumline.plan.cluster.estimate import Bytes, Estimate, Seconds, Volumes
+from drumline.plan.cluster.estimate import Estimate, Seconds
+from drumline.plan.cluster.exchange import Volumes
+from drumline.plan.cluster.hardware import Cluster, Device, Link
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.memory import Bytes
+from drumline.plan.cluster.transformer import Experts, Transformer
 from drumline.plan.layouts.cut import rank_weights
 
 GIB = 2**30

@@ -9,18 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.errors import DrumlineError, PlanError
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.exchange import data_exchange
+from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
+from drumline.plan.cluster.kernels import product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
-from drumline.plan.cluster.machine.kernels import product_seconds
-from drumline.plan.cluster.machine.named import MACHINES, cluster
-from drumline.plan.cluster.model.activations import activation_bytes
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.parameters import num_parameters
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.memory import activation_bytes
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.parameters import num_parameters
 from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.transformer import Experts, Transformer
 from published_runs import MEGATRON_2022
 from some import some
 

@@ -4,10 +4,9 @@ import pytest
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.flops import model_flops
-from drumline.plan.cluster.model.named import MODELS, model
-from drumline.plan.cluster.model.parameters import active_parameters, num_parameters
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.parameters import active_parameters, model_flops, num_parameters
+from drumline.plan.cluster.transformer import Experts, Transformer
 from published_runs import run_flops
 
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.core.errors import PlanError
-from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice
-from drumline.plan.cluster.machine.named import MACHINES, cluster, load, machine
-from drumline.plan.cluster.model.tables import layout_of
+from drumline.plan.cluster.hardware import MACHINES, cluster, load, machine
+from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice, layout_of
 
 MINE = {
     "name": "mine",

@@ -14,11 +14,11 @@ from drumline.core.errors import PlanError
 from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.model.flops import model_flops
-from drumline.plan.cluster.model.transformer import Experts
+from drumline.plan.cluster.parameters import model_flops
 from drumline.plan.cluster.slices import slices_of
+from drumline.plan.cluster.transformer import Experts
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition, rank_bytes
 from drumline.plan.cut.peaks import Held

@@ -14,17 +14,15 @@ import pytest
 from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
 from drumline.core.errors import PlanError
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
+from drumline.plan.cluster.hardware import Cluster, cluster
+from drumline.plan.cluster.hugging_face import transformer_of
+from drumline.plan.cluster.kernels import Ops, Work
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.hugging_face import transformer_of
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.memory import peak_bytes
+from drumline.plan.cluster.models import model
 from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
-from drumline.plan.cluster.weigh import peak_bytes
-from drumline.plan.cluster.work import Ops, Work
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
 from drumline.plan.launch.ranks import AXES, group, links, place
 from drumline.plan.layouts.changes import against_fsdp, changes

@@ -16,8 +16,8 @@ from drumline.core.files import is_regular
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation
-    from drumline.plan.cluster.machine.hardware import Cluster
-    from drumline.plan.cluster.model.transformer import Transformer
+    from drumline.plan.cluster.hardware import Cluster
+    from drumline.plan.cluster.transformer import Transformer
     from drumline.plan.layouts.pins import Pins
     from drumline.plan.layouts.planner import ClusterPlan
 
@@ -116,8 +116,8 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
 
 
 def _model(args: argparse.Namespace) -> Transformer:
-    from drumline.plan.cluster.model.hugging_face import read_config
-    from drumline.plan.cluster.model.named import model
+    from drumline.plan.cluster.hugging_face import read_config
+    from drumline.plan.cluster.models import model
 
     subject = str(args.subject)
     path = Path(subject)
@@ -128,7 +128,7 @@ def _model(args: argparse.Namespace) -> Transformer:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from drumline.plan.cluster.machine.named import cluster
+    from drumline.plan.cluster.hardware import cluster
 
     per_node = args.gpus_per_node or cluster(args.hardware, 1).devices_per_node
     gpus = args.gpus if args.gpus is not None else args.nodes * per_node

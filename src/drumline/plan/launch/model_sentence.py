@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 
 
 def described(transformer: Transformer) -> str:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
 
 AXES = ("tensor", "context", "data", "pipeline")
 
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 def place(layout: Layout, cluster: Cluster, rank: int) -> Place:
     """Return the place of a rank.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
     >>> place(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster, 13)
@@ -66,7 +66,7 @@ def group(layout: Layout, rank: int, axis: str) -> list[int]:
 def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
     """Return for every axis with more than one rank whether its groups stay inside a node.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
     >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.model_sentence import described
 from drumline.plan.launch.toml import written
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.cut.exact import dealt
 
 # A look-up costs no operations, but its weights lie in the first stage: it loses every tie.

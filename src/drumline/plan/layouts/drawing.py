@@ -5,10 +5,10 @@ from __future__ import annotations
 from drumline.core.costs import Costs
 from drumline.core.errors import counted
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import generate
 
 MOST = 6000  # (stage, microbatch) pairs that are drawn

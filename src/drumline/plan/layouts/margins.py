@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from drumline.core.errors import PlanError
-from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
 from drumline.plan.layouts.survey import Candidate

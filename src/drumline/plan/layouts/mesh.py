@@ -8,9 +8,9 @@ from functools import lru_cache
 from math import prod
 
 from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.pins import Pins
 
 SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
@@ -45,7 +45,7 @@ class Mesh:
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Mesh]:
     """Return every mesh that uses all devices and admits the batch; where there is none, say what contradicts what.
 
-    >>> from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
+    >>> from drumline.plan.cluster.hardware import Cluster, Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 4, link, link)
     >>> gpt = Transformer("tiny", 2, 64, 4, vocabulary=1000, sequence=128)

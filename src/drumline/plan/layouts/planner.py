@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.weigh import peak_bytes
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.memory import peak_bytes
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.mesh import Mesh
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.refusal import nothing_fits
@@ -112,7 +112,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
 def limit_of(cluster: Cluster, headroom: float) -> float:
     """Return what a device may hold.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> limit_of(Cluster(Device("fast", 1e15, 100, 1e12), 4, 4, link, link), 0.1)
     90.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.machine.hardware import Cluster
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.layouts.pins import SCHEDULES, Pins
 from drumline.plan.layouts.survey import Candidate, Survey
 from drumline.schedules.registry import MAX_PAIRS

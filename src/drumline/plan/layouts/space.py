@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.mesh import Mesh, meshes
 from drumline.plan.layouts.pins import SCHEDULES, ZERO, Pins

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.cut import FOLDED, layer_counts, stage_weights
 from drumline.plan.layouts.mesh import Mesh, meshes
 from drumline.plan.layouts.pins import SCHEDULES, Pins
