@@ -25,16 +25,14 @@ from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
 from drumline.plan.launch.ranks import AXES, group, links, place
-from drumline.plan.layouts.changes import against_fsdp, changes
 from drumline.plan.layouts.cut import FOLDED, layer_counts, rank_weights
-from drumline.plan.layouts.explain import plan_json
-from drumline.plan.layouts.margins import margins, pareto
+from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.mesh import Mesh, meshes
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, plan
-from drumline.plan.layouts.scaling import strong, weak
 from drumline.plan.layouts.space import layouts
 from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, strong, weak
 from drumline.plan.layouts.why import why
 from drumline.schedules import generate
 from some import some
@@ -400,7 +398,7 @@ def test_torchrun_starts_every_node() -> None:
 
 def test_json_has_the_layout_and_its_items() -> None:
     found = planned()
-    figures = plan_json(found)
+    figures = brief(found).to_json()
     chosen = figures["chosen"]
     assert sum(chosen["seconds"].values()) == pytest.approx(chosen["step_seconds"])
     assert sum(chosen["bytes"].values()) == pytest.approx(chosen["peak_bytes"])

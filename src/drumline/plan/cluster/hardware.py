@@ -98,6 +98,11 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}", expected="1 or more")
 
+    @property
+    def num_nodes(self) -> int:
+        """Return how many nodes its devices are in."""
+        return -(-self.num_devices // self.devices_per_node)
+
     def link(self, size: int, stride: int) -> Link:
         """Return the link that a ring of `size` devices, `stride` apart, sees.
 

@@ -91,6 +91,15 @@ class Layout:
         """
         return self.batch // (self.data * self.microbatch)
 
+    @property
+    def recomputation(self) -> str:
+        """Return what is computed again, in words.
+
+        >>> Layout(batch=8).recomputation, Layout(batch=8, recompute="full").recomputation
+        ('no recomputation', 'full recomputation')
+        """
+        return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
+
 
 _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "stages_per_rank")
 

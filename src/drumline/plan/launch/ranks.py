@@ -48,6 +48,14 @@ def place(layout: Layout, cluster: Cluster, rank: int) -> Place:
     return Place(rank // cluster.devices_per_node, tensor, context, data, pipeline)
 
 
+def first_places(layout: Layout, cluster: Cluster) -> dict[int, Place]:
+    """Return the places of the ranks of the first nodes of the first two stages, enough to see the order."""
+    per_node, stride = cluster.devices_per_node, layout.tensor * layout.context * layout.data
+    nodes = sorted({start // per_node + more for start in (0, stride) for more in (0, 1)})
+    ranks = (rank for node in nodes for rank in range(node * per_node, (node + 1) * per_node))
+    return {rank: place(layout, cluster, rank) for rank in ranks if rank < layout.num_devices}
+
+
 def group(layout: Layout, rank: int, axis: str) -> list[int]:
     """Return the ranks that a rank talks to along an axis, itself among them.
 

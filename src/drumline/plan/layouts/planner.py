@@ -23,8 +23,8 @@ from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.mesh import Mesh
 from drumline.plan.layouts.pins import Pins
-from drumline.plan.layouts.refusal import nothing_fits
 from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "
@@ -58,10 +58,17 @@ class ClusterPlan:
         """Return what a device may hold."""
         return limit_of(self.cluster, self.headroom)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Return what the whole cluster trains on."""
-        return self.batch * self.transformer.sequence / self.chosen.seconds
+    def tokens_per_second(self, one: Candidate) -> float:
+        """Return what the whole cluster trains on with a layout."""
+        return one.layout.batch * self.transformer.sequence / one.seconds
+
+    def utilisation(self, one: Candidate) -> float:
+        """Return the part of a device's peak that a layout reaches."""
+        return one.estimate.flops_per_second / self.cluster.device.flops_per_second
+
+    def fits(self, one: Candidate) -> bool:
+        """Return whether a device holds a layout."""
+        return one.bytes <= self.limit_bytes
 
 
 def plan(
