@@ -33,8 +33,9 @@ from typing import Any
 from drumline.plan.cut.climb import Counts
 from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
+from drumline.plan.device.combinations import OPTIMIZERS
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.planner import OPTIMIZERS, Planned
+from drumline.plan.device.planner import Planned
 from drumline.plan.device.ranks import Ranks
 from drumline.schedules import generate
 

@@ -176,7 +176,7 @@ PLAN = (
     ),
     Bug(
         "orders-the-inverse-way",
-        "plan/device/planner.py",
+        "plan/device/combinations.py",
         "rows = dict(zip(order, program.rows, strict=True))",
         "rows = {rank: program.rows[one] for rank, one in enumerate(order)}",
         "With three ranks or more, ranks play other parts than the order says.",

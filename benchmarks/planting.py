@@ -66,6 +66,7 @@ OF_FILE = {
     "pipeline/loss/weighing.py": ("tests/pipeline/test_own_loss.py",),
     "plan/cut/shared_ranks.py": ("tests/plan/test_partition.py",),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
+    "plan/device/combinations.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py",),
     "plan/device/blocks.py": ("tests/plan/test_planner.py", "tests/profile/test_layers.py"),
     "plan/device/overheads.py": ("tests/plan/test_planner.py",),

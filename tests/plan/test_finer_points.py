@@ -23,7 +23,8 @@ from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition, rank_bytes
 from drumline.plan.cut.peaks import Held
 from drumline.plan.device.blocks import Profile, Times
-from drumline.plan.device.planner import _chosen, reordered
+from drumline.plan.device.combinations import reordered
+from drumline.plan.device.planner import _chosen
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound
 from drumline.plan.search.instance import B, I, Instance
 from drumline.plan.search.local import Neighbourhood

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and report."""
-    from drumline.plan.device.planner import CHECKPOINTING, plan
+    from drumline.plan.device.combinations import CHECKPOINTING
+    from drumline.plan.device.planner import plan
 
     for flag, value in (("--ranks", args.ranks), ("--batch", args.batch)):
         if value is None:

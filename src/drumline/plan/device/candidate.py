@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from drumline.plan.cut.stages import Cut, Stages
 from drumline.plan.cut.tables import CutTable
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, Seconds
+from drumline.plan.why import lost_and_saved
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
@@ -190,9 +191,8 @@ class Candidate:
             if self.sent_bytes > best.sent_bytes:
                 return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
             return "<1% faster"
-        mine, other = asdict(self.seconds), asdict(best.seconds)
-        most = max(mine, key=lambda name: mine[name] - other[name])
-        return _SAID[most].format(f"{(mine[most] - other[most]) * 1e3:.1f} ms")
+        item, more = lost_and_saved(best.seconds, self.seconds)[0][0]
+        return _SAID[item].format(f"{more * 1e3:.1f} ms")
 
     def summary(self, best: Candidate | None = None) -> dict[str, Any]:
         """Return it as plain values, with why `best` is better."""

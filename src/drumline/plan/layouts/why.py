@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.estimate import Seconds
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.layouts.pins import SCHEDULES, Pins
 from drumline.plan.layouts.survey import Candidate, Survey
+from drumline.plan.why import less_activations, lost_and_saved
 from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30
@@ -47,7 +47,7 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
         note = f"; it would be {gain:.1%} faster" if gain > _EVEN else ""
         return f"does not fit: {over:.1f} GiB too much{note}"
     slower = other.seconds / chosen.seconds - 1
-    lost, saved = _differences(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
+    lost, saved = lost_and_saved(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
     if abs(slower) <= _EVEN:
         return _as_fast(chosen, other)
     reasons = [_MORE[item].format(_seconds(by)) for item, by in lost[:2]]
@@ -73,16 +73,6 @@ def settings(one: Candidate, than: Candidate | None = None) -> str:
     if known is None or layout.recompute != known.recompute:
         parts.append(layout.recomputation)
     return ", ".join(parts)
-
-
-def _differences(
-    chosen: Seconds, other: Seconds, least: float
-) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Return what `other` loses and what it saves, item by item, the largest first."""
-    by = {item.name: getattr(other, item.name) - getattr(chosen, item.name) for item in fields(Seconds)}
-    lost = sorted(((item, delta) for item, delta in by.items() if delta > least), key=lambda one: -one[1])
-    saved = sorted(((item, -delta) for item, delta in by.items() if delta < -least), key=lambda one: -one[1])
-    return lost or [max(by.items(), key=lambda one: one[1])], saved
 
 
 def _as_fast(chosen: Candidate, other: Candidate) -> str:
@@ -145,8 +135,8 @@ def described(one: Candidate) -> str:
 
 def _short_of(smallest: Candidate, limit: float) -> str:
     over, held = smallest.bytes - limit, smallest.estimate.bytes
-    if over < held.activations:
-        return f"needs {over / held.activations:.0%} less activation memory"
+    if (less := less_activations(over, held.activations)) is not None:
+        return f"needs {less}"
     state = (held.weights + held.gradients + held.optimizer) / _GIB
     return f"weights, gradients and optimizer alone take {state:.1f} GiB"
 
