@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from drumline.core.costs import Costs
+from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.replay import replay, typical_costs
+from drumline.core.measured.replay import replay
 from drumline.core.measured.run import Run
 from drumline.core.simulate.simulate import Simulation, simulate
 
@@ -39,7 +40,7 @@ class Observed:
     @cached_property
     def costs(self) -> Costs:
         """What stages and edges cost in the middle."""
-        return typical_costs(self._timelines)
+        return costs_of(self._timelines)
 
     @cached_property
     def middle(self) -> Simulation:
