@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.estimate import Estimate, Seconds
@@ -10,7 +11,7 @@ from drumline.plan.cluster.hardware import Cluster, Device, Link
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import Bytes
 from drumline.plan.cluster.transformer import Experts, Transformer
-from drumline.plan.layouts.cut import rank_weights
+from drumline.plan.layouts.cut import rank_of, stage_weights
 
 GIB = 2**30
 
@@ -32,6 +33,14 @@ def small_transformer(**changes: object) -> Transformer:
 
 def sparse_transformer() -> Transformer:
     return small_transformer(experts=Experts(num_experts=8, per_token=2, feedforward=2048))
+
+
+def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:
+    """Return the work of every rank, counted in layers."""
+    ranks = [0.0] * pipeline
+    for stage, weight in enumerate(stage_weights(transformer, counts)):
+        ranks[rank_of(stage, pipeline, schedule)] += weight
+    return ranks
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import pytest
 
 from drumline.core.errors import PlanError
 from drumline.core.measured.handling import Handling
-from drumline.plan.device.link_fit import Line, fitted
 from drumline.plan.device.model_profile import Link, ModelProfile, is_profile, merged
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads, fitted
 from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from profiles import SOME, model_profile
 

@@ -18,9 +18,8 @@ from drumline.plan.cut.climb import every_cut
 from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import reordered
-from drumline.plan.device.link_fit import Line
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks

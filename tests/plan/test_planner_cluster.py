@@ -11,7 +11,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
+from cluster_models import GIB, Rough, rank_weights, small_cluster, small_transformer, sparse_transformer
 from drumline.core.errors import PlanError
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.estimate import Estimate, estimate
@@ -24,8 +24,8 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.shape import Pace, makespan, pairs_held, simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
-from drumline.plan.launch.ranks import AXES, group, links, place
-from drumline.plan.layouts.cut import FOLDED, layer_counts, rank_weights
+from drumline.plan.launch.ranks import AXES, links, place
+from drumline.plan.layouts.cut import FOLDED, layer_counts
 from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.mesh import Mesh, meshes
 from drumline.plan.layouts.pins import Pins
@@ -254,6 +254,16 @@ def test_long_sequences_may_be_shared_and_experts_spread() -> None:
     assert {one.context for one in meshes(PLAIN, small_cluster(), 8, Pins())} == {1}
     spread = {one.expert for one in meshes(sparse_transformer(), small_cluster(), 8, Pins())}
     assert spread == {1, 2, 4, 8}
+
+
+def group(layout: Layout, rank: int, axis: str) -> list[int]:
+    """Return the ranks that a rank talks to along an axis, itself among them."""
+    stride = 1
+    for name in AXES[: AXES.index(axis)]:
+        stride *= getattr(layout, name)
+    size = getattr(layout, axis)
+    first = rank - rank // stride % size * stride
+    return [first + stride * at for at in range(size)]
 
 
 def test_ranks_fill_nodes_with_tensor_parallelism_first() -> None:

@@ -19,12 +19,11 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.subdivide import cut_finer
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.everywhere import placement_named, search_all
 from drumline.plan.search.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.pareto import pareto
-from drumline.plan.search.search import Found, search
+from drumline.plan.search.search import Found, placement_named, search, search_all
 from drumline.plan.search.starts import split
 from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg

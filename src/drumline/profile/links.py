@@ -9,8 +9,8 @@ from statistics import median
 import torch
 
 from drumline.core.action import Action
-from drumline.plan.device.link_fit import fitted
 from drumline.plan.device.model_profile import Link
+from drumline.plan.device.overheads import fitted
 from drumline.runtime.channel.channel import Channel, Wait
 
 SIZES = (4 * 2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20)  # bytes

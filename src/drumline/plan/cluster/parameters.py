@@ -80,15 +80,6 @@ def num_parameters(transformer: Transformer) -> int:
     return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
 
 
-def active_parameters(transformer: Transformer) -> int:
-    """Return the parameters that one token uses: all of them, but of the experts only those it goes to."""
-    if transformer.experts is None:
-        return num_parameters(transformer)
-    idle = transformer.experts.num_experts - transformer.experts.per_token
-    num_layers = transformer.num_layers - transformer.num_dense_layers
-    return num_parameters(transformer) - num_layers * idle * expert_parameters(transformer)
-
-
 def _norm(transformer: Transformer) -> int:
     return (2 if transformer.biased else 1) * transformer.hidden
 

@@ -14,8 +14,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.graph import Floats, Ints
 from drumline.plan.cut.peaks import Sizes
 from drumline.plan.device.blocks import Profile, Times
-from drumline.plan.device.link_fit import Line
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))

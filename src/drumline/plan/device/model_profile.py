@@ -19,8 +19,7 @@ from drumline.core.errors import PlanError
 from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
 from drumline.core.parsed import Parsed, shown
 from drumline.plan.device.blocks import Layer, Profile, Times, profile_from
-from drumline.plan.device.link_fit import Line
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 
 FORMAT = "drumline profile"
 VERSION = 1

@@ -56,21 +56,6 @@ def first_places(layout: Layout, cluster: Cluster) -> dict[int, Place]:
     return {rank: place(layout, cluster, rank) for rank in ranks if rank < layout.num_devices}
 
 
-def group(layout: Layout, rank: int, axis: str) -> list[int]:
-    """Return the ranks that a rank talks to along an axis, itself among them.
-
-    >>> layout = Layout(batch=4, tensor=4, pipeline=2, data=2)
-    >>> group(layout, 13, "tensor"), group(layout, 13, "data"), group(layout, 13, "pipeline")
-    ([12, 13, 14, 15], [9, 13], [5, 13])
-    """
-    stride = 1
-    for name in AXES[: AXES.index(axis)]:
-        stride *= getattr(layout, name)
-    size = getattr(layout, axis)
-    first = rank - rank // stride % size * stride
-    return [first + stride * at for at in range(size)]
-
-
 def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
     """Return for every axis with more than one rank whether its groups stay inside a node.
 

@@ -50,19 +50,6 @@ def rank_of(stage: int, pipeline: int, schedule: str) -> int:
     return pipeline - 1 - rank if schedule in FOLDED and turn % 2 else rank
 
 
-def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:
-    """Return the work of every rank, counted in layers.
-
-    >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
-    >>> [round(weight, 1) for weight in rank_weights(gpt, (1, 1, 1, 1), 2, "zb-v")]
-    [3.0, 2.0]
-    """
-    ranks = [0.0] * pipeline
-    for stage, weight in enumerate(stage_weights(transformer, counts)):
-        ranks[rank_of(stage, pipeline, schedule)] += weight
-    return ranks
-
-
 def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:
     """Return the work of every stage, counted in layers."""
     weights = [float(count) for count in counts]
