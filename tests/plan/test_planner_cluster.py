@@ -26,12 +26,12 @@ from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
 from drumline.plan.launch.ranks import AXES, links, place
 from drumline.plan.layouts.cut import FOLDED, layer_counts
+from drumline.plan.layouts.degrees import Degrees, meshes
 from drumline.plan.layouts.explain import brief
-from drumline.plan.layouts.mesh import Mesh, meshes
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, plan
 from drumline.plan.layouts.space import layouts
-from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, strong, weak
 from drumline.plan.layouts.why import why
 from drumline.schedules import generate
@@ -46,11 +46,11 @@ def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
 
 def brute_force(
     transformer: Transformer, machines: Cluster, batch: int, pins: Pins, evaluate: Evaluator, limit: float
-) -> list[Candidate]:
+) -> list[Choice]:
     """Return the best layout of each mesh, with a look at every single one."""
-    best: dict[Mesh, Candidate] = {}
+    best: dict[Degrees, Choice] = {}
     for layout in layouts(transformer, machines, batch, pins):
-        one = Candidate(layout, evaluate(transformer, machines, layout))
+        one = Choice(layout, evaluate(transformer, machines, layout))
         if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
             best[one.mesh] = one
     return sorted(best.values(), key=lambda one: one.rank)
@@ -305,11 +305,11 @@ def test_changes_differ_in_one_setting_and_say_so() -> None:
     rows = changes(found)
     assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.what for one in rows}
     for one in rows:
-        layout, chosen = one.candidate.layout, found.chosen.layout
+        layout, chosen = one.choice.layout, found.chosen.layout
         names = ("microbatch", "schedule", "zero", "recompute", "sequence_parallel", "stages_per_rank")
         differing = {name for name in names if getattr(layout, name) != getattr(chosen, name)}
         assert 1 <= len(differing - {"stages_per_rank"}) <= 1 or differing == {"stages_per_rank"}
-        assert ("does not fit" in one.why) == (one.candidate.bytes > found.limit_bytes)
+        assert ("does not fit" in one.why) == (one.choice.bytes > found.limit_bytes)
 
 
 def test_margins_are_what_planning_again_gives() -> None:

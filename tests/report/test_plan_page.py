@@ -149,12 +149,12 @@ def with_markup(value: Any) -> Any:
 @pytest.mark.parametrize("what", ["launch", "best", "changes", "margins", "objective", "chosen"])
 def test_no_text_of_the_plan_becomes_markup(what: str) -> None:
     whole = explained()
-    assert whole.reasons is not None
     if what == "chosen":
         best = with_markup(whole.plan.best[:1]) + whole.plan.best[1:]
         whole = replace(whole, plan=replace(whole.plan, best=best))
     elif what in ("changes", "margins"):
-        whole = replace(whole, reasons=replace(whole.reasons, **{what: with_markup(getattr(whole.reasons, what))}))
+        reasons: Any = whole.reasons
+        whole = replace(whole, reasons=replace(reasons, **{what: with_markup(getattr(reasons, what))}))
     else:
         whole = replace(whole, **{what: with_markup(getattr(whole, what))})
     told = page_of(whole)

@@ -26,7 +26,7 @@ from drumline.core.errors import PlanError, counted
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, Chain, Partition
 from drumline.plan.cut.climb import Counts, climb, ends_of, even_cut, neighbours
-from drumline.plan.cut.peaks import Held
+from drumline.plan.cut.peaks import HeldPairs
 from drumline.plan.cut.shared_ranks import Bounds, Search
 
 _MAX_MOVES = 20_000  # a second or two
@@ -34,7 +34,7 @@ _REACH = 3  # blocks that a boundary moves at once
 
 
 def partition(
-    blocks: Sequence[BlockCosts], num_stages: int, *, held: Sequence[Held] = (), max_bytes: float | None = None
+    blocks: Sequence[BlockCosts], num_stages: int, *, held: Sequence[HeldPairs] = (), max_bytes: float | None = None
 ) -> Partition:
     """Return the best cut of `blocks` into stages; `held`, from `held_by`, says what each rank holds at once.
 
@@ -75,10 +75,10 @@ def _climbed(begun: Counts, value: Callable[[list[int]], tuple[float, ...]]) -> 
     return climb([begun], lambda many: [value(ends_of(one)) for one in many], rounds=rounds, reach=_REACH)
 
 
-def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[Held]) -> tuple[float, ...]:
+def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:
     """Return every rank's peak under a given cut.
 
-    >>> rank = Held(stages=(0,), moments=(((2, 0),),))
+    >>> rank = HeldPairs(stages=(0,), moments=(((2, 0),),))
     >>> rank_bytes([BlockCosts(1.0, activation_bytes=10, static_bytes=5)] * 3, [3], [rank])
     (75.0,)
     """

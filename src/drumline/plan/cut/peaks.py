@@ -6,7 +6,7 @@
 A rank with several stages peaks at different moments for different sizes, so every moment that could be the peak is
 kept. A stage that is recomputed holds less, and while its backward runs one microbatch's whole: so each moment counts
 pairs held since F, those of them whose backward runs, and those between I and W. With a cut's bytes put in, the largest
-sum is the simulator's peak: `Peaks` does so for many cuts at once, `Held`, which knows of no recomputation, for one.
+sum is the simulator's peak: `Peaks` does so for many cuts at once, `HeldPairs` for one, without recomputation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PairSizes:
     """Bytes of a pair of each stage, (cuts, stages): as it is kept, in its backward, and between I and W."""
 
     kept: Floats
@@ -45,12 +45,12 @@ class Peaks:
             for row, stages in zip(program.rows, self.stages, strict=True)
         ]
 
-    def stash(self, sizes: Sizes) -> Floats:
+    def stash(self, sizes: PairSizes) -> Floats:
         """Return every rank's peak of activations, (cuts, ranks).
 
         >>> from drumline.schedules import generate
         >>> one, none = np.ones((1, 2)), np.zeros((1, 2))
-        >>> Peaks(generate("1f1b", num_ranks=2, num_microbatches=4)).stash(Sizes(one, 10 * one, none)).tolist()
+        >>> Peaks(generate("1f1b", num_ranks=2, num_microbatches=4)).stash(PairSizes(one, 10 * one, none)).tolist()
         [[11.0, 10.0]]
         """
         columns = []
@@ -72,7 +72,7 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPairs:
     """One rank: its stages, and for each moment that could be the peak what it holds of each of them.
 
     That is how many pairs between F and I (or B), and how many between I and W. `shares` says what part of each stage's
@@ -97,7 +97,7 @@ class Held:
         return max(held, default=0.0) + sum(static)
 
 
-def held_by(program: Program) -> tuple[Held, ...]:
+def held_by(program: Program) -> tuple[HeldPairs, ...]:
     r"""Return what every rank holds.
 
     >>> [rank.moments for rank in held_by(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))]
@@ -112,7 +112,7 @@ def held_by(program: Program) -> tuple[Held, ...]:
         )
         forwards = Counter(part.stage for action in row for part in action.work if part.op is Op.FORWARD)
         found.append(
-            Held(
+            HeldPairs(
                 stages,
                 tuple(tuple(zip(one[::2], one[1::2], strict=True)) for one in pairs),
                 tuple(forwards[stage] / program.num_microbatches for stage in stages),

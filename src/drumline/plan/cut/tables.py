@@ -12,7 +12,7 @@ import numpy.typing as npt
 from drumline.core.action import Op
 from drumline.core.program import Program
 from drumline.core.simulate.graph import Floats, Ints
-from drumline.plan.cut.peaks import Sizes
+from drumline.plan.cut.peaks import PairSizes
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.overheads import Line, Overheads
 
@@ -127,10 +127,10 @@ class CutTable:
             whole = whole - size * np.maximum(self._by_rank(uses) - 1, 0.0)
         return whole
 
-    def sizes(self, recompute: Sequence[bool]) -> Sizes:
+    def sizes(self, recompute: Sequence[bool]) -> PairSizes:
         """Return what a pair of each stage holds."""
         again = np.array(recompute)[None, :]
-        return Sizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
+        return PairSizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
 
     def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool], *, split: float) -> Floats:
         """Return the seconds of each op with its handling, (ops, cuts, stages)."""

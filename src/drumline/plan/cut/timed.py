@@ -25,7 +25,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, Partition
 from drumline.plan.cut.climb import Counts, by_training, climb, ends_of, neighbours, trained
 from drumline.plan.cut.partition import partition, rank_bytes
-from drumline.plan.cut.peaks import Held, held_by
+from drumline.plan.cut.peaks import HeldPairs, held_by
 
 _GAIN = 1e-3  # what a move has to gain, as a part of the step: less is no reason to leave even ranks
 _MAX_TIMED = 2_000_000  # actions timed in all: about a second
@@ -111,5 +111,5 @@ class TimedCuts:
 
 
 @lru_cache(maxsize=64)
-def _held_by(program: Program) -> tuple[Held, ...]:
+def _held_by(program: Program) -> tuple[HeldPairs, ...]:
     return held_by(program)

@@ -14,11 +14,11 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.plan.cut.peaks import Peaks, Sizes
+from drumline.plan.cut.peaks import PairSizes, Peaks
 from drumline.plan.cut.stages import Cut, Stages
 from drumline.plan.cut.tables import CutTable
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.plan import Plan, RankBytes, Seconds
+from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.why import lost_and_saved
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
@@ -107,7 +107,7 @@ class Candidate:
         return rank, each[rank]
 
     @cached_property
-    def seconds(self) -> Seconds:
+    def seconds(self) -> StepSeconds:
         """The step, item by item."""
         counts, ranks = self.cut.counts, self.program.num_ranks
         program = self.stages.pruned(counts)
@@ -127,7 +127,7 @@ class Candidate:
         )
         free = simulate(program, self.stages.costs(counts, messages=False))
         busy = sum(free.busy) / ranks
-        return Seconds(
+        return StepSeconds(
             compute=compute,
             recompute=again / ranks,
             executor=busy - compute - again / ranks,
@@ -143,7 +143,7 @@ class Candidate:
         program = self.stages.pruned(counts)
         table, peaks = CutTable(self.stages.profile, program, [counts]), Peaks(program)
         sizes, received = table.sizes(self.stages.recompute), table.runs.received
-        bare = Sizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
+        bare = PairSizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
         whole, own = peaks.stash(sizes)[0].tolist(), peaks.stash(bare)[0].tolist()
         trained = [kind.name == "WHOLE" for kind in program.backwards]
         weight, gradient, optimizer = (

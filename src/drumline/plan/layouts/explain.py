@@ -10,11 +10,11 @@ from drumline.plan.launch.launch import Launch, launch
 from drumline.plan.launch.ranks import AXES, first_places, links
 from drumline.plan.layouts.drawing import Drawing, drawing
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import (
     Change,
     Margin,
-    Point,
+    ScalePoint,
     against_fsdp,
     changes,
     efficiency,
@@ -33,7 +33,7 @@ VERSION = 1
 class Explained:
     """A layout, and why it is not the choice; of the choice itself there is nothing to say."""
 
-    candidate: Candidate
+    choice: Choice
     why: str
 
 
@@ -43,14 +43,14 @@ class Reasons:
 
     changes: list[Change]
     margins: list[Margin]
-    pareto: list[Candidate]
-    strong: list[Point]
-    weak: list[Point]
-    traffic: list[tuple[str, Candidate]]
+    pareto: list[Choice]
+    strong: list[ScalePoint]
+    weak: list[ScalePoint]
+    traffic: list[tuple[str, Choice]]
     drawing: Drawing | None
 
     @property
-    def scaling(self) -> dict[str, list[tuple[Point, float | None]]]:
+    def scaling(self) -> dict[str, list[tuple[ScalePoint, float | None]]]:
         """Return strong and weak scaling by name, each point with its efficiency."""
         curves = {"strong": self.strong, "weak": self.weak}
         return {name: list(zip(points, efficiency(points), strict=True)) for name, points in curves.items()}
@@ -83,7 +83,7 @@ class Explanation:
             "num_evaluated": plan.survey.num_evaluated,
             "plan_seconds": plan.seconds,
             "chosen": _layout_json(plan, plan.chosen),
-            "best": [{**_layout_json(plan, one.candidate), "why": one.why} for one in self.best],
+            "best": [{**_layout_json(plan, one.choice), "why": one.why} for one in self.best],
             "ranks": {
                 "order": list(AXES),
                 "sizes": {axis: getattr(layout, axis) for axis in AXES},
@@ -119,7 +119,7 @@ def explain(plan: ClusterPlan) -> Explanation:
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     return {
-        "changes": [{"what": one.what, "why": one.why, **_layout_json(plan, one.candidate)} for one in reasons.changes],
+        "changes": [{"what": one.what, "why": one.why, **_layout_json(plan, one.choice)} for one in reasons.changes],
         "more": [
             {
                 "what": one.what,
@@ -138,7 +138,7 @@ def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     }
 
 
-def _curve_json(plan: ClusterPlan, points: Sequence[tuple[Point, float | None]]) -> list[dict[str, Any]]:
+def _curve_json(plan: ClusterPlan, points: Sequence[tuple[ScalePoint, float | None]]) -> list[dict[str, Any]]:
     return [
         {
             "devices": one.devices,
@@ -151,24 +151,24 @@ def _curve_json(plan: ClusterPlan, points: Sequence[tuple[Point, float | None]])
     ]
 
 
-def _layout_json(plan: ClusterPlan, one: Candidate) -> dict[str, Any]:
+def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     """Return a layout and what it takes; times in seconds, sizes in bytes."""
-    layout, estimate = one.layout, one.estimate
+    layout, estimate = choice.layout, choice.estimate
     return {
-        "mesh": str(one.mesh),
+        "mesh": str(choice.mesh),
         "layout": {field.name: _plain(getattr(layout, field.name)) for field in fields(layout)},
         "microbatches": layout.num_microbatches,
-        "step_seconds": one.seconds,
+        "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),
-        "peak_bytes": one.bytes,
+        "peak_bytes": choice.bytes,
         "bytes": asdict(estimate.bytes),
         "volumes": asdict(estimate.volumes),
         "bubble": estimate.bubble,
-        "tokens_per_second": plan.tokens_per_second(one),
+        "tokens_per_second": plan.tokens_per_second(choice),
         "flops_per_second_per_device": estimate.flops_per_second,
-        "utilisation": plan.utilisation(one),
-        "fits": plan.fits(one),
-        "exact": one.is_exact,
+        "utilisation": plan.utilisation(choice),
+        "fits": plan.fits(choice),
+        "exact": choice.is_exact,
     }
 
 

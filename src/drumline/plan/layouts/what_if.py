@@ -18,7 +18,7 @@ from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.pins import ZERO, Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
 from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.why import settings, why
 
 _GIB = 2**30
@@ -35,7 +35,7 @@ class Margin:
     what: str
     devices: int
     limit_bytes: float
-    best: Candidate | None
+    best: Choice | None
     gain: float
     how: str = ""
 
@@ -72,14 +72,14 @@ def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
     return _margin(plan, what, devices, plan.limit_bytes, planned(plan, devices, plan.batch))
 
 
-def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Candidate | None) -> Margin:
+def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Margin:
     if best is None:
         return Margin(what, devices, limit, None, 0.0)
     gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
     return Margin(what, devices, limit, best, gain, settings(best, plan.chosen))
 
 
-def planned(plan: ClusterPlan, devices: int, batch: int) -> Candidate | None:
+def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
     """Return the best layout on another number of devices, all of them used; degrees stay free, settings pinned."""
     per_node = min(plan.cluster.devices_per_node, devices)
     if devices % per_node:
@@ -89,7 +89,7 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Candidate | None:
     return _best(plan, cluster, pins, batch, plan.limit_bytes)
 
 
-def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Candidate | None:
+def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Choice | None:
     try:
         survey = plan.survey.asked(cluster, batch=batch, pins=pins)
     except PlanError:  # no mesh at all
@@ -115,16 +115,16 @@ def _next_memory(plan: ClusterPlan) -> list[Margin]:
     return []
 
 
-def pareto(plan: ClusterPlan) -> list[Candidate]:
+def pareto(plan: ClusterPlan) -> list[Choice]:
     """Return the fastest layout of each memory, smallest first: none has another that is both smaller and faster."""
     smallest = plan.survey.smallest()
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found: list[Candidate] = [plan.chosen]
+    found: list[Choice] = [plan.chosen]
     for limit in limits:
         found += chosen_of(plan.survey, limit)
-    front: list[Candidate] = []
+    front: list[Choice] = []
     for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or one.seconds < front[-1].seconds:
             front.append(one)
@@ -136,7 +136,7 @@ class Change:
     """One setting changed, what that gives, and why it is not the choice."""
 
     what: str
-    candidate: Candidate
+    choice: Choice
     why: str
 
 
@@ -146,7 +146,7 @@ def changes(plan: ClusterPlan) -> list[Change]:
     for what, layout in _changed(plan):
         one = plan.survey.cut(layout, plan.limit_bytes)
         found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
-    return sorted(found, key=lambda one: (one.candidate.bytes > plan.limit_bytes, one.candidate.seconds))
+    return sorted(found, key=lambda one: (one.choice.bytes > plan.limit_bytes, one.choice.seconds))
 
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
@@ -171,7 +171,7 @@ def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
         yield "no sequence parallelism", replace(layout, sequence_parallel=False)
 
 
-def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Candidate]]:
+def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
     """Return the choice beside the fastest layout that shards everything and has no pipeline, fitting or not.
 
     Where the choice itself has no pipeline, the fastest of those that have one stands beside it, too.
@@ -192,20 +192,20 @@ TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ScalePoint:
     """The best plan on so many devices; None where nothing fits."""
 
     devices: int
     batch: int
-    best: Candidate | None
+    best: Choice | None
 
 
-def strong(plan: ClusterPlan) -> list[Point]:
+def strong(plan: ClusterPlan) -> list[ScalePoint]:
     """Return the plans of the same batch on other numbers of devices."""
     return [_point(plan, times, plan.batch) for times in TIMES if _whole(plan.cluster.num_devices * times)]
 
 
-def weak(plan: ClusterPlan) -> list[Point]:
+def weak(plan: ClusterPlan) -> list[ScalePoint]:
     """Return the plans where the batch grows with the devices."""
     return [
         _point(plan, times, int(plan.batch * times))
@@ -214,17 +214,17 @@ def weak(plan: ClusterPlan) -> list[Point]:
     ]
 
 
-def _point(plan: ClusterPlan, times: Fraction, batch: int) -> Point:
+def _point(plan: ClusterPlan, times: Fraction, batch: int) -> ScalePoint:
     devices = int(plan.cluster.num_devices * times)
     best = plan.chosen if times == 1 else planned(plan, devices, batch)
-    return Point(devices, batch, best)
+    return ScalePoint(devices, batch, best)
 
 
 def _whole(number: Fraction) -> bool:
     return number.denominator == 1
 
 
-def efficiency(points: list[Point]) -> list[float | None]:
+def efficiency(points: list[ScalePoint]) -> list[float | None]:
     """Return what each point reaches of the throughput per device of the smallest that fits."""
     rates = [None if one.best is None else one.batch / one.best.seconds / one.devices for one in points]
     first = next((rate for rate in rates if rate is not None), None)

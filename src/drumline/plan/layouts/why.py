@@ -8,7 +8,7 @@ from dataclasses import replace
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.layouts.pins import SCHEDULES, Pins
-from drumline.plan.layouts.survey import Candidate, Survey
+from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.why import less_activations, lost_and_saved
 from drumline.schedules.registry import MAX_PAIRS
 
@@ -39,7 +39,7 @@ _LESS = {
 }
 
 
-def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
+def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     """Return what speaks against `other`: that it does not fit, or which seconds it loses and which it saves."""
     if other.bytes > limit_bytes:
         over = (other.bytes - limit_bytes) / _GIB
@@ -57,10 +57,10 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
-def settings(one: Candidate, than: Candidate | None = None) -> str:
+def settings(choice: Choice, than: Choice | None = None) -> str:
     """Return a layout in words, of its settings only those that differ from another's."""
-    layout, known = one.layout, None if than is None else than.layout
-    parts = [str(one.mesh)]
+    layout, known = choice.layout, None if than is None else than.layout
+    parts = [str(choice.mesh)]
     if layout.pipeline > 1 and (
         known is None or (layout.schedule, layout.stages_per_rank) != (known.schedule, known.stages_per_rank)
     ):
@@ -75,7 +75,7 @@ def settings(one: Candidate, than: Candidate | None = None) -> str:
     return ", ".join(parts)
 
 
-def _as_fast(chosen: Candidate, other: Candidate) -> str:
+def _as_fast(chosen: Choice, other: Choice) -> str:
     more = (other.bytes - chosen.bytes) / _GIB
     if more >= 0.05:
         return f"as fast, but holds {more:.1f} GiB more"
@@ -128,12 +128,12 @@ def _not_admitted(survey: Survey) -> PlanError:
     )
 
 
-def described(one: Candidate) -> str:
+def described(choice: Choice) -> str:
     """Return a layout in a few words."""
-    return f"{one.mesh} with ZeRO {one.layout.zero} and {one.layout.recomputation}"
+    return f"{choice.mesh} with ZeRO {choice.layout.zero} and {choice.layout.recomputation}"
 
 
-def _short_of(smallest: Candidate, limit: float) -> str:
+def _short_of(smallest: Choice, limit: float) -> str:
     over, held = smallest.bytes - limit, smallest.estimate.bytes
     if (less := less_activations(over, held.activations)) is not None:
         return f"needs {less}"
@@ -187,7 +187,7 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
         times *= 2
 
 
-def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Candidate | None:
+def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice | None:
     """Return the smallest layout of another question if it fits."""
     try:
         other = survey.asked(cluster, batch=survey.batch, pins=pins)
@@ -197,5 +197,5 @@ def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Candidat
     return found if found is not None and found.bytes <= limit else None
 
 
-def _roomier(smallest: Candidate, headroom: float) -> str:
+def _roomier(smallest: Choice, headroom: float) -> str:
     return f"or {smallest.bytes / (1 - headroom) / _GIB:.0f} GiB a device"

@@ -168,8 +168,8 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
 class Everywhere(list[Found]):
     """What was found on every placement, the best first, and why placements were left out, by their name."""
 
-    def __init__(self, found: Iterable[Found], left_out: Mapping[str, PlanError] | None = None) -> None:
-        super().__init__(found)
+    def __init__(self, results: Iterable[Found], left_out: Mapping[str, PlanError] | None = None) -> None:
+        super().__init__(results)
         self.left_out = dict(left_out or {})
 
 

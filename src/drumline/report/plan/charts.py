@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drumline.plan.layouts.explain import Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
 from drumline.report.advise.remedy import duration
 from drumline.report.draw.bars import Bar, bars
 from drumline.report.draw.chart import Series, chart
@@ -43,11 +43,11 @@ def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
 def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 720) -> str:
     """Return throughput against memory: the fastest layout of each memory, the choice, and the limit."""
 
-    def point(one: Candidate) -> tuple[float, float]:
-        return one.bytes / _GIB, plan.tokens_per_second(one) / 1e3
+    def point(choice: Choice) -> tuple[float, float]:
+        return choice.bytes / _GIB, plan.tokens_per_second(choice) / 1e3
 
     front, limit = [point(one) for one in reasons.pareto], plan.limit_bytes / _GIB
-    others = [point(one) for one in (*plan.best[1:], *(change.candidate for change in reasons.changes))]
+    others = [point(one) for one in (*plan.best[1:], *(change.choice for change in reasons.changes))]
     most = 1.05 * max(x for x, _ in front)
     shown = [one for one in others if one[0] <= most]
     series = [

@@ -9,7 +9,7 @@ from drumline.plan.launch.launch import Launch
 from drumline.plan.launch.ranks import AXES, first_places, links
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
 from drumline.report.advise.remedy import duration
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar, legend, safe
@@ -124,11 +124,11 @@ def _best(told: Explanation) -> str:
     rows = [
         [
             str(number),
-            str(one.candidate.mesh),
-            settings_text(one.candidate),
-            duration(one.candidate.seconds),
-            f"{one.candidate.estimate.bubble:.1%}",
-            size_text(one.candidate.bytes),
+            str(one.choice.mesh),
+            settings_text(one.choice),
+            duration(one.choice.seconds),
+            f"{one.choice.estimate.bubble:.1%}",
+            size_text(one.choice.bytes),
             one.why or "chosen",
         ]
         for number, one in enumerate(told.best, 1)
@@ -142,9 +142,7 @@ def _best(told: Explanation) -> str:
 
 
 def _changes(reasons: Reasons) -> str:
-    rows = [
-        [one.what, duration(one.candidate.seconds), size_text(one.candidate.bytes), one.why] for one in reasons.changes
-    ]
+    rows = [[one.what, duration(one.choice.seconds), size_text(one.choice.bytes), one.why] for one in reasons.changes]
     return _wide(
         "The choice with one setting changed", _table(["change", "a step", "a device", "result"], rows, words=(3,))
     )
@@ -197,11 +195,13 @@ def _launch(launch: Launch) -> str:
     return _wide("How to start it", "".join(parts))
 
 
-def _bar(one: Candidate, parts: Sequence[Part], longest: float, value: str) -> str:
+def _bar(choice: Choice, parts: Sequence[Part], longest: float, value: str) -> str:
     """Return a row: a layout's mesh, its parts as a stacked bar, and what they are together."""
-    said = f"{one.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
+    said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
     picture = bar(parts, longest, said=said)
-    return f'<div class="row"><span>{safe(str(one.mesh))}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    return (
+        f'<div class="row"><span>{safe(str(choice.mesh))}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    )
 
 
 def _card(title: str, body: str) -> str:

@@ -12,7 +12,7 @@ from drumline.core.errors import counted
 from drumline.plan.launch.launch import Config
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
 from drumline.report.advise.remedy import duration
 from drumline.report.draw.svg import size_text
 from drumline.report.table import table
@@ -72,9 +72,9 @@ def headline(plan: ClusterPlan) -> list[str]:
     ]
 
 
-def settings_text(one: Candidate) -> str:
+def settings_text(choice: Choice) -> str:
     """Return what a layout is besides its mesh."""
-    layout = one.layout
+    layout = choice.layout
     parts = [
         f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}",
         f"ZeRO {layout.zero}",
@@ -88,19 +88,19 @@ def settings_text(one: Candidate) -> str:
     return ", ".join(parts)
 
 
-def seconds_rows(chosen: Candidate) -> list[list[str]]:
+def seconds_rows(chosen: Choice) -> list[list[str]]:
     """Return seconds and shares of a step as rows of text, items that are nothing left out."""
     took = {name: getattr(chosen.estimate.seconds, item) for item, name in SECONDS.items()}
     return [[name, duration(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 0]
 
 
-def bytes_rows(chosen: Candidate, *, every: bool = True) -> list[list[str]]:
+def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
     """Return what a device holds and its shares as rows of text, items that are nothing left out unless `every`."""
     held = {name: getattr(chosen.estimate.bytes, item) for item, name in BYTES.items()}
     return [[name, size_text(one), f"{one / chosen.bytes:.1%}"] for name, one in held.items() if every or one > 0]
 
 
-def _items(chosen: Candidate, width: int) -> str:
+def _items(chosen: Choice, width: int) -> str:
     """Return seconds and bytes, item by item, those that are nothing left out."""
     rows = [*seconds_rows(chosen), ["a step", duration(chosen.seconds), ""]]
     held = [*bytes_rows(chosen, every=False), ["a device", size_text(chosen.bytes), ""]]
