@@ -134,17 +134,17 @@ PLAN = (
     ),
     Bug(
         "gradient-sent-over-the-next-boundary",
-        "plan/device/overheads.py",
-        "back = [0.0, *out[:-1]]  # a stage sends its gradient where its input came from",
-        "back = out",
+        "plan/cut/tables.py",
+        "take.at(sent) * later + send.at(received) * earlier",
+        "take.at(sent) * later + send.at(sent) * later",
         "Sending a gradient is priced at the boundary behind the stage.",
     ),
     Bug(
         "gradient-taken-over-the-wrong-boundary",
         "plan/cut/tables.py",
-        "back = again + into[0] + out[1]",
-        "back = again + into[1] + out[0]",
-        "The same in the tables of many cuts: taken from before the stage, sent behind it.",
+        "take.at(sent) * later + send.at(received) * earlier",
+        "take.at(received) * earlier + send.at(sent) * later",
+        "A gradient is taken from before the stage, and sent behind it.",
     ),
     Bug(
         "recomputed-stage-keeps-no-input",

@@ -69,7 +69,6 @@ OF_FILE = {
     "plan/device/combinations.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py",),
     "plan/device/blocks.py": ("tests/plan/test_planner.py", "tests/profile/test_layers.py"),
-    "plan/device/overheads.py": ("tests/plan/test_planner.py",),
     "plan/cut/peaks.py": ("tests/plan/test_partition.py", "tests/core/test_frozen.py", "tests/plan/test_planner.py"),
     "plan/device/ranks.py": ("tests/plan/test_planner.py",),
     "plan/cut/tables.py": ("tests/plan/test_planner.py",),

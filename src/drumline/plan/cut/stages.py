@@ -23,9 +23,9 @@ from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
 from drumline.plan.cut.exact import shortest_largest, shortest_step
 from drumline.plan.cut.peaks import Peaks
-from drumline.plan.cut.tables import OPS, CutTable, RunTable, line_at
+from drumline.plan.cut.tables import OPS, CutTable, RunTable, crossings
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.ranks import Ranks
 
 _EVERY = 130  # so many cuts are all simulated
@@ -73,43 +73,32 @@ class Stages:
 
         `split` is the share of forwards that keep a tape, the program's own unless given.
         """
+        overheads = self.overheads
+        if not messages:
+            overheads = replace(overheads, send=Line(), take=Line(), flight=0.0)
+        table = CutTable(self.profile, self.program, [counts])
+        share = split_share(self.program) if split is None else split
+        each = table.seconds(overheads, self._speeds, self.recompute, split=share)[:, 0]
+        seconds: dict[str, Any] = dict(zip(_TIMES, each.tolist(), strict=True))
+        for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
+            less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
+            seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
         costs = self.profile.costs(
             counts,
             optimizer_states=self.optimizer_states,
             placement=self.program.placement,
             recompute=self.recompute,
-            split=split_share(self.program) if split is None else split,
         )
-        homes = self.program.placement.homes
-        speeds = [self.ranks.speeds[home] for home in homes]
-        if set(speeds) != {1.0}:
-            slowed: dict[str, Any] = {
-                name: [one / speed for one, speed in zip(costs.per_stage(name, len(homes)), speeds, strict=True)]
-                for name in _TIMES
-            }
-            costs = replace(costs, **slowed)
-        if not messages:
-            free = replace(self.overheads, send=replace(self.overheads.send, seconds=0.0, seconds_per_byte=0.0))
-            free = replace(free, take=free.send, flight=0.0)
-            return replace(self._handled(costs, free), message_bytes=0.0)
-        costs = self._handled(costs, self.overheads)
-        if not self.ranks.edges:
+        costs = replace(costs, **seconds, comm=overheads.flight)
+        if not messages or not self.ranks.edges:
             return replace(costs, message_bytes=0.0)  # copying them is in the actions
         edges = {ends: replace(edge, latency=edge.latency + costs.comm) for ends, edge in self.ranks.edges.items()}
         return replace(costs, edges=edges)
 
-    def _handled(self, costs: Costs, overheads: Overheads) -> Costs:
-        """Return the costs with handling; what runs F again hands nothing on, so it has none for that."""
-        made, num_stages = overheads.added_to(costs, self.program), self.program.num_stages
-        if not any(self.recompute):
-            return made
-        before, after = (one.per_stage("forward", num_stages) for one in (costs, made))
-        twice = [(b - a) * again for a, b, again in zip(before, after, self.recompute, strict=True)]
-
-        def less(name: str) -> list[float]:
-            return [max(one - more, 0.0) for one, more in zip(made.per_stage(name, num_stages), twice, strict=True)]
-
-        return replace(made, backward=less("backward"), backward_input=less("backward_input"))
+    @property
+    def _speeds(self) -> Floats:
+        """The speed of every stage's rank."""
+        return np.array([self.ranks.speeds[home] for home in self.program.placement.homes])
 
     def trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
@@ -145,8 +134,7 @@ class Stages:
         """Return the simulated step of every cut."""
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in table.many])
-        speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
-        seconds = table.seconds(self.overheads, speeds, self.recompute, split=split_share(self.program))
+        seconds = table.seconds(self.overheads, self._speeds, self.recompute, split=split_share(self.program))
         ops, stages = _work(program)
         unit = Costs(backward=1.0, comm=self.overheads.flight)
         return makespans(program, unit, factors=seconds[ops, :, stages].T)
@@ -194,21 +182,14 @@ class Stages:
         firsts, ends = np.array(every).T
         runs = RunTable(self.profile, firsts, ends)
         (_, peaks), split = self._of((True,) * program.num_stages), split_share(program)
-        homes, last = program.placement.homes, program.num_stages - 1
+        homes, crossed = program.placement.homes, list(zip(*crossings(program), strict=True))
         found = []
         for stage, home in enumerate(homes):
-            again = self.recompute[stage]
-            shares = (1 + again, 1 - split, split, split)  # of F, B, I and W
-            seconds = np.sum(
-                [runs.seconds(op, split=split) * share for op, share in zip(OPS, shares, strict=True)], axis=0
+            again, (earlier, later) = self.recompute[stage], crossed[stage]
+            forward, backward, by_input, by_weight = runs.handled(
+                self.overheads, self.ranks.speeds[home], again, earlier=earlier, later=later, split=split
             )
-            seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (2 + split)
-            for sizes, crosses in (
-                (runs.sent, stage < last and homes[stage + 1] != home),
-                (runs.received, stage > 0 and homes[stage - 1] != home),
-            ):
-                if crosses:
-                    seconds = seconds + (line_at(self.overheads.send, sizes) + line_at(self.overheads.take, sizes))
+            seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             size = runs.kept(again), runs.full(again), runs.until_weight
             held = np.max(
                 [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
-from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.measured.handling import Handling
 from drumline.core.parsed import LARGEST, Parsed
-from drumline.core.program import Program
+from drumline.core.simulate.graph import Floats
+
+_Bytes = TypeVar("_Bytes", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Line:
     seconds: float = 0.0
     seconds_per_byte: float = 0.0
 
-    def at(self, num_bytes: float) -> float:
+    def at(self, num_bytes: _Bytes) -> _Bytes:
         """Return the seconds of so many bytes."""
         return self.seconds + self.seconds_per_byte * num_bytes
 
@@ -102,37 +103,6 @@ class Overheads:
         }
         send, take = (fitted([(size, getattr(one, name)) for size, one in measured]) for name in ("send", "take"))
         return Overheads(send, take, fitted(ends), **middle)
-
-    def added_to(self, costs: Costs, program: Program) -> Costs:
-        r"""Return the costs of actions with what goes with them.
-
-        >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-        >>> costs = Costs(message_bytes=[10, 0])
-        >>> Overheads(send=Line(0.1), take=Line(0.0, 0.02)).added_to(costs, program).forward
-        (1.1, 1.2)
-        """
-        stages, homes = range(program.num_stages), program.placement.homes
-        sizes = costs.per_stage("message_bytes", len(stages))
-        crossed = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
-        out = [self.send.at(size) * one for size, one in zip(sizes, crossed, strict=True)]  # from a stage to the next
-        into = [self.take.at(size) * one for size, one in zip(sizes, crossed, strict=True)]
-
-        def more(name: str, sends: Sequence[float], takes: Sequence[float]) -> tuple[float, ...]:
-            own = costs.per_stage(name, len(stages))
-            return tuple(
-                seconds + self.action + send + take for seconds, send, take in zip(own, sends, takes, strict=True)
-            )
-
-        none = [0.0] * len(stages)
-        back = [0.0, *out[:-1]]  # a stage sends its gradient where its input came from
-        return replace(
-            costs,
-            forward=more("forward", out, [0.0, *into[:-1]]),
-            backward=more("backward", back, into),
-            backward_input=more("backward_input", back, into),
-            backward_weight=more("backward_weight", none, none),
-            comm=costs.comm + self.flight,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return it as an object for JSON."""
