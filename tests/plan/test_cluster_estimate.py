@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cluster_models import num_parameters
 from drumline.core.errors import DrumlineError, PlanError
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.exchange import data_exchange
@@ -16,7 +17,6 @@ from drumline.plan.cluster.kernels import product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.memory import activation_bytes
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.parameters import num_parameters
 from drumline.plan.cluster.slices import even_counts
 from drumline.plan.cluster.transformer import Experts, Transformer
 from published_runs import MEGATRON_2022

@@ -1,4 +1,4 @@
-"""How many parameters a transformer has, and where; and how many operations a step takes with them."""
+"""How many parameters the parts of a transformer have, and how many operations a step takes with them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,6 @@ def expert_parameters(transformer: Transformer) -> int:
     return feedforward_parameters(transformer, transformer.experts.feedforward) if transformer.experts else 0
 
 
-def layer_parameters(transformer: Transformer, layer: int) -> int:
-    """Return all parameters of one layer."""
-    if layer < transformer.num_dense_layers or transformer.experts is None:
-        return dense_layer_parameters(transformer)
-    return shared_parameters(transformer) + transformer.experts.num_experts * expert_parameters(transformer)
-
-
 def embedding_parameters(transformer: Transformer) -> int:
     """Return the parameters before the first layer."""
     return transformer.hidden * (
@@ -66,18 +59,6 @@ def embedding_parameters(transformer: Transformer) -> int:
 def head_parameters(transformer: Transformer) -> int:
     """Return the parameters after the last layer; the table of a tied one counts here only where it is a copy."""
     return transformer.hidden * transformer.vocabulary + _norm(transformer)
-
-
-def num_parameters(transformer: Transformer) -> int:
-    """Return all parameters, a tied embedding once.
-
-    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
-    >>> round(num_parameters(gpt) / 1e9, 1)
-    174.6
-    """
-    tied = transformer.hidden * transformer.vocabulary if transformer.tied else 0
-    layers = sum(layer_parameters(transformer, layer) for layer in range(transformer.num_layers))
-    return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
 
 
 def _norm(transformer: Transformer) -> int:
