@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import MACHINES, cluster
+from drumline.plan.cluster.hugging_face import read_config
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.named import MACHINES, cluster, machine_table
-from drumline.plan.cluster.model.hugging_face import read_config
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.tables import table_of
+from drumline.plan.cluster.models import model
 from drumline.plan.launch.launch import read_train_config, train_config
 from drumline.report.explore import EXPORTS, Settings, answer, explain, export
 from fuzz_case import Case, Refused, command, put
@@ -58,7 +58,7 @@ def config_case(folder: Path) -> Case:
         path = put(folder / "config.json", json_text(chance.choice(_CONFIGS), chance), chance)
         found = read_config(path)
         assert repr(found)
-        assert json.dumps(table_of(found), allow_nan=False)
+        assert json.dumps(asdict(found), allow_nan=False)
         if chance.random() < 0.02:
             words = ("--hardware", "h100", "--gpus", 2, "--batch", 2, "--schedules", "1f1b", "--zero", 0)
             command("plan", path, *words, "--brief", *chance.choice(((), ("--json",))))
@@ -68,7 +68,8 @@ def config_case(folder: Path) -> Case:
 
 
 def machine_case(folder: Path) -> Case:
-    seeds = [json.loads(json.dumps(machine_table(one))) for one in (MACHINES["h100"], MACHINES["a100-40"])]
+    tables = [asdict(MACHINES[name]) for name in ("h100", "a100-40")]
+    seeds = [{**table.pop("device"), **table} for table in tables]
     transformer, layout = model("gpt-1.7b"), Layout(batch=8, tensor=2, pipeline=2, data=2)
 
     def case(chance: random.Random) -> None:
@@ -101,7 +102,7 @@ def train_case(folder: Path) -> Case:
                 lines[at] = word(lines[at], chance)
         found = read_train_config(damaged("\n".join(lines).encode(), chance).decode(errors="replace"))
         assert repr(found)
-        assert json.dumps(table_of(found), allow_nan=False)
+        assert json.dumps(asdict(found), allow_nan=False)
 
     return case
 

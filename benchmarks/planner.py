@@ -30,10 +30,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.cut.stages import Counts, Stages
+from drumline.plan.cut.climb import Counts
+from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
+from drumline.plan.device.combinations import OPTIMIZERS
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.planner import OPTIMIZERS, Planned
+from drumline.plan.device.planner import Planned
 from drumline.plan.device.ranks import Ranks
 from drumline.schedules import generate
 

@@ -8,15 +8,15 @@ REPORT = (
     Bug(
         "config-as-markup",
         "report/plan/page.py",
-        "<pre>{safe(config['text'])}</pre></details>",
-        "<pre>{config['text']}</pre></details>",
+        "<pre>{safe(config.text)}</pre></details>",
+        "<pre>{config.text}</pre></details>",
         "A configuration's text becomes markup of the plan's page.",
     ),
     Bug(
         "command-as-markup",
         "report/plan/page.py",
-        "<pre>{safe(config['command'])}</pre>",
-        "<pre>{config['command']}</pre>",
+        "<pre>{safe(config.command)}</pre>",
+        "<pre>{config.command}</pre>",
         "A command's text becomes markup of the plan's page.",
     ),
     Bug(

@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drumline.plan.cluster.compared import (
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import MACHINES, NODE_REACH, REACH, cluster
+from published_compared import (
     best_constant,
     compared,
     errors_of,
@@ -30,10 +32,7 @@ from drumline.plan.cluster.compared import (
     practices_table,
     table,
 )
-from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.machine.hardware import REACH
-from drumline.plan.cluster.machine.named import MACHINES, NODE_REACH, cluster
-from drumline.plan.cluster.published import Run, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
+from published_runs import Run, held_out, holdings, llama3, sc21, sc21_scaling, sc21_sharded
 
 START = (0.7, 0.7, 0.7)
 

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from drumline.plan.search.bounds.exact import optimum
+from search_exact import optimum
 from search_instances import drawn
 
 OPTIMA = Path(__file__).with_name("optima.json")

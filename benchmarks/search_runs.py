@@ -33,9 +33,9 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.action import Action
+from drumline.core.measured.costs import costs_of
 from drumline.core.placement import Placement
 from drumline.pipeline import transports
-from drumline.pipeline.auto_schedule import median_costs
 from drumline.runtime.channel.channel import Delivery, Wait
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
@@ -159,7 +159,7 @@ def searched(case: Case, random: torch.Generator) -> tuple[dl.Costs, Any]:
     if dist.get_rank() == 0:
         share = statistics.pstdev(TIMES) / statistics.mean(TIMES)
         spread = [share * (one == case.varies) for one in range(len(case.blocks))]
-        costs = median_costs(seen)
+        costs = costs_of(seen, quickest=True)
         found = dl.search(
             costs,
             Placement.linear(len(case.blocks)),

@@ -7,8 +7,8 @@ from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.named import model
+from drumline.plan.cluster.hardware import cluster
+from drumline.plan.cluster.models import model
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.planner import plan
 from drumline.plan.search.pareto import pareto
@@ -66,9 +66,10 @@ found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches
 drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
 front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
 drawn["search-pareto"] = pareto_svg(front, width=900)
-planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64)).to_json()
-drawn |= {"plan-best": best_svg(planned), "plan-pareto": pareto_chart(planned, width=900)}
-drawn["plan-scaling"] = scaling_chart(planned, width=900)
+planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64))
+assert planned.reasons is not None
+drawn |= {"plan-best": best_svg(planned.plan), "plan-pareto": pareto_chart(planned.plan, planned.reasons, width=900)}
+drawn["plan-scaling"] = scaling_chart(planned.reasons, width=900)
 for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.plan.cluster.estimate import Bytes, Estimate, Seconds, Volumes
+from drumline.plan.cluster.estimate import Estimate, Seconds
+from drumline.plan.cluster.exchange import Volumes
+from drumline.plan.cluster.hardware import Cluster, Device, Link
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
-from drumline.plan.cluster.model.transformer import Experts, Transformer
-from drumline.plan.layouts.cut import rank_weights
+from drumline.plan.cluster.memory import Bytes
+from drumline.plan.cluster.parameters import (
+    dense_layer_parameters,
+    embedding_parameters,
+    expert_parameters,
+    head_parameters,
+    shared_parameters,
+)
+from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.layouts.cut import rank_of, stage_weights
 
 GIB = 2**30
 
@@ -30,6 +40,28 @@ def small_transformer(**changes: object) -> Transformer:
 
 def sparse_transformer() -> Transformer:
     return small_transformer(experts=Experts(num_experts=8, per_token=2, feedforward=2048))
+
+
+def num_parameters(transformer: Transformer) -> int:
+    """Return all parameters, a tied embedding once."""
+    tied = transformer.hidden * transformer.vocabulary if transformer.tied else 0
+    layers = sum(_layer_parameters(transformer, layer) for layer in range(transformer.num_layers))
+    return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
+
+
+def _layer_parameters(transformer: Transformer, layer: int) -> int:
+    """Return all parameters of one layer."""
+    if layer < transformer.num_dense_layers or transformer.experts is None:
+        return dense_layer_parameters(transformer)
+    return shared_parameters(transformer) + transformer.experts.num_experts * expert_parameters(transformer)
+
+
+def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:
+    """Return the work of every rank, counted in layers."""
+    ranks = [0.0] * pipeline
+    for stage, weight in enumerate(stage_weights(transformer, counts)):
+        ranks[rank_of(stage, pipeline, schedule)] += weight
+    return ranks
 
 
 @dataclass(frozen=True)

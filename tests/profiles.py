@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.plan.device.link_fit import Line
 from drumline.plan.device.model_profile import Identity, ModelProfile
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 
 NONE = Overheads()
 SOME = Overheads(Line(1e-5, 1e-10), Line(2e-5, 1e-10), Line(1e-4, 1e-10), flight=3e-5, action=2e-5, begin=1e-4)

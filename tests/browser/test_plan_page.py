@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cluster_models import GIB, Rough, small_cluster, small_transformer
-from drumline.plan.layouts.drawing import drawing
 from drumline.plan.layouts.explain import explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
@@ -19,10 +18,10 @@ from drumline.report.plan.page import plan_page
 def test_page_draws_without_errors_and_requests(browser: Any, tmp_path: Path, pipeline: int) -> None:
     machines = small_cluster(memory=1.2 * GIB)
     found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
-    drawn = drawing(found.transformer, machines, found.chosen.layout)
-    figures = explain(found).to_json()
+    told = explain(found)
+    assert told.reasons is not None
     path = tmp_path / "plan.html"
-    path.write_text(plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1]))
+    path.write_text(plan_page(told, told.reasons))
     asked: list[str] = []
     wrong: list[str] = []
     page = browser.new_page(viewport={"width": 420, "height": 800})
@@ -30,7 +29,7 @@ def test_page_draws_without_errors_and_requests(browser: Any, tmp_path: Path, pi
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda message: wrong.append(message.text))
     page.goto(path.as_uri())
-    assert page.locator(".plan .bar").count() == 2 * len(figures["best"])
+    assert page.locator(".plan .bar").count() == 2 * len(found.best)
     assert page.locator(".toolbar").is_visible() == (pipeline > 1)
     assert page.locator(".chart .plot").count() == (1 if pipeline > 1 else 0)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -18,8 +18,8 @@ from drumline.core.files import MAX_DEPTH, Kind, opened, parse_json, read_object
 from drumline.core.measured.run import read_run
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program
-from drumline.plan.cluster.machine.named import load as load_machine
-from drumline.plan.cluster.model.hugging_face import read_config
+from drumline.plan.cluster.hardware import load as load_machine
+from drumline.plan.cluster.hugging_face import read_config
 from drumline.plan.device.model_profile import ModelProfile, is_profile
 from drumline.plan.device.plan import Plan
 from drumline.report.kineto import events as kineto_events

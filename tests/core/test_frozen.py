@@ -19,7 +19,7 @@ from drumline.core.prove.frozen import needed, prune, untrained
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.torch_text import for_torch
-from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.peaks import held_by
 from drumline.report.draw.grid import grid
 from drumline.report.draw.html import page
 from drumline.report.draw.svg import svg

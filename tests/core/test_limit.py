@@ -15,8 +15,8 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Cause, Limit
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition
+from drumline.plan.cut.peaks import HeldPairs
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.pareto import pareto
 from drumline.plan.search.search import search
@@ -50,7 +50,7 @@ def test_a_limit_that_is_no_number_is_refused(name: str, value: Any) -> None:
 
 
 def test_a_cut_is_not_proven_to_fit_a_limit_that_is_no_number() -> None:
-    alone = [Held(stages=(0,), moments=(((1, 0),),))]
+    alone = [HeldPairs(stages=(0,), moments=(((1, 0),),))]
     with pytest.raises(CostsError, match="max_bytes is nan"):
         partition([BlockCosts(1.0, activation_bytes=1)], 1, held=alone, max_bytes=math.nan)
 

@@ -8,8 +8,9 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs, Edge
+from drumline.core.measured.costs import costs_of, latencies
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.replay import latencies, replay, typical_costs
+from drumline.core.measured.replay import replay
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from names import NAMES, build
@@ -47,7 +48,7 @@ def _later(moments: Sequence[int]) -> list[int]:
 def test_costs_over_several_steps_are_those_of_the_middle() -> None:
     program, costs = build("zb-h1", 2, 4), Costs(forward=[1, 2], comm=0.5)
     steps = [Measured(program, tuple(records_of(simulate(program, costs), step))) for step in range(3)]
-    found = typical_costs(steps)
+    found = costs_of(steps)
     assert found.per_stage("forward", 2) == pytest.approx((1, 2))
     assert found.per_stage("backward_weight", 2) == pytest.approx((1, 1))
     assert {edge: one.latency for edge, one in latencies(steps).items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})

@@ -8,21 +8,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cluster_models import num_parameters
 from drumline.core.errors import DrumlineError, PlanError
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.exchange import data_exchange
+from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
+from drumline.plan.cluster.kernels import product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
-from drumline.plan.cluster.machine.kernels import product_seconds
-from drumline.plan.cluster.machine.named import MACHINES, cluster
-from drumline.plan.cluster.model.activations import activation_bytes
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.parameters import num_parameters
-from drumline.plan.cluster.model.transformer import Experts, Transformer
-from drumline.plan.cluster.published import MEGATRON_2022
+from drumline.plan.cluster.memory import activation_bytes
+from drumline.plan.cluster.models import model
 from drumline.plan.cluster.slices import even_counts
-from drumline.plan.cluster.volumes import sharded_against_pipeline
+from drumline.plan.cluster.transformer import Experts, Transformer
+from published_runs import MEGATRON_2022
 from some import some
 
 DENSE = Transformer("dense", 32, 4096, 32, 32000, 2048, 8, 11008, gated=True, tied=False, dropout=False)
@@ -218,10 +215,14 @@ def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
 
 
 def test_a_pipeline_sends_less_than_sharded_weights_where_the_model_is_large() -> None:
-    large = sharded_against_pipeline(model("llama-3-405b"), 16, tokens=2**20)
-    small = sharded_against_pipeline(model("llama-3-8b"), 16, tokens=2**20)
-    assert large.ratio > 40
-    assert small.ratio < large.ratio / 10
+    def ratio(name: str, *counts: int) -> float:
+        large, machines = model(name), cluster("h100", 8)
+        sharded, pipeline = Layout(batch=128, microbatch=16, data=8, zero=3), Layout(batch=128, pipeline=8)
+        whole = estimate(large, machines, sharded).volumes.data
+        return whole / estimate(large, machines, replace(pipeline, counts=counts)).volumes.pipeline
+
+    assert ratio("llama-3-405b") > 40
+    assert ratio("llama-3-8b", 4, 4, 4, 5, 5, 4, 4, 2) < ratio("llama-3-405b") / 10
 
 
 def test_ends_get_fewer_layers_where_they_do_not_divide() -> None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from cluster_models import num_parameters
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.flops import model_flops, run_flops
-from drumline.plan.cluster.model.named import MODELS, model
-from drumline.plan.cluster.model.parameters import active_parameters, num_parameters
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.parameters import expert_parameters, model_flops
+from drumline.plan.cluster.transformer import Experts, Transformer
+from published_runs import run_flops
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,15 @@ from drumline.plan.cluster.model.transformer import Experts, Transformer
 )
 def test_models_have_the_parameters_that_their_authors_name(name: str, billions: float, within: float) -> None:
     assert num_parameters(model(name)) / 1e9 == pytest.approx(billions, rel=within)
+
+
+def active_parameters(transformer: Transformer) -> int:
+    """Return the parameters that one token uses: all of them, but of the experts only those it goes to."""
+    if transformer.experts is None:
+        return num_parameters(transformer)
+    idle = transformer.experts.num_experts - transformer.experts.per_token
+    num_layers = transformer.num_layers - transformer.num_dense_layers
+    return num_parameters(transformer) - num_layers * idle * expert_parameters(transformer)
 
 
 @pytest.mark.parametrize(("name", "billions", "within"), [("mixtral-8x7b", 12.88, 0.005), ("deepseek-v3", 37.0, 0.02)])

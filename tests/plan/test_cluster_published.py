@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 import published
-from drumline.plan.cluster.compared import all_held_out, best_constant, compared, errors_of, table
-from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.machine.hardware import REACH, Link
-from drumline.plan.cluster.machine.named import NODE_REACH, cluster
-from drumline.plan.cluster.published import (
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import NODE_REACH, REACH, Link, cluster
+from published_compared import all_held_out, best_constant, compared, errors_of, table
+from published_runs import (
     Holding,
     Run,
     held_out,

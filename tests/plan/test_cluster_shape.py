@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.simulate.simulate import simulate
+from drumline.plan.cluster.kernels import Ops, Work
 from drumline.plan.cluster.shape import (
     num_sides,
     pairs_held,
@@ -10,7 +11,6 @@ from drumline.plan.cluster.shape import (
     simulated_few,
     stages_of,
 )
-from drumline.plan.cluster.work import Ops, Work
 from drumline.schedules import find, schedules
 from drumline.schedules.formulas import Pace, Paces
 

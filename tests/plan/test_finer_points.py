@@ -14,16 +14,17 @@ from drumline.core.errors import PlanError
 from drumline.core.placement import Placement
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.model.flops import model_flops
-from drumline.plan.cluster.model.transformer import Experts
+from drumline.plan.cluster.parameters import model_flops
 from drumline.plan.cluster.slices import slices_of
+from drumline.plan.cluster.transformer import Experts
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.cut.peaks import HeldPairs
 from drumline.plan.device.blocks import Profile, Times
-from drumline.plan.device.planner import _chosen, reordered
+from drumline.plan.device.combinations import reordered
+from drumline.plan.device.planner import _chosen
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound
 from drumline.plan.search.instance import B, I, Instance
 from drumline.plan.search.local import Neighbourhood
@@ -110,13 +111,13 @@ def test_a_backward_stays_behind_the_one_of_its_rank_that_it_needs(kind: int, fa
 def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
     tied = BlockCosts(1.0, static_bytes=100, tied=(("table", 90.0),))
     blocks = [tied, BlockCosts(1.0, static_bytes=10), tied]
-    one_rank = Held(stages=(0, 1), moments=(((0, 0), (0, 0)),))
+    one_rank = HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),))
     assert rank_bytes(blocks, [2, 1], [one_rank]) == (210 - 90,)
-    alone = [Held(stages=(stage,), moments=(((0, 0),),)) for stage in (0, 1)]
+    alone = [HeldPairs(stages=(stage,), moments=(((0, 0),),)) for stage in (0, 1)]
     assert rank_bytes(blocks, [2, 1], alone) == (110, 100)
-    assert partition(blocks, 1, held=[Held((0,), (((0, 0),),))], max_bytes=120).counts == (3,)
+    assert partition(blocks, 1, held=[HeldPairs((0,), (((0, 0),),))], max_bytes=120).counts == (3,)
     with pytest.raises(PlanError, match="max_bytes=120 or more"):
-        partition(blocks, 1, held=[Held((0,), (((0, 0),),))], max_bytes=119)
+        partition(blocks, 1, held=[HeldPairs((0,), (((0, 0),),))], max_bytes=119)
     # Within 110 bytes only a cut that leaves the table once on either side fits.
     found = partition(blocks, 2, held=alone, max_bytes=110)
     assert found.rank_bytes in ((110, 100), (100, 110))
@@ -124,7 +125,7 @@ def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
 
 def test_what_a_stage_received_is_held_with_every_pair() -> None:
     blocks = [BlockCosts(1.0, activation_bytes=10, start_bytes=start) for start in (0, 7, 3)]
-    held = [Held(stages=(stage,), moments=(((2, 0),),)) for stage in (0, 1)]
+    held = [HeldPairs(stages=(stage,), moments=(((2, 0),),)) for stage in (0, 1)]
     assert rank_bytes(blocks, [1, 2], held) == (2 * 10, 2 * (20 + 7))
     assert rank_bytes(blocks, [2, 1], held) == (2 * 20, 2 * (10 + 3))
 
@@ -137,8 +138,8 @@ def test_of_equal_largest_stages_the_evenest_cut_is_taken() -> None:
 def test_of_two_copies_the_one_with_more_microbatches_decides() -> None:
     # Three of four microbatches go down: rank 0 runs most of stage 0, rank 1 most of stage 1.
     held = [
-        Held(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.75, 0.25)),
-        Held(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.25, 0.75)),
+        HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.75, 0.25)),
+        HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.25, 0.75)),
     ]
     blocks = [BlockCosts(seconds) for seconds in (4, 1, 1, 1, 1)]
     found = partition(blocks, 2, held=held)

@@ -15,12 +15,11 @@ import pytest
 import drumline
 from drumline.cli.main import VERBS, main
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.hardware import cluster
+from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.details import Details, Latent
-from drumline.plan.cluster.model.hugging_face import transformer_of
-from drumline.plan.cluster.model.named import MODELS, model
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 from drumline.plan.launch.launch import Config, launch
 from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.pins import tried_schedules

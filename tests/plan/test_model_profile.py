@@ -10,9 +10,8 @@ import pytest
 
 from drumline.core.errors import PlanError
 from drumline.core.measured.handling import Handling
-from drumline.plan.device.link_fit import Line, fitted
-from drumline.plan.device.model_profile import Link, ModelProfile, is_profile, merged
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.model_profile import ModelProfile, ProfiledLink, is_profile, merged
+from drumline.plan.device.overheads import Line, Overheads, fitted
 from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 from profiles import SOME, model_profile
 
@@ -68,7 +67,7 @@ def test_ranks_profiles_are_merged_by_their_medians() -> None:
 
 
 def test_a_profile_and_its_file_are_the_same(tmp_path: Path) -> None:
-    link = Link(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
+    link = ProfiledLink(0, 1, ((4096, 1e-5), (8192, 2e-5)), Line(1e-6, 1e-9))
     profile = replace(model_profile([1.0, 2.0], overheads=SOME), links=(link,), transport="shared-memory")
     path = tmp_path / "profile.json"
     profile.save(path)

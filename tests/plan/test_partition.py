@@ -19,8 +19,8 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut import shared_ranks as shared
 from drumline.plan.cut.chain import BlockCosts, Partition
-from drumline.plan.cut.held_pairs import held_by
 from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.cut.peaks import held_by
 from programs import build, programs
 
 blocks = st.builds(

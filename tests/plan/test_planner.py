@@ -14,13 +14,14 @@ from drumline.core.costs import Edge
 from drumline.core.errors import PlanError, ScheduleError
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cut.stages import Stages, every_cut
+from drumline.plan.cut.climb import every_cut
+from drumline.plan.cut.stages import Stages, split_share
 from drumline.plan.device.candidate import Candidate
-from drumline.plan.device.link_fit import Line
+from drumline.plan.device.combinations import reordered
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.plan import Plan
-from drumline.plan.device.planner import plan, reordered
+from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks
 from names import build
 from profiles import NONE, SOME, model_profile
@@ -38,6 +39,24 @@ def stages_for(
     return Stages(profile.at(rows), program, known, profile.overheads, again or (False,) * program.num_stages)
 
 
+def with_handling(stages: Stages, counts: tuple[int, ...]) -> dict[str, list[float]]:
+    """Return the seconds of each op of the stages of a cut, handling included, stage by stage."""
+    plain = stages.profile.costs(counts, split=split_share(stages.program))
+    homes, own, last = stages.program.placement.homes, stages.overheads, len(counts) - 1
+    found: dict[str, list[float]] = {name: [] for name in ("forward", "backward", "backward_input", "backward_weight")}
+    sizes = plain.per_stage("message_bytes", len(counts))
+    for stage, again in enumerate(stages.recompute):
+        behind = stage < last and homes[stage] != homes[stage + 1]
+        before = stage > 0 and homes[stage] != homes[stage - 1]
+        ahead = (own.send.at(sizes[stage]) if behind else 0.0) + (own.take.at(sizes[stage - 1]) if before else 0.0)
+        back = (own.take.at(sizes[stage]) if behind else 0.0) + (own.send.at(sizes[stage - 1]) if before else 0.0)
+        extra = (ahead, *[back - ahead * again - own.action * again] * 2, 0.0)
+        for (name, each), more in zip(found.items(), extra, strict=True):
+            seconds = plain.per_stage(name, len(counts))[stage] / stages.ranks.speeds[homes[stage]]
+            each.append(seconds + own.action + more)
+    return found
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v", "hanayo"])
 @pytest.mark.parametrize("frozen", [0, 3])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
@@ -51,6 +70,8 @@ def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int,
     found = stages.cuts(every_cut(5, stages.program.num_stages))
     for one in found:
         program, costs = stages.pruned(one.counts), stages.costs(one.counts)
+        for op, seconds in with_handling(stages, one.counts).items():
+            assert costs.per_stage(op, program.num_stages) == pytest.approx(seconds)
         simulated = simulate(program, costs)
         assert one.seconds == pytest.approx(simulated.makespan + stages.around(costs, program))
         assert one.rank_bytes == pytest.approx(simulated.peak_bytes)

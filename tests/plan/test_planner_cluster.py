@@ -11,32 +11,28 @@ from itertools import pairwise, product
 
 import pytest
 
-from cluster_models import GIB, Rough, small_cluster, small_transformer, sparse_transformer
+from cluster_models import GIB, Rough, rank_weights, small_cluster, small_transformer, sparse_transformer
 from drumline.core.errors import PlanError
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
+from drumline.plan.cluster.hardware import Cluster, cluster
+from drumline.plan.cluster.hugging_face import transformer_of
+from drumline.plan.cluster.kernels import Ops, Work
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.hugging_face import transformer_of
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.memory import peak_bytes
+from drumline.plan.cluster.models import model
 from drumline.plan.cluster.shape import pairs_held, simulated
-from drumline.plan.cluster.weigh import peak_bytes
-from drumline.plan.cluster.work import Ops, Work
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, read_train_config, torchrun
-from drumline.plan.launch.ranks import AXES, group, links, place
-from drumline.plan.layouts.changes import against_fsdp, changes
-from drumline.plan.layouts.cut import layer_counts, rank_weights
-from drumline.plan.layouts.explain import plan_json
-from drumline.plan.layouts.margins import margins, pareto
-from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.launch.ranks import AXES, links, place
+from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.layouts.degrees import Degrees, meshes
+from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, plan
-from drumline.plan.layouts.scaling import strong, weak
 from drumline.plan.layouts.space import layouts
-from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.survey import Choice, Evaluator, Survey
+from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, strong, weak
 from drumline.plan.layouts.why import why
 from drumline.schedules import find, generate
 from drumline.schedules.formulas import Pace, Paces
@@ -51,11 +47,11 @@ def planned(memory: float = 1.2 * GIB, **options: object) -> ClusterPlan:
 
 def brute_force(
     transformer: Transformer, machines: Cluster, batch: int, pins: Pins, evaluate: Evaluator, limit: float
-) -> list[Candidate]:
+) -> list[Choice]:
     """Return the best layout of each mesh, with a look at every single one."""
-    best: dict[Mesh, Candidate] = {}
+    best: dict[Degrees, Choice] = {}
     for layout in layouts(transformer, machines, batch, pins):
-        one = Candidate(layout, evaluate(transformer, machines, layout))
+        one = Choice(layout, evaluate(transformer, machines, layout))
         if one.bytes <= limit and (one.mesh not in best or one.rank < best[one.mesh].rank):
             best[one.mesh] = one
     return sorted(best.values(), key=lambda one: one.rank)
@@ -261,6 +257,16 @@ def test_long_sequences_may_be_shared_and_experts_spread() -> None:
     assert spread == {1, 2, 4, 8}
 
 
+def group(layout: Layout, rank: int, axis: str) -> list[int]:
+    """Return the ranks that a rank talks to along an axis, itself among them."""
+    stride = 1
+    for name in AXES[: AXES.index(axis)]:
+        stride *= getattr(layout, name)
+    size = getattr(layout, axis)
+    first = rank - rank // stride % size * stride
+    return [first + stride * at for at in range(size)]
+
+
 def test_ranks_fill_nodes_with_tensor_parallelism_first() -> None:
     machines = small_cluster(48)
     layout = Layout(batch=48, tensor=2, context=2, data=3, pipeline=4)
@@ -300,11 +306,11 @@ def test_changes_differ_in_one_setting_and_say_so() -> None:
     rows = changes(found)
     assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.what for one in rows}
     for one in rows:
-        layout, chosen = one.candidate.layout, found.chosen.layout
+        layout, chosen = one.choice.layout, found.chosen.layout
         names = ("microbatch", "schedule", "zero", "recompute", "sequence_parallel", "stages_per_rank")
         differing = {name for name in names if getattr(layout, name) != getattr(chosen, name)}
         assert 1 <= len(differing - {"stages_per_rank"}) <= 1 or differing == {"stages_per_rank"}
-        assert ("does not fit" in one.why) == (one.candidate.bytes > found.limit_bytes)
+        assert ("does not fit" in one.why) == (one.choice.bytes > found.limit_bytes)
 
 
 def test_margins_are_what_planning_again_gives() -> None:
@@ -403,7 +409,7 @@ def test_torchrun_starts_every_node() -> None:
 
 def test_json_has_the_layout_and_its_items() -> None:
     found = planned()
-    figures = plan_json(found)
+    figures = brief(found).to_json()
     chosen = figures["chosen"]
     assert sum(chosen["seconds"].values()) == pytest.approx(chosen["step_seconds"])
     assert sum(chosen["bytes"].values()) == pytest.approx(chosen["peak_bytes"])

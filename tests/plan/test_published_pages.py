@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import published
-from drumline.plan.cluster.compared import practices_table
 from drumline.plan.cluster.layout import PRACTICE
-from drumline.plan.cluster.published import held_out
+from published_compared import practices_table
+from published_runs import held_out
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SENTENCE = re.compile(r"off by ([\d.]+)% on average and ([\d.]+)% at worst")

@@ -18,12 +18,11 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.everywhere import placement_named, search_all
 from drumline.plan.search.instance import B, F, I, Instance, Rows, W
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Jitter, Objective
 from drumline.plan.search.pareto import pareto
-from drumline.plan.search.search import Found, search
+from drumline.plan.search.search import Found, placement_named, search, search_all
 from drumline.plan.search.starts import split
 from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg
@@ -367,7 +366,7 @@ def test_the_oracle_proves_what_brute_force_and_the_search_find() -> None:
     if find_spec("ortools") is None:
         assert os.environ.get("CI") != "true", "CI has to install the extra `plan`: OR-Tools is missing"
         pytest.skip("OR-Tools is not installed: pip install 'drumline[plan]'")
-    from drumline.plan.search.bounds.exact import optimum
+    from search_exact import optimum
 
     for seed in range(8):
         instance = drawn(seed)

@@ -14,11 +14,10 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.construct import Builder
-from drumline.plan.search.everywhere import placement_named
 from drumline.plan.search.instance import B, Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.search import search
+from drumline.plan.search.search import placement_named, search
 from drumline.plan.search.starts import split
 from drumline.plan.search.stretch import stretched
 from drumline.plan.search.styles import WOVEN, Styles

@@ -12,8 +12,8 @@ from counted_time import counted_time
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.plan.cut.held_pairs import held_by
 from drumline.plan.cut.partition import rank_bytes
+from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.profile.layers import _told_apart, profile
 from drumline.schedules import generate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
@@ -15,7 +16,7 @@ from cluster_models import GIB, Rough, small_cluster, small_transformer
 from drumline.core.errors import UsageError
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.layouts.drawing import drawing
-from drumline.plan.layouts.explain import explain, plan_json
+from drumline.plan.layouts.explain import Explanation, brief, explain
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import plan
 from drumline.report.draw.chart import Bar, bars
@@ -27,24 +28,26 @@ from some import some
 
 
 @cache
-def figures(pipeline: int = 2) -> dict[str, Any]:
+def explained(pipeline: int = 2) -> Explanation:
     machines = small_cluster(memory=1.2 * GIB)
     found = plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=pipeline))
-    told: dict[str, Any] = json.loads(json.dumps(explain(found).to_json(), allow_nan=False))
+    return explain(found)
+
+
+@cache
+def figures(pipeline: int = 2) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(json.dumps(explained(pipeline).to_json(), allow_nan=False))
     return told
+
+
+def page_of(told: Explanation) -> str:
+    assert told.reasons is not None
+    return plan_page(told, told.reasons)
 
 
 @cache
 def page(pipeline: int = 2) -> str:
-    if pipeline == 1:
-        return plan_page(figures(1))
-    layout = figures()["chosen"]["layout"]
-    counts = tuple(layout["counts"])
-    names = ("batch", "microbatch", "tensor", "pipeline", "data", "stages_per_rank", "schedule", "zero")
-    made = Layout(**{name: layout[name] for name in names}, counts=counts)
-    drawn = drawing(small_transformer(), small_cluster(), made)
-    assert drawn is not None
-    return plan_page(figures(), drawn[0], drawn=drawn[1])
+    return page_of(explained(pipeline))
 
 
 class Told(HTMLParser):
@@ -133,17 +136,27 @@ MARKUP = "</pre></script><b id='planted'>&amp;\"'"
 
 
 def with_markup(value: Any) -> Any:
-    """Return figures with markup at the end of every text that is not a name of something else."""
-    if isinstance(value, dict):
-        return {name: with_markup(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [with_markup(one) for one in value]
+    """Return a value with markup at the end of every text in it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        kept = {one.name: with_markup(getattr(value, one.name)) for one in fields(value) if one.init}
+        return replace(value, **kept)
+    if isinstance(value, list | tuple):
+        return type(value)(with_markup(one) for one in value)
     return value + MARKUP if isinstance(value, str) else value
 
 
-@pytest.mark.parametrize("what", ["launch", "best", "changes", "more", "objective", "chosen"])
+@pytest.mark.parametrize("what", ["launch", "best", "changes", "margins", "objective", "chosen"])
 def test_no_text_of_the_plan_becomes_markup(what: str) -> None:
-    told = plan_page({**figures(), what: with_markup(figures()[what])})
+    whole = explained()
+    if what == "chosen":
+        best = with_markup(whole.plan.best[:1]) + whole.plan.best[1:]
+        whole = replace(whole, plan=replace(whole.plan, best=best))
+    elif what in ("changes", "margins"):
+        reasons: Any = whole.reasons
+        whole = replace(whole, reasons=replace(reasons, **{what: with_markup(getattr(reasons, what))}))
+    else:
+        whole = replace(whole, **{what: with_markup(getattr(whole, what))})
+    told = page_of(whole)
     assert MARKUP in "".join(Told(told).words)
     assert "<b id='planted'>" not in told.replace(json.dumps(MARKUP)[1:-1], "")
 
@@ -158,34 +171,35 @@ def test_a_long_step_is_drawn_shorter_and_says_so() -> None:
     layout = Layout(batch=4096, pipeline=4, data=1, counts=(3, 3, 3, 3))
     drawn = drawing(small_transformer(), small_cluster(4), layout)
     assert drawn is not None
-    assert drawn[0].program.num_microbatches == 8
-    assert drawn[1] == "1f1b: 4 ranks, 4 stages, 8 microbatches instead of 4096, the middle of which repeats itself"
+    assert drawn.timeline.program.num_microbatches == 8
+    assert drawn.shows == "1f1b: 4 ranks, 4 stages, 8 microbatches instead of 4096, the middle of which repeats itself"
 
 
 def test_text_says_what_the_page_says() -> None:
-    text = plan_text(figures(), width=400)
+    text = plan_text(explained(), width=400)
     told = figures()
     assert all(one["why"] in text for one in told["best"][1:])
     assert duration(told["chosen"]["step_seconds"]) in text
     assert told["launch"]["drumline"]["command"] in text
-    assert "torchtitan" in plan_text(figures(), width=400, framework="torchtitan")
-    assert max(map(len, plan_text(figures(), width=60).splitlines())) <= 110  # commands are not torn
+    assert "torchtitan" in plan_text(explained(), width=400, framework="torchtitan")
+    assert max(map(len, plan_text(explained(), width=60).splitlines())) <= 110  # commands are not torn
 
 
 def test_a_brief_plan_is_text_too() -> None:
     found = plan(small_transformer(), small_cluster(memory=1.2 * GIB), batch=32, evaluate=Rough())
-    text = plan_text(plan_json(found))
+    text = plan_text(brief(found))
     assert "Why the others lose" in text
     assert "What more would buy" not in text
 
 
 def test_pictures_are_svg_with_every_layout() -> None:
-    drawn = best_svg(figures())
+    drawn, reasons = best_svg(explained().plan), explained().reasons
+    assert reasons is not None
     root = ET.fromstring(drawn)
     assert root.tag.endswith("svg")
     assert all(some(one["mesh"] in drawn for one in figures()["best"]))
     assert list(HUES) == list(SECONDS)
-    for picture in (pareto_chart(figures()), scaling_chart(figures())):
+    for picture in (pareto_chart(explained().plan, reasons), scaling_chart(reasons)):
         assert ET.fromstring(picture).tag.endswith("svg")
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import progress, report, save, terminal_width
@@ -15,13 +15,11 @@ from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
 
 if TYPE_CHECKING:
-    from drumline.core.simulate.simulate import Simulation
-    from drumline.plan.cluster.machine.hardware import Cluster
-    from drumline.plan.cluster.model.transformer import Transformer
+    from drumline.plan.cluster.hardware import Cluster
+    from drumline.plan.cluster.transformer import Transformer
+    from drumline.plan.layouts.explain import Explanation
     from drumline.plan.layouts.pins import Pins
     from drumline.plan.layouts.planner import ClusterPlan
-
-    Drawn = tuple[Simulation, str]
 
 _GIB = 2**30
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
@@ -64,24 +62,21 @@ _PINS = {
 
 def run(args: argparse.Namespace) -> int:
     """Plan, explain, print and write."""
-    from drumline.plan.layouts.explain import explain, plan_json
+    from drumline.plan.layouts.explain import brief, explain
     from drumline.report.plan.text import plan_text
 
     _check(args)
     planned = _planned(args)
-    drawn = None
     if args.brief:
-        figures = plan_json(planned)
+        told = brief(planned)
     else:
         progress("planning what more would buy")
-        figures = explain(planned).to_json()
-        drawn = _drawn(planned)
-        figures["timeline"] = None if drawn is None else _timeline(*drawn)
+        told = explain(planned)
         progress("")
     if args.out is not None:
-        save(args.out, _WRITERS[args.out.suffix](args, planned, figures, drawn))
-    text = "" if args.json else plan_text(figures, width=terminal_width(), framework=args.launch)
-    report(args, text, figures, gap="\n")
+        save(args.out, _WRITERS[args.out.suffix](args, told))
+    text = "" if args.json else plan_text(told, width=terminal_width(), framework=args.launch)
+    report(args, text, told.to_json() if args.json else {}, gap="\n")
     return 0
 
 
@@ -103,8 +98,8 @@ def _planned(args: argparse.Namespace) -> ClusterPlan:
 
 
 def _model(args: argparse.Namespace) -> Transformer:
-    from drumline.plan.cluster.model.hugging_face import read_config
-    from drumline.plan.cluster.model.named import model
+    from drumline.plan.cluster.hugging_face import read_config
+    from drumline.plan.cluster.models import model
 
     subject = str(args.subject)
     path = Path(subject)
@@ -115,7 +110,7 @@ def _model(args: argparse.Namespace) -> Transformer:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    from drumline.plan.cluster.machine.named import cluster
+    from drumline.plan.cluster.hardware import cluster
 
     per_node = args.gpus_per_node or cluster(args.hardware, 1).devices_per_node
     gpus = args.gpus if args.gpus is not None else args.nodes * per_node
@@ -145,46 +140,27 @@ def _pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def _drawn(planned: ClusterPlan) -> Drawn | None:
-    from drumline.plan.layouts.drawing import drawing
-
-    return drawing(planned.transformer, planned.cluster, planned.chosen.layout)
-
-
-def _timeline(simulation: Simulation, shows: str) -> dict[str, Any]:
-    """Return the numbers of the timeline that the page draws."""
-    return {
-        "shows": shows,
-        "makespan": simulation.makespan,
-        "bubble": simulation.bubble,
-        "span_bubble": simulation.span_bubble,
-        "idle": list(simulation.idle),
-        "peak_activations": list(simulation.peak_activations),
-    }
-
-
-def _html(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
+def _html(args: argparse.Namespace, told: Explanation) -> str:
     from drumline.report.plan.page import plan_page
 
-    return plan_page(figures) if drawn is None else plan_page(figures, drawn[0], drawn=drawn[1])
+    assert told.reasons is not None, "a page with --brief is refused"
+    return plan_page(told, told.reasons)
 
 
-def _svg(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
+def _svg(args: argparse.Namespace, told: Explanation) -> str:
     from drumline.report.plan.charts import best_svg
 
-    return best_svg(figures).rstrip("\n")
+    return best_svg(told.plan).rstrip("\n")
 
 
-def _json(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
+def _json(args: argparse.Namespace, told: Explanation) -> str:
     import json
 
-    return json.dumps(figures, indent=2, allow_nan=False)
+    return json.dumps(told.to_json(), indent=2, allow_nan=False)
 
 
-def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, Any], drawn: Drawn | None) -> str:
-    from drumline.plan.launch.launch import launch
-
-    config = launch(planned.transformer, planned.cluster, planned.chosen.layout).of(args.launch)
+def _config(args: argparse.Namespace, told: Explanation) -> str:
+    config = told.launch.of(args.launch)
     if Path(config.file).suffix != args.out.suffix:
         raise UsageError(
             f"--out is {args.out}, and {args.launch} takes {config.file}",
@@ -193,7 +169,7 @@ def _config(args: argparse.Namespace, planned: ClusterPlan, figures: dict[str, A
     return config.text
 
 
-_WRITERS: dict[str, Callable[[argparse.Namespace, ClusterPlan, dict[str, Any], Drawn | None], str]] = {
+_WRITERS: dict[str, Callable[[argparse.Namespace, Explanation], str]] = {
     ".html": _html,
     ".svg": _svg,
     ".json": _json,

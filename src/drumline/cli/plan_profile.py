@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and report."""
-    from drumline.plan.device.planner import CHECKPOINTING, plan
+    from drumline.plan.device.combinations import CHECKPOINTING
+    from drumline.plan.device.planner import plan
 
     flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
     flags.check_counts(args, "ranks", "batch")

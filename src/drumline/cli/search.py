@@ -11,9 +11,8 @@ from drumline.cli import flags
 from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
-from drumline.plan.search.everywhere import PLACEMENTS, Everywhere, placement_named, search_all
 from drumline.plan.search.objective import OBJECTIVES, Jitter
-from drumline.plan.search.search import Found, search
+from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement_named, search, search_all
 from drumline.report.summary import refused, summarize
 from drumline.report.units import counts
 

@@ -13,7 +13,7 @@ from drumline.pipeline.balance import Balance, balanced
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
 from drumline.profile.identity import identity_of

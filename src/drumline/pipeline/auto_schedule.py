@@ -10,13 +10,11 @@ Gradients are exact before and after: a program only orders the work.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from drumline.core.costs import Costs, Edge
+from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
@@ -91,7 +89,7 @@ class AutoSchedule:
         """Let rank 0 search, and return on all ranks what it found; None where nothing better was."""
         mine = None
         if crew.rank == 0:
-            costs = median_costs(self._seen)
+            costs = costs_of(self._seen, quickest=True)
             now = simulate(program, costs)
             found = search(
                 costs,
@@ -123,32 +121,6 @@ class AutoSchedule:
                 f" {self.searched.before * 1e3:.1f} ({-gained:+.1%})",
                 file=sys.stderr,
             )
-
-
-def median_costs(timelines: Sequence[Measured]) -> Costs:
-    """Return what stages took and the quickest message of each edge, medians over steps.
-
-    Only the quickest say what an edge takes: a message that came while its rank was computing was taken up later.
-    """
-    each = [one.median_seconds() for one in timelines]
-    lags: dict[tuple[int, int], list[float]] = {}
-    for timeline in timelines:
-        quickest: dict[tuple[int, int], float] = {}
-        for one in timeline.transfers:
-            ends = (one.source, one.target)
-            quickest[ends] = min(quickest.get(ends, math.inf), max(one.end - one.made, 0.0))
-        for ends, seconds in quickest.items():
-            lags.setdefault(ends, []).append(seconds)
-
-    def middle(name: str) -> list[float]:
-        return [median(values) for values in zip(*(one[name] for one in each), strict=True)]
-
-    return Costs(
-        forward=middle("forward"),
-        backward_input=middle("backward_input"),
-        backward_weight=middle("backward_weight"),
-        edges={ends: Edge(median(seconds)) for ends, seconds in lags.items()},
-    )
 
 
 def _said(found: Searched, program: Program) -> str:

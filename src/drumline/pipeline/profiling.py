@@ -38,7 +38,7 @@ from drumline.pipeline.model.config_file import check_config, is_config, materia
 from drumline.pipeline.model.file import Maker, Material, check_source, material_from
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.model_profile import Identity, Link, ModelProfile, merged
+from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
 from drumline.plan.device.overheads import Overheads
 from drumline.profile.identity import identity_of
 from drumline.profile.layers import profile
@@ -84,7 +84,7 @@ class Seen:
 
     identity: Identity
     profiles: list[Profile]
-    links: list[Link]
+    links: list[ProfiledLink]
     handling: list[tuple[float, Handling]]  # by the bytes of a message
     ends: list[tuple[float, float]]  # bytes of gradients, and seconds of a step's end
     paces: list[float]
@@ -207,9 +207,9 @@ def _blocks(
     return [replace(merged(each), num_runs=sum(one.num_runs for one in each)) for each in seen]
 
 
-def _links(device: torch.device) -> list[Link]:
+def _links(device: torch.device) -> list[ProfiledLink]:
     """Return this rank's links, measured one pair of ranks after the other."""
-    found: list[Link] = []
+    found: list[ProfiledLink] = []
     size = dist.get_world_size()
     if size == 1:
         return found

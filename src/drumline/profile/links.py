@@ -9,8 +9,8 @@ from statistics import median
 import torch
 
 from drumline.core.action import Action
-from drumline.plan.device.link_fit import fitted
-from drumline.plan.device.model_profile import Link
+from drumline.plan.device.model_profile import ProfiledLink
+from drumline.plan.device.overheads import fitted
 from drumline.runtime.channel.channel import Channel, Wait
 
 SIZES = (4 * 2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20)  # bytes
@@ -59,11 +59,11 @@ class Trips:
 
 def link(
     channel: Channel, other: int, device: torch.device, *, sizes: Sequence[int] = SIZES, num_trips: int = 20
-) -> Link:
+) -> ProfiledLink:
     """Measure messages of some sizes between this rank and another, which calls it at the same time."""
     trips = Trips(channel, other)
     points = tuple((size, trips.seconds(torch.zeros(size // 4, device=device), num_trips)) for size in sizes)
-    return Link(channel.rank, other, points, fitted(points))
+    return ProfiledLink(channel.rank, other, points, fitted(points))
 
 
 def pairs(num_ranks: int) -> list[tuple[int, int]]:

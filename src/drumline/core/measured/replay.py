@@ -10,16 +10,15 @@ messages that took longer than others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from drumline.core.action import Op
-from drumline.core.costs import Costs, Edge
-from drumline.core.measured.measured import Measured, stage_costs
+from drumline.core.costs import Costs
+from drumline.core.measured.costs import latencies
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
@@ -34,6 +33,7 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     Without `transfers` messages take no time.
 
     >>> from drumline.core.program import Program
+    >>> from drumline.core.measured.measured import Measured
     >>> from drumline.core.measured.record import Record
     >>> step = Measured(Program.parse("0F0,0B0"), (Record(0, starts=[0, 5], ends=[3, 9]),))
     >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
@@ -49,50 +49,12 @@ def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
     return replace(found, weighed=timeline.memory)  # the same actions in the same order hold the same
 
 
-def latencies(timelines: Sequence[Timeline]) -> dict[tuple[int, int], Edge]:
-    """Return what a message of each edge took in the middle, from being made to being there."""
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for timeline in timelines:
-        for one in timeline.transfers:
-            found[one.source, one.target].append(max(one.end - one.made, 0.0))
-    return {edge: Edge(median(seconds)) for edge, seconds in sorted(found.items())}
-
-
 def _message_bytes(timeline: Timeline) -> list[float]:
     """Return the bytes that cross the boundary behind each stage, in the middle of its messages."""
     found: dict[int, list[float]] = defaultdict(list)
     for one in timeline.transfers:
         found[one.action.stage - (one.action.op is Op.SEND_B)].append(one.num_bytes)
     return [median(found.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
-
-
-def typical_costs(timelines: Sequence[Measured]) -> Costs:
-    """Return the costs of stages and edges over several steps of one program: means without the tenths at both ends.
-
-    A median would be misled where a disturbed action takes one of two very different times.
-
-    >>> from drumline.core.program import Program
-    >>> from drumline.core.measured.record import Record
-    >>> steps = [Measured(Program.parse("0F0,0B0"), (Record(0, starts=[0, 5], ends=[e, 9]),)) for e in (3, 4, 2)]
-    >>> round(typical_costs(steps).per_stage("forward", 1)[0] * 1e9, 6)
-    3.0
-    """
-    seconds: dict[tuple[int, Op], list[float]] = defaultdict(list)
-    for timeline in timelines:
-        for key, values in timeline.action_seconds().items():
-            seconds[key] += values
-    middle = {key: _trimmed_mean(values) for key, values in seconds.items()}
-    return Costs(**stage_costs(middle, timelines[0].program.num_stages), edges=latencies(timelines))
-
-
-def _trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without the smallest and the largest tenth.
-
-    >>> _trimmed_mean([*[1.0] * 9, 100.0])
-    1.0
-    """
-    left_out = len(values) // 10
-    return fmean(sorted(values)[left_out : len(values) - left_out])
 
 
 def _action_seconds(timeline: Timeline) -> Floats:

@@ -22,7 +22,7 @@ from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.file import Material
 from drumline.pipeline.verify.plain import Plain, undisturbed
 from drumline.pipeline.verify.reference import accumulation_order
-from drumline.plan.cut.held_pairs import held_by
+from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.blocks.cut import blocks_of, cut

@@ -1,9 +1,26 @@
-"""What a layout takes: seconds of a step and bytes of a device, item by item."""
+"""What a layout of a transformer on a cluster takes: `estimate`, in seconds of a step and bytes of a device.
+
+Every rank does a microbatch's work of its stages at its own pace. The schedule makes a step of it: all microbatches at
+the pace of the busiest rank, and a bubble around them, by formula or by the simulator. After that gradients are
+exchanged, as far as this was not hidden, and the optimizer steps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from drumline.plan.cluster.exchange import Volumes, device_volumes, tied_exchange
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.kernels import memory_seconds
+from drumline.plan.cluster.layout import Layout, check
+from drumline.plan.cluster.loads import hop_seconds, loads_of, stages_of_loads
+from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
+from drumline.plan.cluster.parameters import model_flops
+from drumline.plan.cluster.shape import simulated, simulated_few
+from drumline.plan.cluster.transformer import Transformer
+from drumline.schedules import find
+from drumline.schedules.formulas import Paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +42,6 @@ class Seconds:
         """Return the seconds of the step."""
         computing = self.compute + self.recompute + self.bubble + self.optimizer
         return computing + self.tensor + self.context + self.expert + self.pipeline + self.data_exposed
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """A device's bytes at the peak, on the rank that holds most."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """Return the peak."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
-
-
-@dataclass(frozen=True, slots=True)
-class Volumes:
-    """Bytes that a device sends in a step, by what they are for."""
-
-    tensor: float
-    context: float
-    expert: float
-    pipeline: float
-    data: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +74,58 @@ class Estimate:
     def flops_per_second(self) -> float:
         """Return what a device achieves of the model's own operations."""
         return self.flops_per_device / self.seconds.total
+
+
+STEP_BYTES = 42  # per parameter: the norm, the scale, Adam in 32 bits, and the new weight
+
+
+def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exact: bool = False) -> Estimate:
+    """Return what the layout takes; `exact` simulates every microbatch where otherwise a formula does.
+
+    >>> from drumline.plan.cluster.hardware import cluster
+    >>> from drumline.plan.cluster.models import model
+    >>> layout = Layout(batch=1536, tensor=8, pipeline=8, data=24, recompute="selective", sequence_parallel=True)
+    >>> found = estimate(model("gpt-175b"), cluster("a100-80", 1536), layout)
+    >>> found.bytes.total < 80 * 2**30
+    True
+    """
+    check(transformer, cluster, layout)
+    times = layout.num_microbatches
+    hop, waiting = hop_seconds(transformer, cluster, layout)
+    loads = loads_of(transformer, cluster, layout, waiting)
+    paces = [load.pace for load in loads]
+    pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
+    formula = find(layout.schedule).makespan
+    if exact or formula is None:
+        stages = stages_of_loads(transformer, cluster, layout, loads, waiting)
+        run = simulated if exact else simulated_few
+        taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
+    else:
+        taken = formula(Paces(paces, times, layout.stages_per_rank, hop))
+    work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange
+    tied = tied_exchange(transformer, cluster, layout)
+    once = max(load.exchange.once for load in loads) + tied.once
+    sent = max(load.exchange.bytes for load in loads) + tied.bytes
+    stepped = max(sharded(layout, load.parameters) if layout.zero else sum(load.parameters) for load in loads)
+    busy = times * sum(one.count * one.total for one in paces) / layout.pipeline
+    return Estimate(
+        Seconds(
+            compute=times * (work.compute - again.compute),
+            recompute=times * again.total,
+            tensor=times * (work.tensor - again.tensor),
+            context=times * (work.context - again.context),
+            expert=times * (work.expert - again.expert),
+            pipeline=times * busiest.waiting,
+            data_exposed=times * (exchange.forward + exchange.backward) + once,
+            bubble=max(taken - times * pace.total, 0.0),
+            optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
+        ),
+        max((device_bytes(transformer, layout, load.alike) for load in loads), key=_total),
+        device_volumes(transformer, layout, busiest.alike, sent),
+        model_flops(transformer, layout.batch) / layout.num_devices,
+        1.0 - busy / max(taken, busy),
+    )
+
+
+def _total(size: Bytes) -> float:
+    return size.total

@@ -16,18 +16,19 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.kernels import (
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.kernels import (
+    Ops,
+    Work,
     attention_seconds,
     gather_seconds,
     memory_seconds,
     product_seconds,
     reduce_seconds,
 )
-from drumline.plan.cluster.model.parameters import dense_layer_parameters, expert_parameters, shared_parameters
-from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.work import Ops, Work
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.parameters import dense_layer_parameters, expert_parameters, shared_parameters
+from drumline.plan.cluster.transformer import Transformer
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # of kernels that pass over memory, in a layer one way

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from drumline.plan.cluster.exchange import Exchange, data_exchange, pipeline_link
+from drumline.plan.cluster.exchange import Exchange, data_exchange, message_bytes, pipeline_link
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.kernels import Ops, Work, gather_seconds
 from drumline.plan.cluster.layers import WORD, embedding_ops, head_ops, layer_ops, tokens_of
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.kernels import gather_seconds
 from drumline.plan.cluster.memory import device_parameters
-from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.shape import num_sides, stages_of
 from drumline.plan.cluster.slices import Alike, Slice, alike, counts_of, slices_of
-from drumline.plan.cluster.volumes import message_bytes
-from drumline.plan.cluster.work import Ops, Work
+from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules.formulas import Pace
 
 

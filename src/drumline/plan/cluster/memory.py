@@ -1,24 +1,50 @@
-"""What a device holds: weights and their optimizer, activations by the layer, and what comes and goes."""
+"""What a device holds: weights and their optimizer, activations by the layer, and what comes and goes.
+
+Of a microbatch a layer keeps until its backward what the formulas of arXiv 2205.05198 say, written out by what is kept,
+so that other models follow: per token and layer a device keeps, in bytes, with h the hidden width, t tensor-parallel
+ranks, a heads and s the sequence,
+
+    10h + 24h/t + 5as/t        every rank keeps the whole of what is between the blocks, and its part of what is inside
+    34h/t + 5as/t              with sequence parallelism also of that only its part
+    34h/t                      with the scores (5as/t) computed again, or never stored
+    2h                         with everything computed again: a layer's input
+"""
 
 from __future__ import annotations
 
-from drumline.plan.cluster.estimate import Bytes
-from drumline.plan.cluster.layers import tokens_of
+from dataclasses import dataclass
+
+from drumline.plan.cluster.layers import keys_of, tokens_of
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.activations import activation_bytes, between, inside
-from drumline.plan.cluster.model.parameters import (
+from drumline.plan.cluster.parameters import (
     dense_layer_parameters,
     embedding_parameters,
     expert_parameters,
     head_parameters,
     shared_parameters,
 )
-from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.shape import pairs_held
-from drumline.plan.cluster.slices import Alike
+from drumline.plan.cluster.slices import Alike, alike, counts_of
+from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A device's bytes at the peak, on the rank that holds most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Return the peak."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def device_parameters(transformer: Transformer, layout: Layout, rank: Alike) -> tuple[float, float]:
@@ -87,3 +113,46 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     if any(slice_.is_last for slice_, _ in rank.slices):
         size += tokens * (4.0 * transformer.hidden / along + 6.0 * transformer.vocabulary / layout.tensor)
     return size
+
+
+def activation_bytes(transformer: Transformer, layout: Layout, *, experts: bool = False) -> float:
+    """Return what a device keeps of one microbatch in one layer until its backward.
+
+    >>> from drumline.plan.cluster.layout import Practice
+    >>> gpt = Transformer("22B", num_layers=48, hidden=6144, num_heads=64, vocabulary=51200, sequence=2048)
+    >>> plain = Layout(batch=4, microbatch=4, tensor=8, practice=Practice(flash_attention=False))
+    >>> round(48 * activation_bytes(gpt, plain) / 2**30, 2)
+    59.25
+    """
+    tokens = tokens_of(transformer, layout)
+    along = layout.tensor if layout.sequence_parallel else 1
+    if layout.recompute == "full":
+        return 2.0 * tokens * transformer.hidden / along
+    return tokens * (between(transformer) / along + inside(transformer, layout, experts) / layout.tensor)
+
+
+def between(transformer: Transformer) -> float:
+    """Return the bytes per token between a layer's blocks: inputs of norms and of products, and dropout's masks."""
+    return (8.0 + (2.0 if transformer.dropout else 0.0)) * transformer.hidden
+
+
+def inside(transformer: Transformer, layout: Layout, experts: bool) -> float:
+    """Return the bytes per token inside of a layer's blocks, on all tensor-parallel ranks together."""
+    width = transformer.num_heads * transformer.head_width
+    size = 2.0 * (width + keys_of(transformer, layout) * layout.tensor) + 2.0 * width
+    if layout.practice.flash_attention:
+        size += 4.0 * transformer.num_heads  # a sum of exponentials per row, in 32 bits
+    elif layout.recompute == "none":
+        size += (5.0 if transformer.dropout else 2.0) * transformer.num_heads * transformer.sequence
+    each = 6.0 if transformer.gated else 4.0
+    if experts and (found := transformer.experts) is not None:
+        copies = 2.0 * found.per_token * transformer.hidden
+        return size + copies + each * (found.per_token + found.num_shared) * found.feedforward
+    return size + each * transformer.feedforward
+
+
+def peak_bytes(transformer: Transformer, layout: Layout) -> float:
+    """Return what the fullest device holds: the total of the bytes that `estimate` itemises."""
+    counts = counts_of(transformer, layout)
+    kinds = alike(transformer, counts, layout.schedule, layout.pipeline, layout.stages_per_rank)
+    return max(device_bytes(transformer, layout, one).total for one in kinds)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from drumline.core.costs import Costs
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cluster.work import Ops
+from drumline.plan.cluster.kernels import Ops
 from drumline.schedules import find, generate
 
 
@@ -57,7 +57,7 @@ def simulated(
 ) -> float:
     """Return how long the ranks take by the simulator, every microbatch of it.
 
-    >>> from drumline.plan.cluster.work import Work
+    >>> from drumline.plan.cluster.kernels import Work
     >>> simulated("zb-h1", [Ops(Work(1.0), Work(), Work(1.0), Work(1.0))] * 4, 4, 8)
     27.0
     """

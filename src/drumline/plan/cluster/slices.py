@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.shape import stages_of
+from drumline.plan.cluster.transformer import Transformer
 
 
 @lru_cache(maxsize=4096)

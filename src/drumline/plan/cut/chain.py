@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.core.errors import PlanError
-from drumline.plan.cut.held_pairs import Held
+from drumline.plan.cut.peaks import HeldPairs
 
 Floats = npt.NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Partition:
 class Chain:
     """The blocks as prefix sums, so that any slice of them is a difference."""
 
-    def __init__(self, blocks: Sequence[BlockCosts], num_stages: int, held: Sequence[Held]) -> None:
+    def __init__(self, blocks: Sequence[BlockCosts], num_stages: int, held: Sequence[HeldPairs]) -> None:
         self.num_blocks = len(blocks)
         self.num_stages = num_stages
         self.held = held
@@ -95,7 +95,7 @@ class Chain:
         cuts = list(pairwise(ends))
         return tuple(self.one_rank(rank, [cuts[stage] for stage in rank.stages]) for rank in self.held)
 
-    def one_rank(self, rank: Held, slices: Sequence[tuple[int, int]]) -> float:
+    def one_rank(self, rank: HeldPairs, slices: Sequence[tuple[int, int]]) -> float:
         """Return a rank's peak where its stages are these slices; an empty one counts for nothing."""
         real = [(i, j, self.start[i] if j > i else 0.0) for i, j in slices]
         twice = sum(tied * max(sum(uses[j] - uses[i] for i, j in slices) - 1, 0) for tied, uses in self.tied)

@@ -19,20 +19,22 @@ table and the share of what is left as bounds. The search is exact unless it run
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 from drumline.core.errors import PlanError, counted
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.bounds import Bounds
 from drumline.plan.cut.chain import BlockCosts, Chain, Partition
-from drumline.plan.cut.held_pairs import Held
-from drumline.plan.cut.shared_ranks import Search, climbed
+from drumline.plan.cut.climb import Counts, climb, ends_of, even_cut, neighbours
+from drumline.plan.cut.peaks import HeldPairs
+from drumline.plan.cut.shared_ranks import Bounds, Search
+
+_MAX_MOVES = 20_000  # a second or two
+_REACH = 3  # blocks that a boundary moves at once
 
 
 def partition(
-    blocks: Sequence[BlockCosts], num_stages: int, *, held: Sequence[Held] = (), max_bytes: float | None = None
+    blocks: Sequence[BlockCosts], num_stages: int, *, held: Sequence[HeldPairs] = (), max_bytes: float | None = None
 ) -> Partition:
     """Return the best cut of `blocks` into stages; `held`, from `held_by`, says what each rank holds at once.
 
@@ -50,31 +52,37 @@ def partition(
     limit = Limit(max_bytes=max_bytes).most_bytes
     found = Bounds(chain, limit).best_cut()
     if found is not None and not chain.shares_ranks:
-        return chain.partition(found, True)
-    even = [stage * chain.num_blocks // num_stages for stage in range(num_stages + 1)]
-    least = even if limit == math.inf else climbed(even, chain.sizes)
+        return chain.partition(ends_of(found), True)
+    even = even_cut(chain.num_blocks, num_stages)
+    least = even if limit == math.inf else _climbed(even, chain.sizes)
     if found is not None:
         value = partial(chain.fitting, limit)
-        begun = min((climbed(one, value) for one in (found, least)), key=value)
+        begun = min((ends_of(_climbed(one, value)) for one in (found, least)), key=value)
         fits = limit == math.inf or max(chain.rank_bytes(begun)) <= limit
         search = Search(chain, limit, begun if fits else None)
         if search.best is not None:
             return chain.partition(search.best, search.is_exact)
-    smallest = Search(chain, math.inf, least, smallest=True)
+    smallest = Search(chain, math.inf, ends_of(least), smallest=True)
     assert smallest.best is not None, "without a limit something fits"
     if max(chain.rank_bytes(smallest.best)) <= limit:
         return chain.partition(smallest.best, False)  # the search for a fast one gave up before it found any
     raise _too_small(chain, limit, smallest)
 
 
-def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[Held]) -> tuple[float, ...]:
+def _climbed(begun: Counts, value: Callable[[list[int]], tuple[float, ...]]) -> Counts:
+    """Return the cut at which no move of one or two boundaries makes the value smaller any more."""
+    rounds = _MAX_MOVES // max(sum(1 for _ in neighbours(begun, reach=_REACH)), 1)
+    return climb([begun], lambda many: [value(ends_of(one)) for one in many], rounds=rounds, reach=_REACH)
+
+
+def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:
     """Return every rank's peak under a given cut.
 
-    >>> rank = Held(stages=(0,), moments=(((2, 0),),))
+    >>> rank = HeldPairs(stages=(0,), moments=(((2, 0),),))
     >>> rank_bytes([BlockCosts(1.0, activation_bytes=10, static_bytes=5)] * 3, [3], [rank])
     (75.0,)
     """
-    return Chain(blocks, len(counts), held).rank_bytes(list(accumulate(counts, initial=0)))
+    return Chain(blocks, len(counts), held).rank_bytes(ends_of(counts))
 
 
 def _too_small(chain: Chain, limit: float, least: Search) -> PlanError:

@@ -1,40 +1,36 @@
-"""Cuts whose stages share ranks, their time and memory: a climb to a good one, the search that proves or betters it."""
+"""Cuts whose stages share ranks, their time and memory: the search that betters one, or proves that none is better."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from drumline.plan.cut.bounds import SLACK, Bounds, suffixes
 from drumline.plan.cut.chain import Chain
+from drumline.plan.cut.climb import Counts
+from drumline.plan.cut.exact import SLACK, shortest_largest, suffixes
 
 _MAX_NODES = 100_000  # a few seconds
-_MAX_MOVES = 20_000  # a second or two
-_STEPS = (-3, -2, -1, 1, 2, 3)
 
 
-def climbed(ends: list[int], value: Callable[[list[int]], tuple[float, ...]]) -> list[int]:
-    """Move one or two boundaries by up to three blocks, the best move first, for as long as the value falls."""
-    inner = range(1, len(ends) - 1)
-    moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in _STEPS]
-    moves += [((at, by), (to, also)) for at, to in combinations(inner, 2) for by in (-1, 1) for also in (-1, 1)]
-    best = value(ends)
-    for _ in range(_MAX_MOVES // max(len(moves), 1)):
-        options = []
-        for move in moves:
-            moved = list(ends)
-            for at, by in move:
-                moved[at] += by
-            if all(i < j for i, j in pairwise(moved)):
-                options.append((value(moved), moved))
-        if not options or (least := min(options))[0] >= best:
-            break
-        best, ends = least
-    return ends
+class Bounds:
+    """For every (stage, first block): the best that this and later stages can do, each with its ranks to itself."""
+
+    def __init__(self, chain: Chain, limit: float) -> None:
+        stages = range(chain.num_stages)
+        self.seconds = chain.stage_seconds()
+        parts = [max(part for rank in chain.ranks for at, part in rank if at == stage) for stage in stages]
+        allowed = [np.where(chain.stage_bytes(stage) <= limit, self.seconds, np.inf) for stage in stages]
+        self._on_ranks = [part * seconds for part, seconds in zip(parts, allowed, strict=True)]
+        self._squared = [seconds**2 for seconds in allowed]
+        self.largest = suffixes(self._on_ranks, np.maximum)
+        self.squares = suffixes(self._squared, np.add)
+
+    def best_cut(self) -> Counts | None:
+        """Return the best cut if no stages shared a rank; None where no cut has every stage within the limit."""
+        return shortest_largest(self._on_ranks, self._squared)
 
 
 @dataclass

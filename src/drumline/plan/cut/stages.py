@@ -1,6 +1,6 @@
 """Cuts of a profiled model for one program and one size of microbatch: what each takes, and the best that fits.
 
-Where there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are where to begin (the shortest largest
+Where there are few cuts, all are simulated. Otherwise the cuts of `exact` are where to begin (the shortest largest
 stage, and the shortest sum + (M - 1) x largest, of those whose every stage fits its rank), and boundaries are moved for
 as long as that makes the simulated step shorter.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,13 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
+from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
 from drumline.plan.cut.exact import shortest_largest, shortest_step
 from drumline.plan.cut.peaks import Peaks
-from drumline.plan.cut.tables import OPS, CutTable, RunTable, line_at
-from drumline.plan.cut.timed import neighbours
+from drumline.plan.cut.tables import OPS, CutTable, RunTable, crossings
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.ranks import Ranks
-
-Counts = tuple[int, ...]
 
 _EVERY = 130  # so many cuts are all simulated
 _ROUNDS = 12  # of moving boundaries
@@ -76,50 +73,36 @@ class Stages:
 
         `split` is the share of forwards that keep a tape, the program's own unless given.
         """
+        overheads = self.overheads
+        if not messages:
+            overheads = replace(overheads, send=Line(), take=Line(), flight=0.0)
+        table = CutTable(self.profile, self.program, [counts])
+        share = split_share(self.program) if split is None else split
+        each = table.seconds(overheads, self._speeds, self.recompute, split=share)[:, 0]
+        seconds: dict[str, Any] = dict(zip(_TIMES, each.tolist(), strict=True))
+        for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
+            less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
+            seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
         costs = self.profile.costs(
             counts,
             optimizer_states=self.optimizer_states,
             placement=self.program.placement,
             recompute=self.recompute,
-            split=split_share(self.program) if split is None else split,
         )
-        homes = self.program.placement.homes
-        speeds = [self.ranks.speeds[home] for home in homes]
-        if set(speeds) != {1.0}:
-            slowed: dict[str, Any] = {
-                name: [one / speed for one, speed in zip(costs.per_stage(name, len(homes)), speeds, strict=True)]
-                for name in _TIMES
-            }
-            costs = replace(costs, **slowed)
-        if not messages:
-            free = replace(self.overheads, send=replace(self.overheads.send, seconds=0.0, seconds_per_byte=0.0))
-            free = replace(free, take=free.send, flight=0.0)
-            return replace(self._handled(costs, free), message_bytes=0.0)
-        costs = self._handled(costs, self.overheads)
-        if not self.ranks.edges:
+        costs = replace(costs, **seconds, comm=overheads.flight)
+        if not messages or not self.ranks.edges:
             return replace(costs, message_bytes=0.0)  # copying them is in the actions
         edges = {ends: replace(edge, latency=edge.latency + costs.comm) for ends, edge in self.ranks.edges.items()}
         return replace(costs, edges=edges)
 
-    def _handled(self, costs: Costs, overheads: Overheads) -> Costs:
-        """Return the costs with handling; what runs F again hands nothing on, so it has none for that."""
-        made, num_stages = overheads.added_to(costs, self.program), self.program.num_stages
-        if not any(self.recompute):
-            return made
-        before, after = (one.per_stage("forward", num_stages) for one in (costs, made))
-        twice = [(b - a) * again for a, b, again in zip(before, after, self.recompute, strict=True)]
-
-        def less(name: str) -> list[float]:
-            return [max(one - more, 0.0) for one, more in zip(made.per_stage(name, num_stages), twice, strict=True)]
-
-        return replace(made, backward=less("backward"), backward_input=less("backward_input"))
+    @property
+    def _speeds(self) -> Floats:
+        """The speed of every stage's rank."""
+        return np.array([self.ranks.speeds[home] for home in self.program.placement.homes])
 
     def trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
-        layers = self.profile.layers
-        if all(one.trains for one in layers):
-            return (True,) * len(counts)
-        return tuple(any(one.trains for one in layers[i:j]) for i, j in pairwise(accumulate(counts, initial=0)))
+        return trained([one.trains for one in self.profile.layers], counts)
 
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
@@ -127,13 +110,10 @@ class Stages:
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
-        groups: dict[tuple[bool, ...], list[int]] = {}
-        for at, counts in enumerate(many):
-            groups.setdefault(self.trained(counts), []).append(at)
         found: list[Cut | None] = [None] * len(many)
         limits = np.array(self.ranks.limits)
-        for trained, places in groups.items():
-            program, peaks = _pruned(self.program, trained)
+        for stages, places in by_training([one.trains for one in self.profile.layers], many).items():
+            program, peaks = _pruned(self.program, stages)
             table = CutTable(self.profile, program, [many[at] for at in places])
             seconds = self._makespans(program, table) + [self._around(one) for one in table.gradients.max(axis=1)]
             sizes = peaks.stash(table.sizes(self.recompute)) + table.static(self.optimizer_states)
@@ -146,8 +126,7 @@ class Stages:
         """Return the simulated step of every cut."""
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in table.many])
-        speeds = np.array([self.ranks.speeds[home] for home in program.placement.homes])
-        seconds = table.seconds(self.overheads, speeds, self.recompute, split=split_share(self.program))
+        seconds = table.seconds(self.overheads, self._speeds, self.recompute, split=split_share(self.program))
         ops, stages = _work(program)
         unit = Costs(backward=1.0, comm=self.overheads.flight)
         return makespans(program, unit, factors=seconds[ops, :, stages].T)
@@ -170,29 +149,23 @@ class Stages:
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
             found = self.cuts(every_cut(num_blocks, num_stages))
             return min(found, key=lambda one: one.order), min(found, key=lambda one: one.seconds)
-        even = tuple(
-            (stage + 1) * num_blocks // num_stages - stage * num_blocks // num_stages for stage in range(num_stages)
-        )
-        free = self._climbed(even, self.tables(limited=False), lambda one: one.seconds)
+        free = self._climbed(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda one: one.seconds)
         if free.excess == 0:
             return free, free
         return self._climbed(free.counts, self.tables(), lambda one: one.order), free
 
     def _climbed(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
         """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
-        starts = {begun, shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)}
-        best = min(self.cuts([one for one in starts if one is not None]), key=value)
-        alone = True  # single boundaries first: there are few of them
-        for _ in range(_ROUNDS):
-            around = self.cuts(list(dict.fromkeys(neighbours(best.counts, alone=alone))))
-            nearest = min(around, key=value, default=best)
-            if value(nearest) < value(best):
-                best, alone = nearest, True
-            elif alone:
-                alone = False
-            else:
-                break
-        return best
+        exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
+        tried: dict[Counts, Cut] = {}
+
+        def values(many: Sequence[Counts]) -> list[Any]:
+            found = self.cuts(many)
+            tried.update((one.counts, one) for one in found)
+            return [value(one) for one in found]
+
+        starts = dict.fromkeys(one for one in (begun, *exact) if one is not None)
+        return tried[climb(list(starts), values, rounds=_ROUNDS, singly=True)]
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
@@ -201,21 +174,14 @@ class Stages:
         firsts, ends = np.array(every).T
         runs = RunTable(self.profile, firsts, ends)
         (_, peaks), split = _pruned(program, (True,) * program.num_stages), split_share(program)
-        homes, last = program.placement.homes, program.num_stages - 1
+        homes, crossed = program.placement.homes, list(zip(*crossings(program), strict=True))
         found = []
         for stage, home in enumerate(homes):
-            again = self.recompute[stage]
-            shares = (1 + again, 1 - split, split, split)  # of F, B, I and W
-            seconds = np.sum(
-                [runs.seconds(op, split=split) * share for op, share in zip(OPS, shares, strict=True)], axis=0
+            again, (earlier, later) = self.recompute[stage], crossed[stage]
+            forward, backward, by_input, by_weight = runs.handled(
+                self.overheads, self.ranks.speeds[home], again, earlier=earlier, later=later, split=split
             )
-            seconds = seconds / self.ranks.speeds[home] + self.overheads.action * (2 + split)
-            for sizes, crosses in (
-                (runs.sent, stage < last and homes[stage + 1] != home),
-                (runs.received, stage > 0 and homes[stage - 1] != home),
-            ):
-                if crosses:
-                    seconds = seconds + (line_at(self.overheads.send, sizes) + line_at(self.overheads.take, sizes))
+            seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             size = runs.kept(again), runs.full(again), runs.until_weight
             held = np.max(
                 [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],
@@ -240,16 +206,6 @@ def _work(program: Program) -> tuple[list[int], list[int]]:
     """Return op and stage of every plain action, row by row."""
     parts = [(OPS.index(part.op), part.stage) for part in program.work() if part.op in OPS]
     return [op for op, _ in parts], [stage for _, stage in parts]
-
-
-def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
-    """Return every cut of so many blocks.
-
-    >>> every_cut(3, 2)
-    [(1, 2), (2, 1)]
-    """
-    inner = combinations(range(1, num_blocks), num_stages - 1)
-    return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
 
 
 @once_per_program

@@ -12,9 +12,8 @@ import numpy.typing as npt
 from drumline.core.action import Op
 from drumline.core.program import Program
 from drumline.core.simulate.graph import Floats, Ints
-from drumline.plan.cut.peaks import Sizes
+from drumline.plan.cut.peaks import PairSizes
 from drumline.plan.device.blocks import Profile, Times
-from drumline.plan.device.link_fit import Line
 from drumline.plan.device.overheads import Overheads
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -42,6 +41,28 @@ class RunTable:
             return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, _FIELD[op]))
 
         return self._sum([taken(one.times) for one in self.profile.layers]) + taken(self.profile.overhead)
+
+    def handled(
+        self,
+        overheads: Overheads,
+        speed: float | Floats,
+        again: bool | npt.NDArray[np.bool_],
+        *,
+        earlier: float | Floats,
+        later: float | Floats,
+        split: float,
+    ) -> Floats:
+        """Return the seconds of each op with its handling, and of F where a backward runs it `again`, ops first.
+
+        `speed` is that of the rank, `earlier` and `later` tell whether messages from and to it change ranks.
+        """
+        plain = {op: self.seconds(op, split=split) / speed for op in OPS}
+        send, take, sent, received = overheads.send, overheads.take, self.sent, self.received
+        # A stage sends its gradient where its input came from.
+        back = plain[Op.FORWARD] * again + take.at(sent) * later + send.at(received) * earlier
+        ahead = send.at(sent) * later + take.at(received) * earlier
+        extra = dict(zip(OPS, (ahead, back, back, np.zeros_like(back)), strict=True))
+        return np.stack([plain[op] + extra[op] + overheads.action for op in OPS])
 
     @cached_property
     def _outputs(self) -> Floats:
@@ -128,26 +149,23 @@ class CutTable:
             whole = whole - size * np.maximum(self._by_rank(uses) - 1, 0.0)
         return whole
 
-    def sizes(self, recompute: Sequence[bool]) -> Sizes:
+    def sizes(self, recompute: Sequence[bool]) -> PairSizes:
         """Return what a pair of each stage holds."""
         again = np.array(recompute)[None, :]
-        return Sizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
+        return PairSizes(self.runs.kept(again), self.runs.full(again), self.runs.until_weight)
 
     def seconds(self, overheads: Overheads, speeds: Floats, recompute: Sequence[bool], *, split: float) -> Floats:
         """Return the seconds of each op with its handling, (ops, cuts, stages)."""
-        homes = self.program.placement.homes
-        crossed = np.array([a != b for a, b in pairwise(homes)], dtype=float)
-        later, earlier = np.append(crossed, 0.0), np.append(0.0, crossed)
-        plain = {op: self.runs.seconds(op, split=split) / speeds for op in OPS}
-        again = plain[Op.FORWARD] * np.array(recompute)
-        sent, received = self.runs.sent, self.runs.received
-        out = line_at(overheads.send, sent) * later, line_at(overheads.send, received) * earlier
-        into = line_at(overheads.take, sent) * later, line_at(overheads.take, received) * earlier
-        back = again + into[0] + out[1]
-        extra = {Op.FORWARD: out[0] + into[1], Op.BACKWARD: back, Op.BACKWARD_INPUT: back, Op.BACKWARD_WEIGHT: 0.0}
-        return np.stack([plain[op] + extra[op] + overheads.action for op in OPS])
+        earlier, later = crossings(self.program)
+        return self.runs.handled(overheads, speeds, np.array(recompute), earlier=earlier, later=later, split=split)
 
 
-def line_at(line: Line, sizes: Floats) -> Floats:
-    """Return the seconds of many sizes."""
-    return line.seconds + line.seconds_per_byte * sizes
+def crossings(program: Program) -> tuple[Floats, Floats]:
+    """Return for every stage whether messages between it and the stage before it, and behind it, change ranks.
+
+    >>> from drumline.schedules import generate
+    >>> [ends.tolist() for ends in crossings(generate("zb-v", num_ranks=2, num_microbatches=2))]
+    [[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    """
+    crossed = np.array([a != b for a, b in pairwise(program.placement.homes)], dtype=float)
+    return np.append(0.0, crossed), np.append(crossed, 0.0)

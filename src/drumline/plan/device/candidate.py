@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,11 +14,12 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.plan.cut.peaks import Peaks, Sizes
+from drumline.plan.cut.peaks import PairSizes, Peaks
 from drumline.plan.cut.stages import Cut, Stages
 from drumline.plan.cut.tables import CutTable
 from drumline.plan.device.model_profile import ModelProfile
-from drumline.plan.device.plan import Plan, RankBytes, Seconds
+from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
+from drumline.plan.why import lost_and_saved
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
@@ -106,7 +107,7 @@ class Candidate:
         return rank, each[rank]
 
     @cached_property
-    def seconds(self) -> Seconds:
+    def seconds(self) -> StepSeconds:
         """The step, item by item."""
         counts, ranks = self.cut.counts, self.program.num_ranks
         program = self.stages.pruned(counts)
@@ -126,7 +127,7 @@ class Candidate:
         )
         free = simulate(program, self.stages.costs(counts, messages=False))
         busy = sum(free.busy) / ranks
-        return Seconds(
+        return StepSeconds(
             compute=compute,
             recompute=again / ranks,
             executor=busy - compute - again / ranks,
@@ -142,7 +143,7 @@ class Candidate:
         program = self.stages.pruned(counts)
         table, peaks = CutTable(self.stages.profile, program, [counts]), Peaks(program)
         sizes, received = table.sizes(self.stages.recompute), table.runs.received
-        bare = Sizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
+        bare = PairSizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
         whole, own = peaks.stash(sizes)[0].tolist(), peaks.stash(bare)[0].tolist()
         trained = [kind.name == "WHOLE" for kind in program.backwards]
         weight, gradient, optimizer = (
@@ -190,9 +191,8 @@ class Candidate:
             if self.sent_bytes > best.sent_bytes:
                 return f"<1% faster, sends {(self.sent_bytes - best.sent_bytes) / _MIB:.1f} MiB more"
             return "<1% faster"
-        mine, other = asdict(self.seconds), asdict(best.seconds)
-        most = max(mine, key=lambda name: mine[name] - other[name])
-        return _SAID[most].format(f"{(mine[most] - other[most]) * 1e3:.1f} ms")
+        item, more = lost_and_saved(best.seconds, self.seconds)[0][0]
+        return _SAID[item].format(f"{more * 1e3:.1f} ms")
 
     def summary(self, best: Candidate | None = None) -> dict[str, Any]:
         """Return it as plain values, with why `best` is better."""

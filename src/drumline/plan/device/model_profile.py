@@ -19,8 +19,7 @@ from drumline.core.errors import PlanError
 from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
 from drumline.core.parsed import Parsed, shown
 from drumline.plan.device.blocks import Layer, Profile, Times, profile_from
-from drumline.plan.device.link_fit import Line
-from drumline.plan.device.overheads import Overheads
+from drumline.plan.device.overheads import Line, Overheads
 
 FORMAT = "drumline profile"
 VERSION = 1
@@ -36,7 +35,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ProfiledLink:
     """From one rank to another: the seconds of messages of some sizes, and the line that fits them."""
 
     source: int
@@ -59,7 +58,7 @@ class ModelProfile:
     num_threads: int
     sizes: tuple[tuple[int, Profile], ...]  # by rows, smallest first
     overheads: Overheads = field(default_factory=Overheads)
-    links: tuple[Link, ...] = ()
+    links: tuple[ProfiledLink, ...] = ()
     transport: str = ""
     paces: tuple[float, ...] = ()
 
@@ -202,7 +201,7 @@ def _read(table: Parsed) -> ModelProfile:
     )
 
 
-def _link_from(table: Parsed) -> Link:
+def _link_from(table: Parsed) -> ProfiledLink:
     points = []
     for point in table["points"].each():
         if len(point.each()) != 2:
@@ -210,7 +209,7 @@ def _link_from(table: Parsed) -> Link:
         size, seconds = point.each()
         points.append((size.whole(), seconds.number()))
     line = Line(table["latency"].number(), table["seconds_per_byte"].number())
-    return Link(table["from"].whole(), table["to"].whole(), tuple(points), line)
+    return ProfiledLink(table["from"].whole(), table["to"].whole(), tuple(points), line)
 
 
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")

@@ -4,20 +4,71 @@
     rank 1             │flight│take│ 1F0 │own│   waking up, which occupies nobody, and copying it in
 
 Copying keeps a rank from computing, so it is part of the action that makes or needs the message. At the end of a step a
-rank looks at its gradients, which takes longer the more there are.
+rank looks at its gradients, which takes longer the more there are. Seconds that grow with bytes are a `Line`: a latency
+and a bandwidth, fitted to what was measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
-from drumline.core.costs import Costs
+import numpy as np
+
+from drumline.core.errors import PlanError
 from drumline.core.measured.handling import Handling
 from drumline.core.parsed import LARGEST, Parsed
-from drumline.core.program import Program
-from drumline.plan.device.link_fit import Line, fitted
+from drumline.core.simulate.graph import Floats
+
+_Bytes = TypeVar("_Bytes", float, Floats)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`seconds` for nothing, and `seconds_per_byte` more for each byte.
+
+    >>> Line(1.0, 0.5).at(4)
+    3.0
+    """
+
+    seconds: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    def at(self, num_bytes: _Bytes) -> _Bytes:
+        """Return the seconds of so many bytes."""
+        return self.seconds + self.seconds_per_byte * num_bytes
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bandwidth; infinite where more bytes take no longer."""
+        return 1 / self.seconds_per_byte if self.seconds_per_byte > 0 else math.inf
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> Line:
+    """Return the line through (bytes, seconds) whose errors, as shares of the seconds, have the least squares.
+
+    Neither latency nor bandwidth is ever negative: where the best line would have one, the best without it is taken.
+
+    >>> line = fitted([(0, 2e-5), (1000, 3e-5), (2000, 4e-5)])
+    >>> round(line.seconds * 1e6, 3), round(line.bytes_per_second / 1e6, 3)
+    (20.0, 100.0)
+    """
+    if not points:
+        raise PlanError("no message was measured", expected="(bytes, seconds) of one message or more")
+    size, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    weight = 1 / np.maximum(seconds, 1e-12)  # a microsecond counts for more in a short message than in a long one
+    if len(set(size.tolist())) > 1:
+        columns = np.stack([weight, weight * size / size.max()], axis=1)
+        (latency, slope), *_ = np.linalg.lstsq(columns, weight * seconds, rcond=None)
+        slope = slope / size.max()
+        if latency >= 0 and slope >= 0:
+            return Line(float(latency), float(slope))
+        if slope >= 0:
+            return Line(0.0, float((weight**2 * size * seconds).sum() / (weight**2 * size * size).sum()))
+    return Line(float((weight**2 * seconds).sum() / (weight**2).sum()), 0.0)
+
 
 _NOTHING = Line()
 _LINES = ("send", "take", "end")
@@ -52,37 +103,6 @@ class Overheads:
         }
         send, take = (fitted([(size, getattr(one, name)) for size, one in measured]) for name in ("send", "take"))
         return Overheads(send, take, fitted(ends), **middle)
-
-    def added_to(self, costs: Costs, program: Program) -> Costs:
-        r"""Return the costs of actions with what goes with them.
-
-        >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-        >>> costs = Costs(message_bytes=[10, 0])
-        >>> Overheads(send=Line(0.1), take=Line(0.0, 0.02)).added_to(costs, program).forward
-        (1.1, 1.2)
-        """
-        stages, homes = range(program.num_stages), program.placement.homes
-        sizes = costs.per_stage("message_bytes", len(stages))
-        crossed = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
-        out = [self.send.at(size) * one for size, one in zip(sizes, crossed, strict=True)]  # from a stage to the next
-        into = [self.take.at(size) * one for size, one in zip(sizes, crossed, strict=True)]
-
-        def more(name: str, sends: Sequence[float], takes: Sequence[float]) -> tuple[float, ...]:
-            own = costs.per_stage(name, len(stages))
-            return tuple(
-                seconds + self.action + send + take for seconds, send, take in zip(own, sends, takes, strict=True)
-            )
-
-        none = [0.0] * len(stages)
-        back = [0.0, *out[:-1]]  # a stage sends its gradient where its input came from
-        return replace(
-            costs,
-            forward=more("forward", out, [0.0, *into[:-1]]),
-            backward=more("backward", back, into),
-            backward_input=more("backward_input", back, into),
-            backward_weight=more("backward_weight", none, none),
-            comm=costs.comm + self.flight,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return it as an object for JSON."""

@@ -22,7 +22,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class StepSeconds:
     """A step, each second in one item; the mean over ranks where they differ.
 
     `compute` is F and the backward once, `recompute` the forwards that run again, `executor` what it adds to actions,
@@ -79,7 +79,7 @@ class Plan:
     batch: int
     microbatch_size: int
     checkpoint: tuple[bool, ...]
-    seconds: Seconds
+    seconds: StepSeconds
     rank_bytes: tuple[RankBytes, ...]
     limits: tuple[float, ...] | None = None
     optimizer: str = "adam"
@@ -206,7 +206,7 @@ def _read(table: Parsed) -> Plan:
         table["batch"].whole(1),
         table["microbatch_size"].whole(1),
         checkpoint,
-        Seconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
+        StepSeconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
         rank_bytes,
         limits,
         table["optimizer"].text(),
@@ -222,11 +222,11 @@ def _program_from(rows: Parsed, name: str) -> Program:
         raise PlanError(f"a damaged plan: its program: {error.error}", expected=error.expected) from None
 
 
-def _is_full(one: Parsed) -> bool:
-    if one.value not in ("full", "none"):
-        raise one.refuse("full or none")
-    return bool(one.value == "full")
+def _is_full(how: Parsed) -> bool:
+    if how.value not in ("full", "none"):
+        raise how.refuse("full or none")
+    return bool(how.value == "full")
 
 
 _ITEMS = tuple(one.name for one in fields(RankBytes))
-_SECONDS = tuple(one.name for one in fields(Seconds))
+_SECONDS = tuple(one.name for one in fields(StepSeconds))

@@ -17,32 +17,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 
 from drumline.core.backwards import Backward
 from drumline.core.costs import Edge
-from drumline.core.errors import PlanError, ScheduleError, nearest
+from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import EQUAL, Candidate
+from drumline.plan.device.combinations import CHECKPOINTING, Question
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.ranks import Ranks
-from drumline.plan.device.reasons import nothing_fits
+from drumline.plan.device.why import nothing_fits
 from drumline.plan.search.search import search
 from drumline.schedules import Schedule, find, schedules
 
-OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each keeps
-CHECKPOINTING = ("none", "full")
 _SEARCHED = 3  # combinations for which programs are searched
-_MOST_MICROBATCHES = 128
-_EVERY_STAGE = 4  # stages up to which every choice of those to recompute is tried
-_EVERY_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -100,181 +94,65 @@ def plan(
         rank_memory=rank_memory,
         links=links,
     )
-    asked = Planner(
+    asked = Question(
         known, ranks, batch, optimizer, _names(schedules), tuple(checkpoint), seconds, progress, stages_per_rank
     )
-    return asked.planned()
+    return planned(asked)
 
 
-@dataclass(frozen=True)
-class Planner:
-    """One question: a profile, ranks and a batch."""
-
-    profile: ModelProfile
-    ranks: Ranks
-    batch: int
-    optimizer: str
-    schedules: tuple[str, ...]
-    checkpoint: tuple[str, ...]
-    seconds: float
-    progress: Callable[[str], None] | None = None
-    stages_per_rank: int | None = None
-    only: tuple[int, ...] = ()  # sizes of microbatches; all that the profile has unless given
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise PlanError(f"unknown optimizer {self.optimizer!r}", fix=nearest(self.optimizer, OPTIMIZERS))
-        for one in self.checkpoint:
-            if one not in CHECKPOINTING:
-                raise PlanError(f"unknown checkpointing {one!r}", fix=nearest(one, CHECKPOINTING))
-        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
-            raise PlanError(f"a batch of {self.batch!r} rows", expected="a whole number of 1 or more")
-        if self.ranks.num_ranks > len(self.profile.layers):
-            raise PlanError(
-                f"{self.ranks.num_ranks} ranks for the model's {len(self.profile.layers)} blocks",
-                expected="at least one block per rank",
-                fix=f"use {len(self.profile.layers)} ranks or fewer",
-            )
-
-    def planned(self) -> Planned:
-        """Return the best plan, what it was chosen from, and what does not fit."""
-        found = list(self.combinations())
-        fitting, rejected = [one for one in found if one.fits], [one for one in found if not one.fits]
-        if not fitting:
-            raise nothing_fits(self, sorted(rejected, key=lambda one: one.largest_share))
-        fitting.sort(key=lambda one: one.step_seconds)
-        fitting = self._with_searched(fitting)
-        best = _chosen(fitting)
-        fitting = [best, *(one for one in fitting if one is not best)]
-        rejected.sort(key=lambda one: one.cut.excess)
-        return Planned(best.plan(self.profile, self.optimizer), tuple(fitting), tuple(rejected))
-
-    def combinations(self) -> Iterator[Candidate]:
-        """Yield everything with its best cut: the shortest step that fits, or the one that is over by the least."""
-        sizes = self.sizes()
-        for number, rows in enumerate(sizes):
-            self._say(f"microbatches of {rows} rows ({number + 1} of {len(sizes)} sizes) ...")
-            for program in self._programs(self.batch // rows):
-                for order in self.ranks.orders():
-                    yield from self._checkpointed(reordered(program, order), rows)
-
-    def _checkpointed(self, program: Program, rows: int) -> Iterator[Candidate]:
-        """Yield a program without checkpointing, and with it where without it the best cut of all does not fit."""
-        if "none" in self.checkpoint:
-            stages = self.stages(program, rows, (False,) * program.num_stages)
-            best, free = stages.best()
-            yield Candidate(stages, best, rows, self.batch)
-            if free.excess == 0:
-                return  # recomputing could only make the step longer
-        if "full" in self.checkpoint:
-            for again in _recomputed(program, partly="none" in self.checkpoint):
-                stages = self.stages(program, rows, again)
-                yield Candidate(stages, stages.best()[0], rows, self.batch)
-
-    def stages(self, program: Program, rows: int, recompute: tuple[bool, ...]) -> Stages:
-        """Return the cuts of one program, for microbatches of so many rows."""
-        return Stages(
-            self.profile.at(rows),
-            program,
-            self.ranks,
-            self.profile.overheads,
-            recompute,
-            OPTIMIZERS[self.optimizer],
-        )
-
-    def sizes(self) -> list[int]:
-        """Return the sizes of microbatches to try: those that divide the batch and were measured, or lie between."""
-        if self.only:
-            return list(self.only)
-        low, high = self.profile.rows[0], self.profile.rows[-1]
-        found = [
-            rows
-            for rows in range(low, min(high, self.batch) + 1)
-            if self.batch % rows == 0 and self.batch // rows <= _MOST_MICROBATCHES
-        ]
-        if not found:
-            few = "no size of microbatch was measured that divides it"
-            raise PlanError(
-                f"a batch of {self.batch} rows: {'it is smaller than any microbatch' if self.batch < low else few}",
-                expected=f"a multiple of a size from {low} to {high}, in at most {_MOST_MICROBATCHES} microbatches",
-                fix="profile other sizes with --microbatch-sizes, or plan for another batch",
-            )
-        return found
-
-    def _programs(self, num_microbatches: int) -> Iterator[Program]:
-        """Yield the program of every schedule that admits the counts."""
-        for name in self.schedules:
-            recipe = find(name)
-            finer = [2, 3, 4] if recipe.stage_counts != "fixed" and recipe.stages_per_rank > 1 else []
-            for stages_per_rank in dict.fromkeys([recipe.stages_per_rank, *finer]):
-                if stages_per_rank * self.ranks.num_ranks > len(self.profile.layers):
-                    continue
-                if self.stages_per_rank not in (None, stages_per_rank):
-                    continue
-                try:
-                    program = recipe.build(self.ranks.num_ranks, num_microbatches, stages_per_rank)
-                except ScheduleError:
-                    continue
-                if not program.placement.mirrored and program.has_backward and not program.num_updates:
-                    yield program
-
-    def _with_searched(self, fitting: list[Candidate]) -> list[Candidate]:
-        """Return the candidates with programs that were searched for the best few of them, the shortest step first."""
-        kinds: dict[object, Candidate] = {}
-        for one in fitting:
-            kinds.setdefault((one.rows, one.program.placement.homes, one.stages.recompute), one)
-        wanted = [one for one in kinds.values() if _is_whole(one)][:_SEARCHED]
-        found, began = list(fitting), time.monotonic()
-        for number, one in enumerate(wanted):
-            left = (self.seconds - (time.monotonic() - began)) / (len(wanted) - number)
-            if left <= 0:
-                break
-            self._say(f"searching programs like {one.program.name} ({number + 1} of {len(wanted)}) ...")
-            better = self._searched(one, left)
-            if better is not None:
-                found.append(better)
-        return sorted(found, key=lambda one: one.step_seconds)
-
-    def _searched(self, start: Candidate, seconds: float) -> Candidate | None:
-        """Return the candidate with the best program found for its stages, if that takes less time."""
-        costs, placement = start.stages.costs_for_search(start.cut.counts), start.program.placement
-        limit = None
-        if self.ranks.is_limited:
-            # One limit for all ranks: those that may hold less are taken to hold the difference already.
-            most = max(one for one in self.ranks.limits if one < math.inf)
-            weights = list(costs.per_stage("weight_bytes", placement.num_stages))
-            for rank, own in enumerate(self.ranks.limits):
-                if own < most:
-                    weights[placement.stages_of(rank)[0]] += most - own
-            costs, limit = replace(costs, weight_bytes=weights), Limit(max_bytes=most)
-        try:
-            found = search(
-                costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds
-            )
-        except PlanError:
-            return None  # one limit for all ranks is tighter than theirs
-        assert not validate(found.program), "the search returns programs that can run"
-        program = Program(found.program.rows, f"searched, {placement.name}")
-        stages = replace(start.stages, program=program)
-        candidate = Candidate(stages, stages.cuts([start.cut.counts])[0], start.rows, self.batch, searched=True)
-        return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
-
-    def _say(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what)
+def planned(question: Question) -> Planned:
+    """Return the best plan, what it was chosen from, and what does not fit."""
+    found = list(question.combinations())
+    fitting, rejected = [one for one in found if one.fits], [one for one in found if not one.fits]
+    if not fitting:
+        raise nothing_fits(question, sorted(rejected, key=lambda one: one.largest_share))
+    fitting.sort(key=lambda one: one.step_seconds)
+    fitting = _with_searched(question, fitting)
+    best = _chosen(fitting)
+    fitting = [best, *(one for one in fitting if one is not best)]
+    rejected.sort(key=lambda one: one.cut.excess)
+    return Planned(best.plan(question.profile, question.optimizer), tuple(fitting), tuple(rejected))
 
 
-def reordered(program: Program, order: Sequence[int]) -> Program:
-    r"""Return the program with rank `order[r]` in the place of rank r.
+def _with_searched(question: Question, fitting: list[Candidate]) -> list[Candidate]:
+    """Return the candidates with programs that were searched for the best few of them, the shortest step first."""
+    kinds: dict[object, Candidate] = {}
+    for one in fitting:
+        kinds.setdefault((one.rows, one.program.placement.homes, one.stages.recompute), one)
+    wanted = [one for one in kinds.values() if _is_whole(one)][:_SEARCHED]
+    found, began = list(fitting), time.monotonic()
+    for number, one in enumerate(wanted):
+        left = (question.seconds - (time.monotonic() - began)) / (len(wanted) - number)
+        if left <= 0:
+            break
+        question.say(f"searching programs like {one.program.name} ({number + 1} of {len(wanted)}) ...")
+        better = _searched(question, one, left)
+        if better is not None:
+            found.append(better)
+    return sorted(found, key=lambda one: one.step_seconds)
 
-    >>> print(reordered(Program.parse("0F0,0B0\n1F0,1B0"), [1, 0]))
-    1F0,1B0
-    0F0,0B0
-    """
-    if list(order) == sorted(order):
-        return program
-    rows = dict(zip(order, program.rows, strict=True))
-    return Program(tuple(rows[rank] for rank in range(program.num_ranks)), program.name)
+
+def _searched(question: Question, start: Candidate, seconds: float) -> Candidate | None:
+    """Return the candidate with the best program found for its stages, if that takes less time."""
+    costs, placement = start.stages.costs_for_search(start.cut.counts), start.program.placement
+    limit = None
+    if question.ranks.is_limited:
+        # One limit for all ranks: those that may hold less are taken to hold the difference already.
+        most = max(one for one in question.ranks.limits if one < math.inf)
+        weights = list(costs.per_stage("weight_bytes", placement.num_stages))
+        for rank, own in enumerate(question.ranks.limits):
+            if own < most:
+                weights[placement.stages_of(rank)[0]] += most - own
+        costs, limit = replace(costs, weight_bytes=weights), Limit(max_bytes=most)
+    try:
+        found = search(costs, placement, num_microbatches=start.program.num_microbatches, limit=limit, seconds=seconds)
+    except PlanError:
+        return None  # one limit for all ranks is tighter than theirs
+    assert not validate(found.program), "the search returns programs that can run"
+    program = Program(found.program.rows, f"searched, {placement.name}")
+    stages = replace(start.stages, program=program)
+    candidate = Candidate(stages, stages.cuts([start.cut.counts])[0], start.rows, question.batch, searched=True)
+    return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
 
 
 def _is_suited(schedule: Schedule) -> bool:
@@ -306,22 +184,6 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
     smallest = min(one.peak for one in near)
     near = [one for one in near if one.peak <= smallest * (1 + EQUAL)]
     return min(near, key=lambda one: (one.sent_bytes, one.searched, one.step_seconds))
-
-
-def _recomputed(program: Program, *, partly: bool) -> Iterator[tuple[bool, ...]]:
-    """Yield which stages to recompute: those of the first rank on the way, of more, ..., of all; or all alone.
-
-    Of up to four stages every choice is tried, of up to four ranks every number of them, of more the first, a quarter,
-    half and all.
-    """
-    homes = program.placement.homes
-    if partly and len(homes) <= _EVERY_STAGE:
-        yield from (again for again in product((False, True), repeat=len(homes)) if any(again))
-        return
-    ranks = list(dict.fromkeys(homes))
-    some = range(1, len(ranks)) if len(ranks) <= _EVERY_RANK else [1, len(ranks) // 4, len(ranks) // 2]
-    for number in dict.fromkeys([*(some if partly else []), len(ranks)]):
-        yield tuple(home in ranks[:number] for home in homes)
 
 
 def _is_whole(candidate: Candidate) -> bool:

@@ -19,11 +19,9 @@ from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.core.parsed import shown
-from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.details import PLAIN
-from drumline.plan.cluster.model.tables import layout_of
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout, layout_of
+from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import megatron
 from drumline.plan.launch.titan import titan
 from drumline.plan.launch.toml import written
@@ -107,7 +105,7 @@ def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch
 def torchrun(cluster: Cluster) -> str:
     """Return how every node starts its processes.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> torchrun(Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 8, link, link))
     'torchrun --standalone --nproc-per-node 4'

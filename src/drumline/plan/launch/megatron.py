@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}

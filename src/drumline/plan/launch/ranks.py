@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from drumline.core.errors import PlanError
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
 
 AXES = ("tensor", "context", "data", "pipeline")
 
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 def place(layout: Layout, cluster: Cluster, rank: int) -> Place:
     """Return the place of a rank.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
     >>> place(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster, 13)
@@ -48,25 +48,18 @@ def place(layout: Layout, cluster: Cluster, rank: int) -> Place:
     return Place(rank // cluster.devices_per_node, tensor, context, data, pipeline)
 
 
-def group(layout: Layout, rank: int, axis: str) -> list[int]:
-    """Return the ranks that a rank talks to along an axis, itself among them.
-
-    >>> layout = Layout(batch=4, tensor=4, pipeline=2, data=2)
-    >>> group(layout, 13, "tensor"), group(layout, 13, "data"), group(layout, 13, "pipeline")
-    ([12, 13, 14, 15], [9, 13], [5, 13])
-    """
-    stride = 1
-    for name in AXES[: AXES.index(axis)]:
-        stride *= getattr(layout, name)
-    size = getattr(layout, axis)
-    first = rank - rank // stride % size * stride
-    return [first + stride * at for at in range(size)]
+def first_places(layout: Layout, cluster: Cluster) -> dict[int, Place]:
+    """Return the places of the ranks of the first nodes of the first two stages, enough to see the order."""
+    per_node, stride = cluster.devices_per_node, layout.tensor * layout.context * layout.data
+    nodes = sorted({start // per_node + more for start in (0, stride) for more in (0, 1)})
+    ranks = (rank for node in nodes for rank in range(node * per_node, (node + 1) * per_node))
+    return {rank: place(layout, cluster, rank) for rank in ranks if rank < layout.num_devices}
 
 
 def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
     """Return for every axis with more than one rank whether its groups stay inside a node.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
     >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster)

@@ -2,9 +2,8 @@
 
     126 layers on 16 stages, a head worth two thirds of a layer:   7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
 
-Layers are equal, so handing them out one by one, each to the rank that has least so far and there to the stage that
-has least, gives the smallest largest rank there is. Ties go to the middle: the first stage holds the embedding, the
-last one the head.
+Layers are equal, so they are dealt one by one (`dealt`). Ties go to the middle: the first stage holds the embedding,
+the last one the head.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cut.exact import dealt
 from drumline.schedules import find
 
 # A look-up costs no operations, but its weights lie in the first stage: it loses every tie.
@@ -36,17 +36,8 @@ def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b"
             f"{transformer.name} has {counted(transformer.num_layers, 'layer')} for {counted(num_stages, 'stage')}",
             expected="at least one layer per stage, and at least one stage",
         )
-    counts = [1] * num_stages
-    middle = (num_stages - 1) / 2
     owners = [rank_of(stage, pipeline, schedule) for stage in range(num_stages)]
-    weights = stage_weights(transformer, counts)
-    ranks = rank_weights(transformer, counts, pipeline, schedule)
-    for _ in range(transformer.num_layers - num_stages):
-        stage = min(range(num_stages), key=lambda one: (ranks[owners[one]], weights[one], abs(one - middle), one))
-        counts[stage] += 1
-        weights[stage] += 1
-        ranks[owners[stage]] += 1
-    return tuple(counts)
+    return dealt(transformer.num_layers, owners, stage_weights(transformer, [0] * num_stages))
 
 
 def rank_of(stage: int, pipeline: int, schedule: str) -> int:
@@ -57,19 +48,6 @@ def rank_of(stage: int, pipeline: int, schedule: str) -> int:
     """
     known = find(schedule)
     return known.layout(pipeline, max(known.stages_per_rank, stage // pipeline + 1)).homes[stage]
-
-
-def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:
-    """Return the work of every rank, counted in layers.
-
-    >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
-    >>> [round(weight, 1) for weight in rank_weights(gpt, (1, 1, 1, 1), 2, "zb-v")]
-    [3.0, 2.0]
-    """
-    ranks = [0.0] * pipeline
-    for stage, weight in enumerate(stage_weights(transformer, counts)):
-        ranks[rank_of(stage, pipeline, schedule)] += weight
-    return ranks
 
 
 def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from drumline.core.costs import Costs
 from drumline.core.errors import counted
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import generate
 
 MOST = 6000  # (stage, microbatch) pairs that are drawn
 
 
-def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple[Simulation, str] | None:
-    """Return the timeline of a pipeline and what it shows; None for a single rank.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A timeline, and what of the step it shows."""
+
+    timeline: Simulation
+    shows: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its numbers."""
+        return {
+            "shows": self.shows,
+            "makespan": self.timeline.makespan,
+            "bubble": self.timeline.bubble,
+            "span_bubble": self.timeline.span_bubble,
+            "idle": list(self.timeline.idle),
+            "peak_activations": list(self.timeline.peak_activations),
+        }
+
+
+def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawing | None:
+    """Return the timeline of a pipeline; None for a single rank.
 
     Where all microbatches would be too many, a step of fewer is drawn: its middle repeats itself.
     """
@@ -41,4 +63,4 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> tuple
     words = f"{name}, {counted(program.num_microbatches, 'microbatch')}"
     if program.num_microbatches < whole:
         words += f" instead of {whole}, the middle of which repeats itself"
-    return simulate(program, costs), words
+    return Drawing(simulate(program, costs), words)

@@ -1,17 +1,28 @@
-"""A plan with its reasons, as one object: every number that the page, the text and the JSON show."""
+"""A plan with its reasons, as one value: every number that the page, the text and the JSON show."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from drumline.plan.launch.launch import launch
-from drumline.plan.launch.ranks import AXES, links, place
-from drumline.plan.layouts.changes import Change, against_fsdp, changes
-from drumline.plan.layouts.margins import Margin, margins, pareto
+from drumline.plan.launch.launch import Launch, launch
+from drumline.plan.launch.ranks import AXES, first_places, links
+from drumline.plan.layouts.drawing import Drawing, drawing
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
-from drumline.plan.layouts.scaling import Point, efficiency, strong, weak
-from drumline.plan.layouts.survey import Candidate
+from drumline.plan.layouts.survey import Choice
+from drumline.plan.layouts.what_if import (
+    Change,
+    Margin,
+    ScalePoint,
+    against_fsdp,
+    changes,
+    efficiency,
+    margins,
+    pareto,
+    strong,
+    weak,
+)
 from drumline.plan.layouts.why import why
 
 FORMAT = "drumline-cluster-plan"
@@ -19,129 +30,145 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why the choice is the choice."""
+class Explained:
+    """A layout, and why it is not the choice; of the choice itself there is nothing to say."""
 
-    plan: ClusterPlan
+    choice: Choice
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """What further plans say of the choice."""
+
     changes: list[Change]
     margins: list[Margin]
-    pareto: list[Candidate]
-    strong: list[Point]
-    weak: list[Point]
-    traffic: list[tuple[str, Candidate]]
+    pareto: list[Choice]
+    strong: list[ScalePoint]
+    weak: list[ScalePoint]
+    traffic: list[tuple[str, Choice]]
+    drawing: Drawing | None
+
+    @property
+    def scaling(self) -> dict[str, list[tuple[ScalePoint, float | None]]]:
+        """Return strong and weak scaling by name, each point with its efficiency."""
+        curves = {"strong": self.strong, "weak": self.weak}
+        return {name: list(zip(points, efficiency(points), strict=True)) for name, points in curves.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan: the best layout of each mesh and why it loses, how it is started, and what further plans say of it."""
+
+    plan: ClusterPlan
+    best: list[Explained]
+    launch: Launch
+    objective: str = OBJECTIVE
+    reasons: Reasons | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as one object."""
+        plan, layout = self.plan, self.plan.chosen.layout
+        places = first_places(layout, plan.cluster)
         return {
-            **plan_json(self.plan),
-            "changes": [
-                {"what": one.what, "why": one.why, **candidate_json(self.plan, one.candidate)} for one in self.changes
-            ],
-            "more": [self._margin(one) for one in self.margins],
-            "pareto": [candidate_json(self.plan, one) for one in self.pareto],
-            "scaling": {"strong": self._curve(self.strong), "weak": self._curve(self.weak)},
-            "traffic": [{"name": name, **candidate_json(self.plan, one)} for name, one in self.traffic],
+            "format": FORMAT,
+            "version": VERSION,
+            "objective": self.objective,
+            "model": asdict(plan.transformer),
+            "cluster": asdict(plan.cluster),
+            "batch": plan.batch,
+            "headroom": plan.headroom,
+            "limit_bytes": plan.limit_bytes,
+            "num_layouts": plan.survey.num_layouts,
+            "num_evaluated": plan.survey.num_evaluated,
+            "plan_seconds": plan.seconds,
+            "chosen": _layout_json(plan, plan.chosen),
+            "best": [{**_layout_json(plan, one.choice), "why": one.why} for one in self.best],
+            "ranks": {
+                "order": list(AXES),
+                "sizes": {axis: getattr(layout, axis) for axis in AXES},
+                "links": links(layout, plan.cluster),
+                "nodes": plan.cluster.num_nodes,
+                "shown": [{"rank": rank, **place._asdict()} for rank, place in places.items()],
+            },
+            "launch": self.launch.to_json(),
+            **({} if self.reasons is None else _reasons_json(plan, self.reasons)),
         }
 
-    def _margin(self, one: Margin) -> dict[str, Any]:
-        best = None if one.best is None else candidate_json(self.plan, one.best)
-        return {
-            "what": one.what,
-            "sentence": str(one),
-            "devices": one.devices,
-            "limit_bytes": one.limit_bytes,
-            "gain": one.gain,
-            "best": best,
-        }
 
-    def _curve(self, points: list[Point]) -> list[dict[str, Any]]:
-        sequence = self.plan.transformer.sequence
-        return [
-            {
-                "devices": one.devices,
-                "batch": one.batch,
-                "tokens_per_second": one.tokens_per_second(sequence),
-                "efficiency": share,
-                "best": None if one.best is None else candidate_json(self.plan, one.best),
-            }
-            for one, share in zip(points, efficiency(points), strict=True)
-        ]
+def brief(plan: ClusterPlan) -> Explanation:
+    """Return the plan without further ones."""
+    reasons = (("" if one is plan.chosen else why(plan.chosen, one, plan.limit_bytes)) for one in plan.best)
+    best = [Explained(one, reason) for one, reason in zip(plan.best, reasons, strict=True)]
+    return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout))
 
 
 def explain(plan: ClusterPlan) -> Explanation:
     """Return the plan with its reasons; most of them are further plans."""
-    return Explanation(
-        plan,
+    reasons = Reasons(
         changes(plan),
         margins(plan),
         pareto(plan),
         strong(plan),
         weak(plan),
         against_fsdp(plan),
+        drawing(plan.transformer, plan.cluster, plan.chosen.layout),
     )
+    return replace(brief(plan), reasons=reasons)
 
 
-def plan_json(plan: ClusterPlan) -> dict[str, Any]:
-    """Return the plan alone as an object."""
-    layout = plan.chosen.layout
-    crossed = links(layout, plan.cluster)
+def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "objective": OBJECTIVE,
-        "model": asdict(plan.transformer),
-        "cluster": asdict(plan.cluster),
-        "batch": plan.batch,
-        "headroom": plan.headroom,
-        "limit_bytes": plan.limit_bytes,
-        "num_layouts": plan.survey.num_layouts,
-        "num_evaluated": plan.survey.num_evaluated,
-        "plan_seconds": plan.seconds,
-        "chosen": candidate_json(plan, plan.chosen),
-        "best": [
-            {**candidate_json(plan, one), "why": "" if one is plan.chosen else why(plan.chosen, one, plan.limit_bytes)}
-            for one in plan.best
+        "changes": [{"what": one.what, "why": one.why, **_layout_json(plan, one.choice)} for one in reasons.changes],
+        "more": [
+            {
+                "what": one.what,
+                "sentence": str(one),
+                "devices": one.devices,
+                "limit_bytes": one.limit_bytes,
+                "gain": one.gain,
+                "best": None if one.best is None else _layout_json(plan, one.best),
+            }
+            for one in reasons.margins
         ],
-        "ranks": {
-            "order": list(AXES),
-            "sizes": {axis: getattr(layout, axis) for axis in AXES},
-            "links": crossed,
-            "nodes": -(-plan.cluster.num_devices // plan.cluster.devices_per_node),
-            "shown": _shown(plan),
-        },
-        "launch": launch(plan.transformer, plan.cluster, layout).to_json(),
+        "pareto": [_layout_json(plan, one) for one in reasons.pareto],
+        "scaling": {name: _curve_json(plan, points) for name, points in reasons.scaling.items()},
+        "traffic": [{"name": name, **_layout_json(plan, one)} for name, one in reasons.traffic],
+        "timeline": None if reasons.drawing is None else reasons.drawing.to_json(),
     }
 
 
-def _shown(plan: ClusterPlan) -> list[dict[str, Any]]:
-    """Return the ranks of the first nodes of the first two stages, enough to see the order."""
-    layout, per_node = plan.chosen.layout, plan.cluster.devices_per_node
-    stride = layout.tensor * layout.context * layout.data
-    firsts = sorted({start // per_node + more for start in (0, stride) for more in (0, 1)})
-    ranks = [rank for node in firsts for rank in range(node * per_node, (node + 1) * per_node)]
+def _curve_json(plan: ClusterPlan, points: Sequence[tuple[ScalePoint, float | None]]) -> list[dict[str, Any]]:
     return [
-        {"rank": rank, **place(layout, plan.cluster, rank)._asdict()} for rank in ranks if rank < layout.num_devices
+        {
+            "devices": one.devices,
+            "batch": one.batch,
+            "tokens_per_second": None if one.best is None else plan.tokens_per_second(one.best),
+            "efficiency": share,
+            "best": None if one.best is None else _layout_json(plan, one.best),
+        }
+        for one, share in points
     ]
 
 
-def candidate_json(plan: ClusterPlan, one: Candidate) -> dict[str, Any]:
+def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     """Return a layout and what it takes; times in seconds, sizes in bytes."""
-    layout, estimate = one.layout, one.estimate
+    layout, estimate = choice.layout, choice.estimate
     return {
-        "mesh": str(one.mesh),
+        "mesh": str(choice.mesh),
         "layout": {field.name: _plain(getattr(layout, field.name)) for field in fields(layout)},
         "microbatches": layout.num_microbatches,
-        "step_seconds": one.seconds,
+        "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),
-        "peak_bytes": one.bytes,
+        "peak_bytes": choice.bytes,
         "bytes": asdict(estimate.bytes),
         "volumes": asdict(estimate.volumes),
         "bubble": estimate.bubble,
-        "tokens_per_second": layout.batch * plan.transformer.sequence / one.seconds,
+        "tokens_per_second": plan.tokens_per_second(choice),
         "flops_per_second_per_device": estimate.flops_per_second,
-        "utilisation": estimate.flops_per_second / plan.cluster.device.flops_per_second,
-        "fits": one.bytes <= plan.limit_bytes,
-        "exact": one.is_exact,
+        "utilisation": plan.utilisation(choice),
+        "fits": plan.fits(choice),
+        "exact": choice.is_exact,
     }
 
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drumline.core.errors import PlanError, counted
-from drumline.plan.cluster.evaluate import estimate
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
-from drumline.plan.cluster.weigh import peak_bytes
-from drumline.plan.layouts.mesh import Mesh
+from drumline.plan.cluster.estimate import estimate
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.memory import peak_bytes
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.layouts.degrees import Degrees
 from drumline.plan.layouts.pins import Pins
-from drumline.plan.layouts.refusal import nothing_fits
-from drumline.plan.layouts.survey import Candidate, Evaluator, Survey
+from drumline.plan.layouts.survey import Choice, Evaluator, Survey
+from drumline.plan.layouts.why import nothing_fits
 
 OBJECTIVE = (
     "the fewest seconds of a step on the busiest rank, over all layouts whose fullest device stays within its memory "
@@ -44,12 +44,12 @@ class ClusterPlan:
     batch: int
     pins: Pins
     headroom: float
-    best: tuple[Candidate, ...]
+    best: tuple[Choice, ...]
     survey: Survey = field(repr=False)
     seconds: float
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> Choice:
         """Return the layout to run."""
         return self.best[0]
 
@@ -58,10 +58,17 @@ class ClusterPlan:
         """Return what a device may hold."""
         return limit_of(self.cluster, self.headroom)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Return what the whole cluster trains on."""
-        return self.batch * self.transformer.sequence / self.chosen.seconds
+    def tokens_per_second(self, choice: Choice) -> float:
+        """Return what the whole cluster trains on with a layout."""
+        return choice.layout.batch * self.transformer.sequence / choice.seconds
+
+    def utilisation(self, choice: Choice) -> float:
+        """Return the part of a device's peak that a layout reaches."""
+        return choice.estimate.flops_per_second / self.cluster.device.flops_per_second
+
+    def fits(self, choice: Choice) -> bool:
+        """Return whether a device holds a layout."""
+        return choice.bytes <= self.limit_bytes
 
 
 def plan(
@@ -95,7 +102,7 @@ def plan(
     return ClusterPlan(transformer, cluster, batch, survey.pins, headroom, tuple(best), survey, clock() - began)
 
 
-def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Candidate]:
+def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each: int = 2) -> list[Choice]:
     """Return the best layout of each of the `top` best meshes within the limit.
 
     `each` layouts of as many meshes and `more` are simulated: one that came after may come out ahead.
@@ -103,7 +110,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
     if survey.refine is None:
         return survey.best(limit, top=top)
     exact = [survey.cut(one.layout, limit) for one in survey.best(limit, top=top + more, each=each)]
-    first: dict[Mesh, Candidate] = {}
+    first: dict[Degrees, Choice] = {}
     for one in sorted((one for one in exact if one.bytes <= limit), key=lambda one: one.rank):
         first.setdefault(one.mesh, one)
     return list(first.values())[:top]
@@ -112,7 +119,7 @@ def chosen_of(survey: Survey, limit: float, *, top: int = 1, more: int = 1, each
 def limit_of(cluster: Cluster, headroom: float) -> float:
     """Return what a device may hold.
 
-    >>> from drumline.plan.cluster.machine.hardware import Device, Link
+    >>> from drumline.plan.cluster.hardware import Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> limit_of(Cluster(Device("fast", 1e15, 100, 1e12), 4, 4, link, link), 0.1)
     90.0

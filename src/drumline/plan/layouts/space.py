@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.layouts.degrees import Degrees, meshes
 from drumline.plan.layouts.pins import ZERO, Pins, tried_schedules
 from drumline.schedules import DEFAULT, find
 from drumline.schedules.registry import MAX_PAIRS
@@ -30,10 +30,10 @@ from drumline.schedules.registry import MAX_PAIRS
 MICROBATCHES = (1, 2, 4, 8, 16)
 
 
-def microbatch_sizes(batch: int, mesh: Mesh, pins: Pins) -> list[int]:
+def microbatch_sizes(batch: int, mesh: Degrees, pins: Pins) -> list[int]:
     """Return the sizes of a microbatch that divide what a data-parallel rank gets.
 
-    >>> microbatch_sizes(24, Mesh(data=2), Pins())
+    >>> microbatch_sizes(24, Degrees(data=2), Pins())
     [1, 2, 4]
     """
     local = batch // mesh.data
@@ -41,11 +41,11 @@ def microbatch_sizes(batch: int, mesh: Mesh, pins: Pins) -> list[int]:
     return [size for size in sizes if local % size == 0]
 
 
-def schedules_of(transformer: Transformer, mesh: Mesh, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:
+def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:
     """Return the schedules that admit the counts, each with its stages per rank; a pipeline of one rank needs none.
 
     >>> gpt = Transformer("small", 8, 64, 4, vocabulary=1000, sequence=128)
-    >>> schedules_of(gpt, Mesh(pipeline=4), 4, Pins())
+    >>> schedules_of(gpt, Degrees(pipeline=4), 4, Pins())
     [('1f1b', 1), ('interleaved-1f1b', 2), ('zb-h1', 1), ('zb-v', 2), ('v-half', 2)]
     """
     if mesh.pipeline == 1:
@@ -68,7 +68,7 @@ def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_la
     return suits and schedule.admits_stages(stages)
 
 
-def zero_stages(mesh: Mesh, pins: Pins) -> tuple[int, ...]:
+def zero_stages(mesh: Degrees, pins: Pins) -> tuple[int, ...]:
     """Return the ZeRO stages worth a look: with nobody to share with, only none."""
     if pins.zero is not None:
         return (pins.zero,)
@@ -80,7 +80,7 @@ def recomputations(pins: Pins) -> tuple[str, ...]:
     return RECOMPUTE if pins.recompute is None else (pins.recompute,)
 
 
-def sequence_parallel(transformer: Transformer, mesh: Mesh, pins: Pins) -> bool:
+def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bool:
     """Whether activations between the tensor-parallel parts are shared out over the sequence as well."""
     if mesh.tensor == 1 or pins.sequence_parallel is False:
         return False
@@ -101,7 +101,7 @@ def layout_of(
     transformer: Transformer,
     batch: int,
     pins: Pins,
-    mesh: Mesh,
+    mesh: Degrees,
     microbatch: int,
     schedule: tuple[str, int],
     zero: int,

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from drumline.plan.cluster.estimate import Estimate
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
 from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.cut import layer_counts, stage_weights
-from drumline.plan.layouts.mesh import Mesh, meshes
+from drumline.plan.layouts.degrees import Degrees, meshes
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
 from drumline.schedules import DEFAULT, find, schedules
@@ -41,7 +41,7 @@ _SLACK = 0.97  # of a floor: stages of other schedules may be a little more even
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Choice:
     """A layout and what it takes; `is_exact` where its pipeline was simulated action by action."""
 
     layout: Layout
@@ -49,9 +49,9 @@ class Candidate:
     is_exact: bool = False
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Degrees:
         """Return its degrees of parallelism."""
-        return Mesh.of(self.layout)
+        return Degrees.of(self.layout)
 
     @property
     def seconds(self) -> float:
@@ -75,13 +75,13 @@ class Candidate:
 class _Family:
     """Layouts of one mesh and one microbatch size, and what is known of them."""
 
-    mesh: Mesh
+    mesh: Degrees
     microbatch: int
     num_microbatches: int
     schedules: list[tuple[str, int]]
     floors: dict[str, float] = field(default_factory=dict)
     weighed: dict[_Key, float] = field(default_factory=dict)
-    seen: dict[_Key, Candidate] = field(default_factory=dict)
+    seen: dict[_Key, Choice] = field(default_factory=dict)
 
     def bubble(self, schedule: tuple[str, int]) -> float:
         """Return the least bubble, as a part of the work: for (interleaved) 1f1b it is known, of others nothing is."""
@@ -96,18 +96,18 @@ class _Best:
     def __init__(self, top: int, each: int) -> None:
         self.top, self.each = top, each
         self.threshold = math.inf
-        self._held: dict[Mesh, list[Candidate]] = {}
+        self._held: dict[Degrees, list[Choice]] = {}
 
-    def bound(self, mesh: Mesh) -> float:
+    def bound(self, mesh: Degrees) -> float:
         """Return the seconds above which nothing of this mesh counts."""
         held = self._held.get(mesh, [])
         return min(self.threshold, held[-1].seconds) if len(held) == self.each else self.threshold
 
-    def add(self, one: Candidate) -> None:
+    def add(self, choice: Choice) -> None:
         """Keep it if it is among the best of its mesh; of a schedule with its stages per rank only one stays."""
-        held = self._held.setdefault(one.mesh, [])
-        insort(held, one, key=lambda one: one.rank)
-        first: dict[tuple[str, int], Candidate] = {}
+        held = self._held.setdefault(choice.mesh, [])
+        insort(held, choice, key=lambda one: one.rank)
+        first: dict[tuple[str, int], Choice] = {}
         for kept in held:
             first.setdefault((kept.layout.schedule, kept.layout.stages_per_rank), kept)
         held[:] = list(first.values())[: self.each]
@@ -115,7 +115,7 @@ class _Best:
         if len(firsts) >= self.top:
             self.threshold = firsts[self.top - 1]
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Choice]:
         chosen = sorted(self._held.values(), key=lambda held: held[0].rank)[: self.top]
         return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
 
@@ -137,11 +137,11 @@ class Survey:
         self.transformer, self.cluster, self.batch, self.pins = transformer, cluster, batch, pins
         self.evaluate, self.refine, self.weigh = evaluate, refine, weigh
         self.num_evaluated = 0
-        self._exact: dict[Layout, Candidate] = {}
+        self._exact: dict[Layout, Choice] = {}
         lightest = recomputations(pins)[0]
         self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
         # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
-        self._least: dict[Mesh, _Family] = {}
+        self._least: dict[Degrees, _Family] = {}
         for one in self._families:
             if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
                 self._least[one.mesh] = one
@@ -158,15 +158,15 @@ class Survey:
             weigh=self.weigh,
         )
 
-    def exact(self, layout: Layout) -> Candidate:
+    def exact(self, layout: Layout) -> Choice:
         """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""
         if layout not in self._exact:
             known = self.refine if layout.num_microbatches * layout.num_stages <= MOST_PAIRS else None
             estimate = (known or self.evaluate)(self.transformer, self.cluster, layout)
-            self._exact[layout] = Candidate(layout, estimate, is_exact=known is not None)
+            self._exact[layout] = Choice(layout, estimate, is_exact=known is not None)
         return self._exact[layout]
 
-    def cut(self, layout: Layout, limit_bytes: float) -> Candidate:
+    def cut(self, layout: Layout, limit_bytes: float) -> Choice:
         """Return the layout with the better of two cuts, exactly.
 
         Interleaved stages wait for each other, so that equal ones may be faster than equal ranks; no formula tells.
@@ -184,7 +184,7 @@ class Survey:
         settings = len(recomputations(self.pins))
         return sum(len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families)
 
-    def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Candidate]:
+    def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Choice]:
         """Return the best layouts of the `top` best meshes that stay within the limit, best first.
 
         Of each mesh there are `each`, which differ in their schedule or its stages per rank.
@@ -200,7 +200,7 @@ class Survey:
                 self._search(family, schedule, limit_bytes, found)
         return found.candidates()
 
-    def smallest(self) -> Candidate | None:
+    def smallest(self) -> Choice | None:
         """Return the layout that holds the least, or None where the pins admit none."""
         most = recomputations(self.pins)[-1]
         every = (
@@ -231,22 +231,22 @@ class Survey:
             family.floors[recompute] = _SLACK * even * work
         return family.floors[recompute]
 
-    def _search(self, family: _Family, schedule: tuple[str, int], limit: float, found: _Best) -> None:
+    def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
         """Add what stays within the limit and may be among the best."""
         lightest = recomputations(self.pins)[0]
         larger, idle = (find(schedule[0]).saves_memory_of, schedule[1]), 1 + family.bubble(schedule)
-        if self._floor(family, lightest) * idle > found.bound(family.mesh):
+        if self._floor(family, lightest) * idle > best.bound(family.mesh):
             return
         for zero in zero_stages(family.mesh, self.pins):
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
             recompute = self._first_within(family, schedule, zero, limit)
-            bound = found.bound(family.mesh)
+            bound = best.bound(family.mesh)
             if recompute is None or self._floor(family, recompute) * idle > bound:
                 continue
             one = self._seen(family, (schedule, zero, recompute))
             if one.seconds <= bound:
-                found.add(one)
+                best.add(one)
             took = one.estimate.seconds
             if recompute == lightest and took.total - took.data_exposed - took.optimizer > bound:
                 return
@@ -268,10 +268,10 @@ class Survey:
                 family.weighed[key] = self.weigh(self.transformer, self._layout(family, key))
         return family.weighed[key]
 
-    def _seen(self, family: _Family, key: _Key) -> Candidate:
+    def _seen(self, family: _Family, key: _Key) -> Choice:
         if key not in family.seen:
             layout = self._layout(family, key)
-            family.seen[key] = Candidate(layout, self.evaluate(self.transformer, self.cluster, layout))
+            family.seen[key] = Choice(layout, self.evaluate(self.transformer, self.cluster, layout))
             self.num_evaluated += 1
         return family.seen[key]
 

@@ -1,13 +1,19 @@
-"""Why one layout loses against another: the items of its seconds, in a sentence."""
+"""Why one layout loses against another, and why nothing fits and what would: found by trying, not by rule of thumb."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import replace
 
-from drumline.plan.cluster.estimate import Seconds
-from drumline.plan.layouts.survey import Candidate
+from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.survey import Choice, Survey
+from drumline.plan.why import less_activations, lost_and_saved
+from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30
+_LARGEST = 64  # times the devices asked for
 _EVEN = 5e-4  # of a step; less than that is no difference
 _MORE = {
     "compute": "its busiest rank computes {} more",
@@ -33,7 +39,7 @@ _LESS = {
 }
 
 
-def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
+def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     """Return what speaks against `other`: that it does not fit, or which seconds it loses and which it saves."""
     if other.bytes > limit_bytes:
         over = (other.bytes - limit_bytes) / _GIB
@@ -41,7 +47,7 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
         note = f"; it would be {gain:.1%} faster" if gain > _EVEN else ""
         return f"does not fit: {over:.1f} GiB too much{note}"
     slower = other.seconds / chosen.seconds - 1
-    lost, saved = _differences(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
+    lost, saved = lost_and_saved(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
     if abs(slower) <= _EVEN:
         return _as_fast(chosen, other)
     reasons = [_MORE[item].format(_seconds(by)) for item, by in lost[:2]]
@@ -51,10 +57,10 @@ def why(chosen: Candidate, other: Candidate, limit_bytes: float) -> str:
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
-def settings(one: Candidate, than: Candidate | None = None) -> str:
+def settings(choice: Choice, than: Choice | None = None) -> str:
     """Return a layout in words, of its settings only those that differ from another's."""
-    layout, known = one.layout, None if than is None else than.layout
-    parts = [str(one.mesh)]
+    layout, known = choice.layout, None if than is None else than.layout
+    parts = [str(choice.mesh)]
     if layout.pipeline > 1 and (
         known is None or (layout.schedule, layout.stages_per_rank) != (known.schedule, known.stages_per_rank)
     ):
@@ -65,21 +71,11 @@ def settings(one: Candidate, than: Candidate | None = None) -> str:
     if known is None or layout.zero != known.zero:
         parts.append(f"ZeRO {layout.zero}")
     if known is None or layout.recompute != known.recompute:
-        parts.append("no recomputation" if layout.recompute == "none" else f"{layout.recompute} recomputation")
+        parts.append(layout.recomputation)
     return ", ".join(parts)
 
 
-def _differences(
-    chosen: Seconds, other: Seconds, least: float
-) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Return what `other` loses and what it saves, item by item, the largest first."""
-    by = {item.name: getattr(other, item.name) - getattr(chosen, item.name) for item in fields(Seconds)}
-    lost = sorted(((item, delta) for item, delta in by.items() if delta > least), key=lambda one: -one[1])
-    saved = sorted(((item, -delta) for item, delta in by.items() if delta < -least), key=lambda one: -one[1])
-    return lost or [max(by.items(), key=lambda one: one[1])], saved
-
-
-def _as_fast(chosen: Candidate, other: Candidate) -> str:
+def _as_fast(chosen: Choice, other: Choice) -> str:
     more = (other.bytes - chosen.bytes) / _GIB
     if more >= 0.05:
         return f"as fast, but holds {more:.1f} GiB more"
@@ -95,3 +91,111 @@ def _seconds(value: float) -> str:
     ('2.1 s', '41 ms')
     """
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 1e-3 else f"{value * 1e3:.2g} ms"
+
+
+def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
+    """Return the error: how far the smallest layout is from fitting, and what would make it fit."""
+    smallest = survey.smallest()
+    if smallest is None:
+        return _not_admitted(survey)
+    name, devices = survey.transformer.name, survey.cluster.num_devices
+    error = PlanError(
+        f"{name} does not fit on {devices} x {survey.cluster.device.name}: the smallest layout, {described(smallest)}, "
+        f"holds {smallest.bytes / _GIB:.1f} GiB on a device",
+        expected=f"at most {limit / _GIB:.1f} GiB with {headroom:.0%} headroom: {_short_of(smallest, limit)}",
+        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), _roomier(smallest, headroom)]),
+    )
+    error.smallest_bytes = int(smallest.bytes)
+    return error
+
+
+def _not_admitted(survey: Survey) -> PlanError:
+    """Return which pins leave no layout at all, however much memory there is."""
+    pins = survey.pins
+    if pins.microbatch is not None and survey.batch % pins.microbatch:
+        return PlanError(
+            f"a batch of {survey.batch} sequences in microbatches of {pins.microbatch}",
+            expected="microbatches that divide the batch",
+        )
+    named = {"schedule": " or ".join(pins.schedules), "stages per rank": pins.stages_per_rank, "PP": pins.pipeline}
+    given = ", ".join(f"{name} {value}" for name, value in named.items() if value)
+    return PlanError(
+        f"no layout on {counted(survey.cluster.num_devices, 'device')} admits {given or f'a batch of {survey.batch}'}",
+        expected="stages per rank that the schedule has, as many layers as stages, and a step of at most "
+        f"{MAX_PAIRS} (stage, microbatch) pairs",
+        fix="stages per rank are "
+        + ", ".join(f"{' or '.join(map(str, stages))} of {name}" for name, stages in tried_schedules().items()),
+    )
+
+
+def described(choice: Choice) -> str:
+    """Return a layout in a few words."""
+    return f"{choice.mesh} with ZeRO {choice.layout.zero} and {choice.layout.recomputation}"
+
+
+def _short_of(smallest: Choice, limit: float) -> str:
+    over, held = smallest.bytes - limit, smallest.estimate.bytes
+    if (less := less_activations(over, held.activations)) is not None:
+        return f"needs {less}"
+    state = (held.weights + held.gradients + held.optimizer) / _GIB
+    return f"weights, gradients and optimizer alone take {state:.1f} GiB"
+
+
+def _mends(survey: Survey, limit: float) -> Iterator[str]:
+    found = list(_unpinned(survey, limit))
+    if found:
+        yield f"{', '.join(found[:-1]) + ' or ' if found[:-1] else ''}{found[-1]} would fit"
+
+
+def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
+    """Yield what each single pin would have to become."""
+    written = {
+        "recompute": "{recompute} recomputation",
+        "pipeline": "PP {pipeline}",
+        "tensor": "TP {tensor}",
+        "data": "DP {data}",
+        "zero": "ZeRO {zero}",
+        "context": "CP {context}",
+        "expert": "EP {expert}",
+        "microbatch": "microbatches of {microbatch}",
+        "stages_per_rank": "{stages_per_rank} stages per rank",
+        "sequence_parallel": "sequence parallelism",
+        "schedules": "the schedule {schedule}",
+    }
+    default = Pins()
+    for pin, words in written.items():
+        if getattr(survey.pins, pin) == getattr(default, pin):
+            continue
+        pins = replace(survey.pins, **{pin: getattr(default, pin)})
+        found = fits(survey, survey.cluster, pins, limit)
+        if found is not None:
+            layout = found.layout
+            values = {name: getattr(layout, name) for name in layout.__slots__}
+            yield words.format(**values)
+
+
+def _larger(survey: Survey, limit: float) -> Iterator[str]:
+    """Yield the smallest cluster that holds it, doubling the devices."""
+    pins = replace(survey.pins, data=None)
+    times = 2
+    while times <= _LARGEST:
+        cluster = replace(survey.cluster, num_devices=survey.cluster.num_devices * times)
+        found = fits(survey, cluster, pins, limit)
+        if found is not None:
+            yield f"the smallest that fits: {found.mesh} on {cluster.num_devices} devices"
+            return
+        times *= 2
+
+
+def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice | None:
+    """Return the smallest layout of another question if it fits."""
+    try:
+        other = survey.asked(cluster, batch=survey.batch, pins=pins)
+    except PlanError:  # pins that this cluster cannot meet
+        return None
+    found = other.smallest()
+    return found if found is not None and found.bytes <= limit else None
+
+
+def _roomier(smallest: Choice, headroom: float) -> str:
+    return f"or {smallest.bytes / (1 - headroom) / _GIB:.0f} GiB a device"

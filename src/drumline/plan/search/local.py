@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from drumline.plan.search.instance import B, F, I, Instance, Rows, W
-from drumline.plan.search.objective import Measured, Objective
+from drumline.plan.search.objective import Objective, Score
 
 Block = tuple[int, int, int]
 
@@ -185,7 +185,7 @@ class Annealer:
                     best, best_rows = now.value, rows
         return best, best_rows
 
-    def _blocks(self, rows: Rows, now: Measured) -> list[Block]:
+    def _blocks(self, rows: Rows, now: Score) -> list[Block]:
         path = critical_blocks(self.instance, rows, now.ready, self.objective.longest(now.ends), self.rng)
         return [block for block in path if block[2] > block[1]]
 

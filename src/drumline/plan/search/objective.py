@@ -54,7 +54,7 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Score:
     """The value of rows, every rank's first start and last end, and when what each action makes can be used."""
 
     value: float
@@ -84,7 +84,7 @@ class Objective:
         self._after = [max(exchanged[lane.stage] for lane in lanes) if copied else 0.0 for lanes in instance.lanes]
         self._many = None if jitter is None else clock_many(instance, jitter.factors(instance))
 
-    def measure(self, rows: Rows) -> Measured | None:
+    def measure(self, rows: Rows) -> Score | None:
         """Return what the rows are worth; None where ranks wait for each other."""
         times = self._clock(rows, self._begin)
         if times is None:
@@ -92,8 +92,8 @@ class Objective:
         ends, ready = times
         if self._many is not None and self.jitter is not None:
             many = self._many(rows, np.zeros((len(rows), self.jitter.num_samples)))
-            return Measured(float(np.quantile(self._of_many(rows, *many), self.jitter.quantile)), ends, ready)
-        return Measured(self.of_ends(rows, ends), ends, ready)
+            return Score(float(np.quantile(self._of_many(rows, *many), self.jitter.quantile)), ends, ready)
+        return Score(self.of_ends(rows, ends), ends, ready)
 
     def of_ends(self, rows: Rows, ends: Ends) -> float:
         """Return the value of rows that start and end at these times."""

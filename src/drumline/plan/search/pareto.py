@@ -16,10 +16,9 @@ from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from drumline.plan.search.everywhere import PLACEMENTS, placement_named
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.search import search
+from drumline.plan.search.search import PLACEMENTS, placement_named, search
 from drumline.plan.search.starts import starts
 
 _MOST_LIMITS = 12

@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drumline.core.measured.costs import costs_of
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.replay import replay, typical_costs
+from drumline.core.measured.replay import replay
 from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import Advice, advise
@@ -56,7 +57,7 @@ def observe(run: Run, step: int | None = None) -> Observed:
     return Observed(
         measured=measured,
         simulated=replay(measured),
-        costs=typical_costs(timelines),
+        costs=costs_of(timelines),
         step=number,
         plan=run.plan,
         metrics=metrics,

@@ -13,8 +13,8 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.prove.frozen import needed
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.held_pairs import Held
 from drumline.plan.cut.partition import partition
+from drumline.plan.cut.peaks import HeldPairs
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
@@ -138,7 +138,7 @@ def cut(
     balance: Sequence[int] | str | None = None,
     cuts: Sequence[str] | None = None,
     *,
-    held: Sequence[Held] = (),
+    held: Sequence[HeldPairs] = (),
 ) -> list[tuple[Block, ...]]:
     """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
 

@@ -8,19 +8,19 @@ from functools import lru_cache
 from math import prod
 
 from drumline.core.errors import PlanError, counted
+from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.layouts.pins import Pins
 
 SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Mesh:
+class Degrees:
     """Degrees of parallelism alone.
 
-    >>> print(Mesh(tensor=8, pipeline=16, data=16))
+    >>> print(Degrees(tensor=8, pipeline=16, data=16))
     TP8 PP16 DP16
     """
 
@@ -31,7 +31,7 @@ class Mesh:
     expert: int = 1
 
     @classmethod
-    def of(cls, layout: Layout) -> Mesh:
+    def of(cls, layout: Layout) -> Degrees:
         """Return the degrees of a layout."""
         return cls(layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
 
@@ -42,10 +42,10 @@ class Mesh:
         )
 
 
-def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Mesh]:
+def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:
     """Return every mesh that uses all devices and admits the batch; where there is none, say what contradicts what.
 
-    >>> from drumline.plan.cluster.machine.hardware import Cluster, Device, Link
+    >>> from drumline.plan.cluster.hardware import Cluster, Device, Link
     >>> link = Link(1e-5, 1e11)
     >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 4, link, link)
     >>> gpt = Transformer("tiny", 2, 64, 4, vocabulary=1000, sequence=128)
@@ -58,7 +58,7 @@ def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -
     return found
 
 
-def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Mesh]:
+def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Degrees]:
     for tensor in _tensor(transformer, cluster, pins):
         for context in _context(transformer, cluster, tensor, pins):
             rest, odd = divmod(cluster.num_devices, tensor * context)
@@ -69,7 +69,7 @@ def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) 
                 if odd or pipeline > transformer.num_layers or pins.data not in (None, data) or batch % data:
                     continue
                 for expert in _expert(transformer, data * context, pins):
-                    yield Mesh(tensor, pipeline, data, context, expert)
+                    yield Degrees(tensor, pipeline, data, context, expert)
 
 
 def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from drumline.core.errors import PlanError, nearest
-from drumline.plan.cluster.model.details import Details, Latent
-from drumline.plan.cluster.model.transformer import Experts, Transformer
+from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 
 
 def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, vocabulary: int = 51200) -> Transformer:

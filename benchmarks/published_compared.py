@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.model.flops import run_flops
-from drumline.plan.cluster.published import PRACTICES, Run, held_out, sc21
+from published_runs import PRACTICES, Run, held_out, run_flops, sc21
 
 
 @dataclass(frozen=True, slots=True)

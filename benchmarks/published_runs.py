@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drumline.plan.cluster.estimate import Estimate
-from drumline.plan.cluster.evaluate import estimate
+from drumline.plan.cluster.estimate import Estimate, estimate
+from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
-from drumline.plan.cluster.machine.hardware import Cluster
-from drumline.plan.cluster.machine.named import cluster
-from drumline.plan.cluster.model.flops import model_flops, run_flops
-from drumline.plan.cluster.model.named import model
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.models import model
+from drumline.plan.cluster.parameters import attention_flops, layer_weights, model_flops
+from drumline.plan.cluster.transformer import Transformer
 
 MEGATRON_2021 = Practice(
     flash_attention=False,
@@ -77,6 +75,23 @@ class Holding:
     layout: Layout
     weights: float
     activations: float
+
+
+def run_flops(transformer: Transformer, layout: Layout) -> float:
+    """Return the operations that a step runs, those included that are computed again.
+
+    >>> gpt = Transformer("145.6B", num_layers=80, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> h, l, s, v = 12288, 80, 2048, 51200
+    >>> layout = Layout(batch=1, recompute="full")
+    >>> round(run_flops(gpt, layout) / (96 * s * l * h**2 * (1 + s / 6 / h + v / 16 / l / h)), 6)
+    1.0
+    """
+    again = 0.0
+    if layout.recompute != "none":
+        again += attention_flops(transformer, layout.batch)
+    if layout.recompute == "full":
+        again += 2.0 * layout.batch * transformer.sequence * layer_weights(transformer)
+    return model_flops(transformer, layout.batch) + again
 
 
 def sc21() -> tuple[Run, ...]:

@@ -1,8 +1,8 @@
-"""How many parameters a transformer has, and where: in a layer's dense part, in its experts, at both ends."""
+"""How many parameters the parts of a transformer have, and how many operations a step takes with them."""
 
 from __future__ import annotations
 
-from drumline.plan.cluster.model.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer
 
 
 def attention_parameters(transformer: Transformer) -> int:
@@ -49,13 +49,6 @@ def expert_parameters(transformer: Transformer) -> int:
     return feedforward_parameters(transformer, transformer.experts.feedforward) if transformer.experts else 0
 
 
-def layer_parameters(transformer: Transformer, layer: int) -> int:
-    """Return all parameters of one layer."""
-    if layer < transformer.num_dense_layers or transformer.experts is None:
-        return dense_layer_parameters(transformer)
-    return shared_parameters(transformer) + transformer.experts.num_experts * expert_parameters(transformer)
-
-
 def embedding_parameters(transformer: Transformer) -> int:
     """Return the parameters before the first layer."""
     return transformer.hidden * (
@@ -68,26 +61,39 @@ def head_parameters(transformer: Transformer) -> int:
     return transformer.hidden * transformer.vocabulary + _norm(transformer)
 
 
-def num_parameters(transformer: Transformer) -> int:
-    """Return all parameters, a tied embedding once.
-
-    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
-    >>> round(num_parameters(gpt) / 1e9, 1)
-    174.6
-    """
-    tied = transformer.hidden * transformer.vocabulary if transformer.tied else 0
-    layers = sum(layer_parameters(transformer, layer) for layer in range(transformer.num_layers))
-    return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
-
-
-def active_parameters(transformer: Transformer) -> int:
-    """Return the parameters that one token uses: all of them, but of the experts only those it goes to."""
-    if transformer.experts is None:
-        return num_parameters(transformer)
-    idle = transformer.experts.num_experts - transformer.experts.per_token
-    num_layers = transformer.num_layers - transformer.num_dense_layers
-    return num_parameters(transformer) - num_layers * idle * expert_parameters(transformer)
-
-
 def _norm(transformer: Transformer) -> int:
     return (2 if transformer.biased else 1) * transformer.hidden
+
+
+def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -> float:
+    """Return the operations of a step: two for each weight and token forward, twice as many backward, and attention.
+
+    Attention counts as if every token looked at every other, as most papers count it; `causal` counts the half that is
+    not masked.
+
+    >>> gpt = Transformer("175B", num_layers=96, hidden=12288, num_heads=96, vocabulary=51200, sequence=2048)
+    >>> h, l, s, v = 12288, 96, 2048, 51200
+    >>> round(model_flops(gpt, 1) / (72 * s * l * h**2 * (1 + s / 6 / h + v / 12 / l / h)), 6)
+    1.0
+    """
+    attention = attention_flops(transformer, batch) / (2 if causal else 1)
+    tokens = batch * transformer.sequence
+    return 3 * (attention + 2.0 * tokens * (layer_weights(transformer) + transformer.hidden * transformer.vocabulary))
+
+
+def attention_flops(transformer: Transformer, batch: int) -> float:
+    """Return the operations of attention itself in one forward: scores, and their products with the values."""
+    width = transformer.num_heads * transformer.head_width
+    return 4.0 * batch * transformer.sequence**2 * width * transformer.num_layers
+
+
+def layer_weights(transformer: Transformer) -> float:
+    """Return the weights of all layers that a token is multiplied with."""
+    width = transformer.num_heads * transformer.head_width
+    keys = 2 * transformer.num_key_value_heads * transformer.head_width
+    inner = float(transformer.num_dense_layers * transformer.feedforward)
+    if (experts := transformer.experts) is not None:
+        each = (experts.per_token + experts.num_shared) * experts.feedforward
+        inner += (transformer.num_layers - transformer.num_dense_layers) * each
+    kinds = 3 if transformer.gated else 2
+    return transformer.hidden * (transformer.num_layers * (2.0 * width + keys) + kinds * inner)

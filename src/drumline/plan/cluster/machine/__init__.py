@@ -1,1 +1,0 @@
-"""A cluster as numbers: devices, links, the seconds of single kernels, and machines by name."""

@@ -1,0 +1,231 @@
+"""What if: one setting of the plan changed, more of something, fewer or more devices; each is planned anew.
+
+- `changes`: the chosen layout with one setting changed; `against_fsdp`: its opposite, sharded weights and no pipeline.
+- `margins`: what a GPU, a node, a larger cluster, a GiB, as much memory as pays would buy; `pareto`: speed by memory.
+- `strong` and `weak` scaling: the same question on fewer and on more devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from drumline.core.errors import PlanError
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.layouts.pins import ZERO, Pins
+from drumline.plan.layouts.planner import ClusterPlan, chosen_of
+from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
+from drumline.plan.layouts.survey import Choice
+from drumline.plan.layouts.why import settings, why
+
+_GIB = 2**30
+_STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster
+_LIMITS = 12  # of the picture of throughput against memory
+_NOTHING = 5e-4  # of the throughput: less is no gain
+_ROOMIEST = 1.5  # times the limit, where that picture ends
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Something more, and the best plan with it; None where there is none that uses it."""
+
+    what: str
+    devices: int
+    limit_bytes: float
+    best: Choice | None
+    gain: float
+    how: str = ""
+
+    def __str__(self) -> str:
+        if self.best is None:
+            return f"{self.what}: nothing, no layout uses them all"
+        if self.gain < _NOTHING:
+            return f"{self.what}: nothing, no layout is faster then"
+        return f"{self.what}: {self.gain:.1%} more tokens a second, as {self.how}"
+
+
+def margins(plan: ClusterPlan) -> list[Margin]:
+    """Return what one more device, one more node, a larger cluster, and more memory would buy."""
+    found = [_devices(plan, 1, "one more GPU")]
+    per_node, devices = plan.cluster.devices_per_node, plan.cluster.num_devices
+    if devices % per_node == 0 and per_node > 1:
+        found.append(_devices(plan, per_node, "one more node"))
+    for times in _STEPS:
+        nodes = max(round(devices / per_node * times), 1)
+        more = nodes * per_node - devices
+        if more <= per_node:
+            continue
+        one = _devices(plan, more, f"{more} more GPUs")
+        if one.gain >= _NOTHING:
+            found.append(one)
+            break
+    found.append(_memory(plan, _GIB, "one more GiB a device"))
+    return found + _next_memory(plan)
+
+
+def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
+    """Plan on more devices; those that no layout uses stay idle."""
+    devices = plan.cluster.num_devices + more
+    return _margin(plan, what, devices, plan.limit_bytes, planned(plan, devices, plan.batch))
+
+
+def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Margin:
+    if best is None:
+        return Margin(what, devices, limit, None, 0.0)
+    gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
+    return Margin(what, devices, limit, best, gain, settings(best, plan.chosen))
+
+
+def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
+    """Return the best layout on another number of devices, all of them used; degrees stay free, settings pinned."""
+    per_node = min(plan.cluster.devices_per_node, devices)
+    if devices % per_node:
+        return None
+    cluster = replace(plan.cluster, num_devices=devices, devices_per_node=per_node)
+    pins = replace(plan.pins, data=None, pipeline=None)
+    return _best(plan, cluster, pins, batch, plan.limit_bytes)
+
+
+def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Choice | None:
+    try:
+        survey = plan.survey.asked(cluster, batch=batch, pins=pins)
+    except PlanError:  # no mesh at all
+        return None
+    return next(iter(chosen_of(survey, limit)), None)
+
+
+def _memory(plan: ClusterPlan, more: float, what: str) -> Margin:
+    limit = plan.limit_bytes + more
+    best = next(iter(chosen_of(plan.survey, limit)), None)
+    return _margin(plan, what, plan.cluster.num_devices, limit, best)
+
+
+def _next_memory(plan: ClusterPlan) -> list[Margin]:
+    """Return the least memory that buys half a percent at least, where there is such a thing."""
+    for point in pareto(plan):
+        gain = plan.chosen.seconds / point.seconds - 1
+        if point.bytes > plan.limit_bytes and gain > 5e-3:
+            more = point.bytes - plan.limit_bytes
+            what = f"{more / _GIB:.1f} GiB more a device"
+            found = _margin(plan, what, plan.cluster.num_devices, point.bytes, point)
+            return [found] if more > _GIB else []
+    return []
+
+
+def pareto(plan: ClusterPlan) -> list[Choice]:
+    """Return the fastest layout of each memory, smallest first: none has another that is both smaller and faster."""
+    smallest = plan.survey.smallest()
+    assert smallest is not None, "a plan has a layout"
+    low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
+    limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
+    found: list[Choice] = [plan.chosen]
+    for limit in limits:
+        found += chosen_of(plan.survey, limit)
+    front: list[Choice] = []
+    for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
+        if not front or one.seconds < front[-1].seconds:
+            front.append(one)
+    return front
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting changed, what that gives, and why it is not the choice."""
+
+    what: str
+    choice: Choice
+    why: str
+
+
+def changes(plan: ClusterPlan) -> list[Change]:
+    """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
+    found = []
+    for what, layout in _changed(plan):
+        one = plan.survey.cut(layout, plan.limit_bytes)
+        found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
+    return sorted(found, key=lambda one: (one.choice.bytes > plan.limit_bytes, one.choice.seconds))
+
+
+def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
+    layout, mesh = plan.chosen.layout, plan.chosen.mesh
+    for recompute in RECOMPUTE:
+        if recompute != layout.recompute:
+            changed = replace(layout, recompute=recompute)
+            yield changed.recomputation, changed
+    for zero in ZERO if mesh.data * mesh.context > 1 else ():
+        if zero != layout.zero:
+            yield f"ZeRO {zero}", replace(layout, zero=zero)
+    for name, stages in schedules_of(plan.transformer, mesh, layout.num_microbatches, Pins()):
+        if (name, stages) != (layout.schedule, layout.stages_per_rank):
+            words = f"{name}, {stages} stages per rank" if stages > 1 else name
+            counts = layer_counts(plan.transformer, mesh.pipeline, name, stages)
+            yield words, replace(layout, schedule=name, stages_per_rank=stages, counts=counts)
+    for size in microbatch_sizes(plan.batch, mesh, Pins()):
+        admitted = schedules_of(plan.transformer, mesh, plan.batch // (mesh.data * size), Pins())
+        if size != layout.microbatch and (layout.schedule, layout.stages_per_rank) in admitted:
+            yield f"microbatches of {size}", replace(layout, microbatch=size)
+    if layout.sequence_parallel:
+        yield "no sequence parallelism", replace(layout, sequence_parallel=False)
+
+
+def against_fsdp(plan: ClusterPlan) -> list[tuple[str, Choice]]:
+    """Return the choice beside the fastest layout that shards everything and has no pipeline, fitting or not.
+
+    Where the choice itself has no pipeline, the fastest of those that have one stands beside it, too.
+    """
+    rows = [("chosen", plan.chosen)]
+    if plan.chosen.layout.pipeline == 1:
+        rows += [("with a pipeline", one) for one in plan.best if one.layout.pipeline > 1][:1]
+    try:
+        every = list(layouts(plan.transformer, plan.cluster, plan.batch, Pins(pipeline=1, zero=3)))
+    except PlanError:  # fewer sequences than devices, even with all of a node on one of them
+        return rows
+    sharded = [plan.survey.exact(layout) for layout in every]
+    fitting = [one for one in sharded if one.bytes <= plan.limit_bytes] or sharded
+    return [*rows, ("FSDP, no pipeline", min(fitting, key=lambda one: one.rank))]
+
+
+TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """The best plan on so many devices; None where nothing fits."""
+
+    devices: int
+    batch: int
+    best: Choice | None
+
+
+def strong(plan: ClusterPlan) -> list[ScalePoint]:
+    """Return the plans of the same batch on other numbers of devices."""
+    return [_point(plan, times, plan.batch) for times in TIMES if _whole(plan.cluster.num_devices * times)]
+
+
+def weak(plan: ClusterPlan) -> list[ScalePoint]:
+    """Return the plans where the batch grows with the devices."""
+    return [
+        _point(plan, times, int(plan.batch * times))
+        for times in TIMES
+        if _whole(plan.cluster.num_devices * times) and _whole(plan.batch * times)
+    ]
+
+
+def _point(plan: ClusterPlan, times: Fraction, batch: int) -> ScalePoint:
+    devices = int(plan.cluster.num_devices * times)
+    best = plan.chosen if times == 1 else planned(plan, devices, batch)
+    return ScalePoint(devices, batch, best)
+
+
+def _whole(number: Fraction) -> bool:
+    return number.denominator == 1
+
+
+def efficiency(points: list[ScalePoint]) -> list[float | None]:
+    """Return what each point reaches of the throughput per device of the smallest that fits."""
+    rates = [None if one.best is None else one.batch / one.best.seconds / one.devices for one in points]
+    first = next((rate for rate in rates if rate is not None), None)
+    return [None if rate is None or first is None else rate / first for rate in rates]
