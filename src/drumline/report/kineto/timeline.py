@@ -174,42 +174,31 @@ class _IdleWalk:
         )
 
     def intervals(self) -> Iterator[Idle]:
-        free = self.timeline.start
-        waiting = Cause.FILL
-        for index, start in enumerate(self.track.starts):
-            if start > free:
-                yield from self.gap(free, start, index, waiting)
-            free = self.track.ends[index]
-            waiting = Cause.WAIT
-        if self.timeline.end > free:
-            yield from self.named(free, self.timeline.end, None)
+        for low, high, index, waiting in self.timeline.gaps(self.rank):
+            if waiting is Cause.DRAIN:
+                yield from self.named(low, high, None)
+            else:
+                yield from self.gap(low, high, index, waiting)
 
     def gap(self, low: float, high: float, index: int, waiting: Cause) -> Iterator[Idle]:
         action = self.track.actions[index]
-        place = self.timeline.latest_inputs[self.rank].place(index)
-        if place is None:
+        latest = self.timeline.latest_input(self.rank, index)
+        if latest is None:
             yield from self.named(low, high, action)
             return
-        needed = self.needed(action, place[0], place[1])
-        made = _within(self.timeline.tracks[place[0]].ends[place[1]], low, high)
+        made, on_rank, needed = latest
+        made = _within(made, low, high)
         sent, moving, arrived = self.moved(index, needed, made, high)
         if made > low:
-            yield Idle(self.rank, low, made, waiting, action, needed, place[0])
+            yield Idle(self.rank, low, made, waiting, action, needed, on_rank)
         if sent > made:
-            yield Unsent(self.rank, made, sent, Cause.OVERHEAD, action, needed, place[0])
+            yield Unsent(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
         if moving > sent:
             yield from self.named(sent, moving, action)
         if arrived > moving:
-            yield Idle(self.rank, moving, arrived, Cause.TRANSFER, action, needed, place[0])
+            yield Idle(self.rank, moving, arrived, Cause.TRANSFER, action, needed, on_rank)
         if high > arrived:
             yield from self.named(arrived, high, action)
-
-    def needed(self, action: Action, rank: int, index: int) -> Action:
-        """Return the plain action, perhaps half of a pair, that made the input of `action`."""
-        made = self.timeline.tracks[rank].actions[index]
-        stages = self.timeline.program.num_stages
-        wanted = {one for part in action.work for some in rules.needs(part, stages) for one in some}
-        return next((part for part in made.work if part in wanted), made)
 
     def moved(self, index: int, needed: Action, made: float, high: float) -> tuple[float, float, float]:
         """Return when the message behind `needed` was sent, when both ends could move it, and when it had arrived."""
@@ -238,7 +227,7 @@ class _IdleWalk:
             elif name:
                 yield BusyIdle(self.rank, start, end, Cause.OVERHEAD, before, what=name)
             elif before is None:
-                on_rank, last = self.last()
+                on_rank, last = self.timeline.last_action
                 yield Idle(self.rank, start, end, Cause.DRAIN, None, last, on_rank)
             else:
                 yield from self.unnamed(start, end, before)
@@ -256,12 +245,6 @@ class _IdleWalk:
                 low = done
         if high > low:
             yield Idle(self.rank, low, high, Cause.UNEXPLAINED, before)
-
-    def last(self) -> tuple[int, Action]:
-        """Return the rank and the action that ends last of all."""
-        tracks = self.timeline.tracks
-        rank = max(range(len(tracks)), key=lambda one: tracks[one].ends[-1])
-        return rank, tracks[rank].actions[-1]
 
 
 def _innermost(
