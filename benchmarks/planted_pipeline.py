@@ -252,9 +252,9 @@ PIPELINE = (
     ),
     Bug(
         "batches-that-begin-alike",
-        "pipeline/verify/agreement.py",
-        "found: bytes = flat[:: max(1, len(flat) // _NUM_ELEMENTS)][: _NUM_ELEMENTS + 1].tobytes()",
-        "found: bytes = flat[:_NUM_ELEMENTS].tobytes()",
+        "pipeline/verify/elements.py",
+        "found: bytes = flat[:: max(1, array.size // NUM_ELEMENTS)].tobytes()",
+        "found: bytes = flat[:NUM_ELEMENTS].tobytes()",
         "Two ranks' batches that differ behind their first elements pass for the same.",
     ),
     Bug(

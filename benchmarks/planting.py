@@ -52,6 +52,7 @@ OF_FILE = {
     "core/timeline/timeline.py": ("tests/core/test_simulate.py", "tests/core/test_attribute.py"),
     "core/simulate/memory.py": ("tests/core/test_memory.py",),
     "pipeline/assembly.py": ("tests/pipeline/test_transports.py",),
+    "pipeline/verify/elements.py": ("tests/pipeline/test_agreement.py",),
     "pipeline/engine.py": ("tests/pipeline/test_captured.py",),
     "pipeline/state/guard.py": ("tests/pipeline/test_pipeline.py",),
     "pipeline/state/tensors.py": ("tests/pipeline/test_tied.py",),
