@@ -30,7 +30,7 @@ class Cells:
     def of(program: Program) -> Cells:
         """Sort a program's columns by what takes time and what does not; halves of pairs come last, two by two."""
         columns, timed = program.columns, program.timed_columns
-        order = np.argsort(timed.paired, kind="stable")
+        order = np.argsort(timed.paired, kind="stable") if timed.paired.any() else slice(None)
         work = (column[order] for column in (timed.stage, timed.code, timed.microbatch, timed.cell, timed.rank))
         other = np.flatnonzero(~columns.timed)
         rank = columns.rank[other]

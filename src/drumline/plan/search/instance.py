@@ -189,10 +189,11 @@ class Instance:
     def need(self) -> list[int]:
         """What every action waits for on another stage, by number; -1 where there is nothing."""
         found = [-1] * self.num_actions
+        length = 4 * self.num_microbatches
         for (stage, op), (needed_stage, needed_op) in self.inputs.items():
             if op != W:  # a rank owes W from its own I on, and runs it where it will
-                for m in range(self.num_microbatches):
-                    found[self.number(stage, op, m)] = self.number(needed_stage, needed_op, m)
+                first, needed = self.number(stage, op, 0), self.number(needed_stage, needed_op, 0)
+                found[first : first + length - op : 4] = range(needed, needed + length - needed_op, 4)
         return found
 
     @cached_property
