@@ -49,9 +49,9 @@ RUNTIME = (
     ),
     Bug(
         "gradients-for-plain-values",
-        "runtime/stage.py",
-        "leaves = [_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)]",
-        "leaves = [_leaf(one, wants_gradient) for at, one in enumerate(tensors)]",
+        "runtime/segment.py",
+        "_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)",
+        "_leaf(one, wants_gradient) for at, one in enumerate(tensors)",
         "A gradient is asked for of tensors that the stage before has none for.",
     ),
     Bug(
@@ -260,8 +260,9 @@ RUNTIME = (
     Bug(
         "unseeded-records-stay",
         "runtime/segment.py",
-        "            if tape is not None:\n                tape.records.clear()\n",
-        "",
+        "                self.unchanged(given, versions)\n                if tape is not None:\n"
+        "                    tape.records.clear()\n",
+        "                self.unchanged(given, versions)\n",
         "A forward that has to run again leaves the records of both runs on the tape.",
     ),
     Bug(

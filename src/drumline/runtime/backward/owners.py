@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ class Reel:
         self.records: list[Record] = []
 
 
-class Owner(ABC):
+class ModuleOwner(ABC):
     """A module that owns trainable parameters, and how its weight gradients are made."""
 
     by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
@@ -63,7 +64,7 @@ class Owner(ABC):
         """Follow the parameters if their memory was exchanged since the last step."""
 
 
-class _WithFormula(Owner):
+class _WithFormula(ModuleOwner):
     """An owner with a weight and perhaps a bias, whose stand-ins share the parameters' memory."""
 
     def __init__(self, module: nn.Module, reel: Reel) -> None:
@@ -221,7 +222,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-class GeneralOwner(Owner):
+class GeneralOwner(ModuleOwner):
     """Any other module: its forward runs on a graph of its own, through which I and W go one after the other."""
 
     by_autograd = True
@@ -309,7 +310,7 @@ _FORMULAS: dict[type[nn.Module], type[_WithFormula]] = {
 _WHOLE = (nn.MultiheadAttention,)
 
 
-def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
+def owners_in(module: nn.Module, reel: Reel) -> Iterator[ModuleOwner]:
     """Yield the owners in a module's tree.
 
     >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Reel())]
@@ -377,19 +378,20 @@ class Splitter:
         """What the graph of a recorded forward begins with in place of parameters."""
         return [one for owner in self.owners for one in owner.begins if one is not None]
 
-    def start(self, tape: Tape) -> None:
-        """Let the owners record on `tape` until `stop`."""
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """Let the owners record on `tape` inside; afterwards the modules have their own forwards back."""
         self.reel.records = tape.records
         # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
         unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
         places = self._without_norms if unknown else self._places
         for namespace, forward, _ in places:
             namespace["forward"] = forward
-
-    def stop(self) -> None:
-        """Give the modules their own forwards back."""
-        for namespace, _, own in self._places:
-            if own is not None:
-                namespace["forward"] = own
-            else:
-                namespace.pop("forward", None)
+        try:
+            yield
+        finally:
+            for namespace, _, own in self._places:
+                if own is not None:
+                    namespace["forward"] = own
+                else:
+                    namespace.pop("forward", None)

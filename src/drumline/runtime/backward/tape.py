@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from torch.autograd.graph import GradientEdge
 
 from drumline.runtime.backward.engine import gradients_at
 from drumline.runtime.precision import gradient_dtype
-
-if TYPE_CHECKING:
-    from drumline.runtime.backward import owners, split_backend
-
-    Owner = owners.Owner | split_backend.WeightHalf
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -38,6 +33,18 @@ def running() -> Tape | None:
     """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
     tape: Tape | None = getattr(_of_thread, "tape", None)
     return tape
+
+
+class Owner(Protocol):
+    """Whose parameters a record is about: a module, or a compiled piece of code."""
+
+    by_autograd: bool  # whether autograd makes the gradients, and runs the parameters' hooks
+
+    def gradients(self, record: Record) -> Gradients:
+        """Return the weight gradients of one call."""
+
+    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Return fewer records in place of several microbatches', where that makes one larger product."""
 
 
 class Record:

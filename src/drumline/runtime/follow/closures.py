@@ -8,13 +8,12 @@ something that the model has as an attribute; all else that they captured stays 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from drumline.runtime.patches import Patch, Replaced
 from drumline.runtime.watch.fingerprint import can_change
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,16 +35,16 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     """
     held = (one for module in model.modules() for one in (module, *vars(module).values()))
     own = {id(one) for one in held if isinstance(one, nn.Module | Tensor) or can_change(one)}
-    with _functions_too(own | memo.keys()):
+    own |= memo.keys()
+    with _FUNCTIONS.by(own), _METHODS.by(own):
         return copy.deepcopy(model, memo)
 
 
-@contextmanager
-def _functions_too(own: set[int]) -> Iterator[None]:
-    def of_function(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
-        cells = fn.__closure__ or ()
+def _of_function(replaced: Replaced) -> Any:
+    def copy_function(fn: FunctionType, memo: dict[int, Any]) -> Any:
+        own, cells = replaced.watcher or (), fn.__closure__ or ()
         if not any(id(_content(cell)) in own for cell in cells):
-            return fn
+            return replaced.found(fn, memo)
         made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(CellType() for _ in cells))
         made.__kwdefaults__, made.__module__, made.__qualname__ = fn.__kwdefaults__, fn.__module__, fn.__qualname__
         made.__dict__.update(fn.__dict__)
@@ -56,19 +55,22 @@ def _functions_too(own: set[int]) -> Iterator[None]:
                 cell.cell_contents = copy.deepcopy(content, memo) if id(content) in own else content
         return made
 
-    def of_method(method: MethodType, memo: dict[int, Any]) -> Any:
-        return (
-            MethodType(method.__func__, copy.deepcopy(method.__self__, memo)) if id(method.__self__) in own else method
-        )
-
-    before = {kind: _dispatch[kind] for kind in (FunctionType, MethodType)}
-    _dispatch.update({FunctionType: of_function, MethodType: of_method})
-    try:
-        yield
-    finally:
-        _dispatch.update(before)
+    return copy_function
 
 
+def _of_method(replaced: Replaced) -> Any:
+    def copy_method(method: MethodType, memo: dict[int, Any]) -> Any:
+        own = replaced.watcher
+        if own is None:
+            return replaced.found(method, memo)
+        if id(method.__self__) not in own:
+            return method
+        return MethodType(method.__func__, copy.deepcopy(method.__self__, memo))
+
+    return copy_method
+
+
+_FUNCTIONS, _METHODS = Patch(_dispatch, FunctionType, _of_function), Patch(_dispatch, MethodType, _of_method)
 _EMPTY: Any = object()
 
 

@@ -5,14 +5,15 @@ They are part of what a graph depends on: other numbers are followed anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drumline.runtime.patches import Patch, Replaced
 from drumline.runtime.values import pack
 
 
@@ -70,17 +71,17 @@ def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *
     return frozenset(found)
 
 
-@contextmanager
-def unchecked() -> Iterator[None]:
+def unchecked() -> AbstractContextManager[None]:
     """Take conditions on the numbers in stand-ins for granted: they only guard against wrong inputs."""
-    check_all: Any = torch._check_tensor_all_with
+    return _checks.by(True)
 
+
+def _checking(replaced: Replaced) -> Any:
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
-        if not isinstance(cond, FakeTensor):
-            check_all(kind, cond, message)
+        if not replaced.watchers or not isinstance(cond, FakeTensor):
+            replaced.found(kind, cond, message)
 
-    torch._check_tensor_all_with = checked
-    try:
-        yield
-    finally:
-        torch._check_tensor_all_with = check_all
+    return checked
+
+
+_checks = Patch(torch, "_check_tensor_all_with", _checking)
