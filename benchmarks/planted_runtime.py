@@ -8,8 +8,8 @@ RUNTIME = (
     Bug(
         "loss-never-scaled",
         "runtime/executor.py",
-        "return (share if step.scale == 1.0 else share * step.scale,)",
-        "return (share,)",
+        "return ((share if step.scale == 1.0 else share * step.scale,),)",
+        "return ((share,),)",
         "The loss scale is divided out of gradients that were never multiplied by it.",
     ),
     Bug(

@@ -108,7 +108,7 @@ class Stage:
             for segment in self.segments:
                 segment.splitter.refresh()
 
-    def forward(self, microbatch: int, value: Any, target: Any = None, *, keep: bool = True) -> Any:
+    def forward(self, microbatch: int, value: Any, target: Any = None, keep: bool = True) -> Any:
         """Run F and return the output, or on the last stage the loss; both cut off from the graph.
 
         With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.

@@ -20,6 +20,7 @@ from torch import nn
 from drumline.core.errors import ModelError, nearest
 from drumline.runtime.backward import toolchain
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
+from drumline.runtime.blocks.pieces import Piece
 
 Compile = bool | str | Mapping[str, Any]
 Named = Sequence[tuple[str, nn.Module]]
@@ -46,7 +47,7 @@ class Compiler:
 
     def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
         """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
-        if any(hasattr(module, "run_by") for _, module in blocks):
+        if any(isinstance(module, Piece) for _, module in blocks):
             return partial(_through, [_CompiledPiece(self, [block], stage, split) for block in blocks])
         return _Compiled(self, blocks, stage, split)
 
@@ -118,7 +119,7 @@ class _CompiledPiece(_Compiled):
 
     def prepare(self) -> None:
         piece: Any = self.modules[0]
-        self.run = partial(piece.run_by, cache(partial(self.compiler.compiled, split=self.split)))
+        self.run = partial(piece.forward, compiled=cache(partial(self.compiler.compiled, split=self.split)))
 
 
 def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:

@@ -117,23 +117,21 @@ class Piece(nn.Module):
         self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
 
-    def forward(self, value: Any) -> Any:
-        """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output."""
-        return self.run_by(lambda run: run, value)
+    def forward(self, value: Any, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
+        """Run the piece on the values alive; the first one takes the model's inputs, the last returns its output.
 
-    def run_by(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]], value: Any) -> Any:
-        """Run the piece by what `compiled` makes of its code."""
+        It is run by its own code, or by what `compiled` makes of that.
+        """
         if self._number == 0:
             kind, tensors = self.plan.kind(value, train=self.training)
             value = Live(kind, False, tensors)
         kind, sealed, tensors = value
         code = self.plan.codes(kind)[self._number]
-        made = compiled(code.resume if sealed else code.run)(self, *tensors)
+        run = code.resume if sealed else code.run
+        made = (run if compiled is None else compiled(run))(self, *tensors)
         return made if self._number == self.plan.num_pieces - 1 else Live(kind, False, made)
 
-    def __call__(self, value: Any) -> Any:
-        """Run the piece; it is no module of the model's, so that no hook of all modules is for it."""
-        return self.forward(value)
+    __call__ = forward  # it is no module of the model's, so that no hook of all modules is for it
 
     @property
     def epoch(self) -> int:

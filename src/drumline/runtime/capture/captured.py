@@ -103,8 +103,8 @@ class CapturedRow:
             for (receive, _), delivery in zip(stretch.needs, given, strict=True):
                 statics.append(replace(delivery, tensors=tuple([torch.empty_like(one) for one in delivery.tensors])))
                 self.executor.arrived[receive] = statics[-1]
-            for job in stretch.jobs:
-                job.run(job, step)
+            for part in (one for job in stretch.jobs for one in job.parts or (job,)):
+                part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
 
         try:
             replay = self.recorder.capture(self._pool, through)
