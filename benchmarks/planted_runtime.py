@@ -119,7 +119,7 @@ RUNTIME = (
     ),
     Bug(
         "large-sums-are-infinite",
-        "runtime/gradients/finite.py",
+        "runtime/gradients/clip.py",
         "return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)",
         "return bool(sums.isfinite().all())",
         "Finite gradients whose sum overflows are called infinite.",
@@ -140,7 +140,7 @@ RUNTIME = (
     ),
     Bug(
         "statistics-unseen",
-        "runtime/buffers.py",
+        "runtime/recomputing.py",
         ".update(by_value, by_version, self._statistics)",
         ".update(by_value, by_version)",
         "Running statistics that the first forward left as they were are not saved for recomputing.",
@@ -182,7 +182,7 @@ RUNTIME = (
     ),
     Bug(
         "stretches-wait-too-early",
-        "runtime/capture/stretches.py",
+        "runtime/capture/captured.py",
         "if stretch is None or job.needs:",
         "if stretch is None:",
         "What a later action of a stretch needs is never waited for.",

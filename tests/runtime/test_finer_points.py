@@ -16,7 +16,6 @@ from drumline.core.placement import Placement
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward.tape import Tape, accumulate, merged
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.buffers import Buffers
 from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.channel.layout import Layouts
 from drumline.runtime.channel.link import UnixLink
@@ -24,6 +23,7 @@ from drumline.runtime.channel.slots import Slot, new_memory
 from drumline.runtime.follow.attributes import BETWEEN, MISSING, Attributes
 from drumline.runtime.gradients import clip
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.recomputing import Buffers
 from drumline.runtime.values import joined
 from drumline.runtime.watch.watch import Watch
 from drumline.runtime.weights import files as weights

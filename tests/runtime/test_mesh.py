@@ -13,7 +13,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from drumline.core.errors import RankFailed, RunError, WaitTimeout
-from drumline.runtime.channel import limits, rendezvous
+from drumline.runtime.channel import mesh as mesh_module
+from drumline.runtime.channel import rendezvous
 from drumline.runtime.channel.link import TcpLink, UnixLink
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
 from drumline.runtime.channel.rendezvous import connect, exchange, one_host
@@ -179,7 +180,7 @@ def test_a_crash_is_named(meshes: Meshes, hosts: Sequence[str | None]) -> None:
 def test_an_abort_that_comes_after_a_crash_explains_it(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = meshes()
     crash(second)
-    monkeypatch.setattr(limits, "GRACE", 30.0)
+    monkeypatch.setattr(mesh_module, "GRACE", 30.0)
     late = threading.Timer(0.1, third.abort, (ValueError("the cause"), "2F0"))
     late.start()
     with pytest.raises(RankFailed, match="rank 2 failed at 2F0: ValueError: the cause"):

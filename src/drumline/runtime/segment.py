@@ -15,16 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
+from drumline.runtime.backward.beginnings import begun, looked_after, refuse_foreign
 from drumline.runtime.backward.compiled import Named
 from drumline.runtime.backward.inner_gradients import Lookout, TakesGradients
-from drumline.runtime.backward.outside_parameters import begun, refuse_foreign
 from drumline.runtime.backward.owners import Splitter
-from drumline.runtime.backward.received import looked_after
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.buffers import Buffers
 from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
+from drumline.runtime.recomputing import Buffers
 from drumline.runtime.values import pack, unpack
 
 

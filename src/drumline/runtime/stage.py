@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
 from drumline.runtime.backward import engine
+from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.backward.received import looked_after
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.discard import GraphNeeded, discarding
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
+from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
 from drumline.runtime.values import pack, unpack
 

@@ -39,7 +39,7 @@ from drumline.pipeline.verify.one_process import (
     stepped,
 )
 from drumline.runtime.blocks.pieces import Inputs
-from drumline.runtime.threads import one_thread
+from drumline.runtime.precision import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 

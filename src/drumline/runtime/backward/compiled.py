@@ -8,9 +8,13 @@ alike share it, and so do later pipelines of the process. Compiled code draws th
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +22,6 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError, nearest
-from drumline.runtime.backward import toolchain
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
 from drumline.runtime.blocks.pieces import Piece
 
@@ -140,7 +143,7 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
         if backend not in known:
             raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
     if backend == "inductor":
-        toolchain.check(device)
+        check_toolchain(device)
         _patches(settings)
     return _compilers.setdefault(str(settings), Compiler(settings))
 
@@ -196,3 +199,33 @@ def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
+
+
+def check_toolchain(device: torch.device) -> None:
+    """Refuse to compile with inductor for a device where its own compiler is missing."""
+    found = missing_tool(device)
+    if found:
+        raise ModelError(
+            f"compile=True needs {found} on this machine, and there is none",
+            expected=f"what torch's inductor compiles with, for stages on {device.type}",
+            fix='install it, or use compile=False or compile="aot_eager"',
+        )
+
+
+def missing_tool(device: torch.device) -> str:
+    """Return what inductor compiles with and is not on this machine, in words; nothing if all is."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
+        return "" if has_triton() and any(map(shutil.which, compilers)) else "Triton and a C compiler"
+    if device.type != "cpu":
+        return ""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # of several kinds, one for each thing that may be wrong with it
+        return "a C++ compiler (g++, or what CXX names)"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"

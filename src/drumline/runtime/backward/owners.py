@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
+from drumline.runtime.backward.beginnings import begun, leaves_of
 from drumline.runtime.backward.inner_gradients import begin_again, transformed
-from drumline.runtime.backward.outside_parameters import begun, leaves_of
 from drumline.runtime.backward.tape import Gradients, Record, Tape
 from drumline.runtime.precision import LOW
 from drumline.runtime.values import pack, unpack

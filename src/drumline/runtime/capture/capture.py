@@ -19,8 +19,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.batch import cut
-from drumline.runtime.capture.captured import CapturedRow
-from drumline.runtime.capture.recorder import Recorder
+from drumline.runtime.capture.captured import CapturedRow, Recorder
 from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step

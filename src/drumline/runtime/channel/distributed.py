@@ -34,8 +34,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Delivery, Wait
+from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Delivery, Wait
 from drumline.runtime.channel.layout import Layout, Layouts
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
@@ -104,7 +103,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         store: Store,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
-        timeout: float = limits.TIMEOUT,
+        timeout: float = TIMEOUT,
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
         host: str | None = None,
@@ -118,7 +117,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         self.name = backend
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
-        spin = 0.0 if self._by_host else limits.SPIN
+        spin = 0.0 if self._by_host else SPIN
         super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
@@ -318,7 +317,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         # It has ended over there, hence here but for the backend's thread that has yet to notice.
         with suppress(RuntimeError):
             if sent.work is not None:
-                sent.work.wait(timedelta(seconds=limits.GRACE))
+                sent.work.wait(timedelta(seconds=GRACE))
 
     def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
         layout = Layout.parse(memoryview(packet)[1:])

@@ -28,8 +28,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed, WaitTimeout
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Wait, too_late
+from drumline.runtime.channel.channel import GRACE, LINGER, SPIN, TIMEOUT, Wait, too_late
 from drumline.runtime.channel.link import Handler, Link
 from drumline.runtime.channel.rendezvous import connect
 
@@ -71,8 +70,8 @@ class Mesh:
         num_ranks: int,
         *,
         store: Store,
-        timeout: float = limits.TIMEOUT,
-        spin: float = limits.SPIN,
+        timeout: float = TIMEOUT,
+        spin: float = SPIN,
         host: str | None = None,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -207,7 +206,7 @@ class Mesh:
         """Return what a rank waits for and whom, None where it does not say so within the grace."""
         self._answers.pop(rank, None)
         self.send(rank, bytes((ASK, 0)))
-        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        deadline_ns = time.perf_counter_ns() + int(GRACE * 1e9)
         while rank not in self._answers and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(_milliseconds(left)))
         return self._answers.get(rank)
@@ -297,7 +296,7 @@ class Mesh:
             self._poller.unregister(fd)
         for peer in self.links:
             self.send(peer, bytes((GOODBYE,)))
-        deadline = time.perf_counter_ns() + int(limits.LINGER * 1e9)
+        deadline = time.perf_counter_ns() + int(LINGER * 1e9)
         self._linger(lambda: bool(self._backed_up), deadline)
         for link in self.links.values():
             link.end_sending()
@@ -345,7 +344,7 @@ class Mesh:
             raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
 
     def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
-        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
+        deadline_ns = time.perf_counter_ns() + int(GRACE * 1e9)
         self.pump()
         while self._failure is None and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(_milliseconds(left)))

@@ -26,8 +26,7 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import too_late
+from drumline.runtime.channel.channel import TIMEOUT, too_late
 from drumline.runtime.channel.link import Link, TcpLink, UnixLink
 
 _HELLO = struct.Struct("<16sI")
@@ -65,7 +64,7 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
     return values
 
 
-def one_host(store: Store, rank: int, num_ranks: int, *, timeout: float = limits.TIMEOUT) -> bool:
+def one_host(store: Store, rank: int, num_ranks: int, *, timeout: float = TIMEOUT) -> bool:
     """Return whether all ranks share a host, so that messages can go through shared memory; all ranks call it.
 
     >>> from torch.distributed import HashStore

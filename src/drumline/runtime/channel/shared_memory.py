@@ -22,8 +22,7 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Delivery
+from drumline.runtime.channel.channel import SPIN, TIMEOUT, Delivery
 from drumline.runtime.channel.layout import Layout, Layouts
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
@@ -74,9 +73,9 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         *,
         store: Store,
         device: torch.device | str = "cpu",
-        timeout: float = limits.TIMEOUT,
+        timeout: float = TIMEOUT,
         num_slots: int = 4,
-        spin: float = limits.SPIN,
+        spin: float = SPIN,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not 1 <= num_slots <= 256:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
+from drumline.runtime.follow.ambient import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
@@ -28,8 +29,7 @@ Place = tuple[str, str]  # a module's name, and that of an attribute
 # What modules consist of: looked after by itself.
 _OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward", "_is_full_backward_hook"}
-    | {name for name in vars(nn.Module()) if "hooks" in name}
-    | {"_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
+    | {*HOOKS, "_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
 )
 
 

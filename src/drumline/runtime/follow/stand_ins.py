@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.runtime.follow.ambient import BACKWARD, FORWARD
 from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.patches import Patch
 from drumline.runtime.values import pack, unpack
@@ -78,7 +79,7 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Leave a module's own hooks out: they are to see stand-ins."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    kinds = (*FORWARD, *BACKWARD)
     own = {kind: vars(module)[kind] for kind in kinds}
     vars(module).update({kind: OrderedDict() for kind in kinds})
     try:

@@ -27,15 +27,15 @@ from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
 from drumline.runtime.blocks.contents import found_in, refuse_objects, tensors_in
 from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value, may_draw
-from drumline.runtime.follow.ambient import Ambient, refuse_backward_hooks
+from drumline.runtime.follow.ambient import Ambient, LocalHooks, refuse_backward_hooks
 from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
-from drumline.runtime.follow.error_line import line_here, line_of
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
-from drumline.runtime.follow.local_hooks import LocalHooks
 from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
     changes_variable,
     draws_on_host,
+    line_here,
+    line_of,
     name_of,
     property_of,
     refuse_changed,

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drumline.runtime.follow.ambient import FORWARD
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint
 
 Reader = Callable[[], Any]
@@ -119,7 +120,7 @@ def _functions_of(module: nn.Module) -> Iterator[Any]:
             for one in vars(cls).values():
                 yield getattr(one, "__func__", None) or getattr(one, "fget", None) or one
     yield from (one for one in vars(module).values() if isinstance(one, FunctionType))
-    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+    for kind in FORWARD:
         yield from (getattr(one, "__func__", one) for one in vars(module)[kind].values())
 
 

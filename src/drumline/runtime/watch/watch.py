@@ -16,11 +16,12 @@ from weakref import ref
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.runtime.follow.ambient import BACKWARD, FORWARD
 from drumline.runtime.follow.attributes import MISSING, Place
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
 from drumline.runtime.watch.surroundings import Surroundings
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (*FORWARD, *BACKWARD)
 _shared = nn.modules.module
 _GLOBAL: list[dict[int, Any]] = [
     _shared._global_forward_hooks,

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.follow.local_hooks import KINDS
+from drumline.runtime.follow.ambient import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
 from drumline.runtime.weights.tied import Ties, places_in
 
 Table = dict[str, Any]
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *KINDS})
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
 
 
 class Copies:
@@ -69,7 +69,7 @@ class Copies:
             self._modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
-                copied.update({kind: space[kind] for kind in KINDS if kind in space})  # hooks come and go for both
+                copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # hooks come and go for both
                 self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
