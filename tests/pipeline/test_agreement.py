@@ -18,7 +18,8 @@ from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, code_of, first_difference, plan_of, samples_of
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 
 pytestmark = pytest.mark.torch
 

@@ -322,7 +322,7 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
     stage.forward(0, value, target)
     stage.backward_input(0, (torch.tensor(1.0),))
     value.add_(1.0)
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(ModelError, match="changed in place"):
         stage.backward_weight(0)
 
 

@@ -16,7 +16,8 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.state.guard import Guard
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.patches import Patch, Replaced
 from torch_models import data

@@ -45,7 +45,7 @@ from drumline.profile.layers import profile
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.capture.cuda import device_name
 from drumline.runtime.values import moved, pack, unpack
 

@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.halves import halves
-from drumline.runtime.backward.tape import Gradients, Record, running
+from drumline.runtime.backward.tape import Gradients, Record, changed_in_place, running
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, which it empties
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
@@ -61,7 +61,7 @@ class WeightHalf:
         assert isinstance(record, Waiting)
         left, record.inputs = record.inputs, []
         if _versions(left) != record.versions:
-            raise RuntimeError("a tensor that a weight gradient needs was changed in place after it was used")
+            raise changed_in_place("a tensor that a weight gradient needs")
         return list(zip(record.parameters, self.results(left), strict=True))
 
     def results(self, left: list[Any]) -> list[Tensor]:

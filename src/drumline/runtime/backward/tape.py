@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from drumline.core.errors import ModelError
 from drumline.runtime.backward.engine import gradients_at
 from drumline.runtime.precision import gradient_dtype
 
@@ -33,6 +34,15 @@ def running() -> Tape | None:
     """Return the tape whose I runs at the moment, for compiled code to leave a record on."""
     tape: Tape | None = getattr(_of_thread, "tape", None)
     return tape
+
+
+def changed_in_place(what: str, why: str = "") -> ModelError:
+    """Return the refusal of a weight gradient whose tensors are not any more what the forward used."""
+    return ModelError(
+        f"{what} was changed in place after it was used{f', {why}' if why else ''}",
+        expected="tensors that stay as they are until their backward has run",
+        fix="write x = x + y in place of x += y",
+    )
 
 
 class Owner(Protocol):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.core.errors import ModelError
+
 ALIGNMENT = 64
 # More layouts than anybody wants to remember share this number: each is told anew, right before its message.
 ONE_OFF = 0xFFFF
@@ -141,7 +143,11 @@ class Layouts:
     def _new(self, tensors: Sequence[Tensor], form: Any) -> Layout:
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; make it dense first")
+                raise ModelError(
+                    f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent",
+                    expected="dense ones",
+                    fix="make it dense first",
+                )
         number = self._num_known if self._num_known < _MOST_KEPT else ONE_OFF
         self._num_known += 1
         return Layout(number, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors), form)
