@@ -75,11 +75,12 @@ def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
     class Skips(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([Counts(), Counts()])
+            self.layers = nn.ModuleList(layers)
 
         def forward(self, x: Tensor) -> Any:
             return self.layers[1](self.layers[0](x)) + x
 
+    layers = [Counts(), Counts()]
     model = Skips()
     pipe = Pipeline(
         model,
@@ -89,10 +90,10 @@ def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
         example=torch.zeros(4, 6),
         check_model=False,
     )
-    for layer in model.layers:
+    for layer in layers:
         layer.ways.clear()
     batch, target = data(4)
     pipe.step(batch, target=target)
-    found = [way for layer in model.layers for way in layer.ways]
+    found = [way for layer in layers for way in layer.ways]
     assert found
     assert all(way[-3:] == ["Stage.forward", "Segment.run", "Piece.forward"] for way in found)

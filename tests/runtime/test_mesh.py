@@ -16,7 +16,7 @@ from drumline.core.errors import RankFailed, RunError, WaitTimeout
 from drumline.runtime.channel import mesh as mesh_module
 from drumline.runtime.channel import rendezvous
 from drumline.runtime.channel.link import TcpLink, UnixLink
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
 from drumline.runtime.channel.rendezvous import connect, exchange, one_host
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
@@ -51,18 +51,20 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-Meshes = Callable[..., list[Mesh]]
+Meshes = Callable[..., list[ControlMesh]]
 
 
 @pytest.fixture
 def meshes() -> Iterator[Meshes]:
-    made: list[Mesh] = []
+    made: list[ControlMesh] = []
 
-    def make(num_ranks: int = 3, hosts: Sequence[str | None] = (None,) * 3, store: Store | None = None) -> list[Mesh]:
+    def make(
+        num_ranks: int = 3, hosts: Sequence[str | None] = (None,) * 3, store: Store | None = None
+    ) -> list[ControlMesh]:
         shared = HashStore() if store is None else store
 
-        def mesh(rank: int) -> Mesh:
-            return Mesh(rank, num_ranks, store=shared, timeout=200, host=hosts[rank])
+        def mesh(rank: int) -> ControlMesh:
+            return ControlMesh(rank, num_ranks, store=shared, timeout=200, host=hosts[rank])
 
         made.extend(at_once(*(lambda rank=rank: mesh(rank) for rank in range(num_ranks))))
         return made[-num_ranks:]
@@ -72,7 +74,7 @@ def meshes() -> Iterator[Meshes]:
         crash(mesh)
 
 
-def crash(mesh: Mesh) -> None:
+def crash(mesh: ControlMesh) -> None:
     """End as a killed process does: the kernel closes its sockets."""
     mesh._closed = True
     for link in mesh.links.values():
@@ -83,7 +85,7 @@ def nothing() -> tuple[int, ...]:
     return ()
 
 
-def wait_for_ever(mesh: Mesh) -> None:
+def wait_for_ever(mesh: ControlMesh) -> None:
     mesh.wait(lambda: False, "a wait without an end", deadline(), needs=nothing)
 
 
@@ -222,7 +224,7 @@ def test_a_second_mesh_over_the_same_store_is_another_one(meshes: Meshes) -> Non
 
 def test_connecting_is_bounded_and_names_who_is_missing() -> None:
     with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to tell its drumline/host"):
-        Mesh(0, 2, store=HashStore(), timeout=0.05)
+        ControlMesh(0, 2, store=HashStore(), timeout=0.05)
 
 
 def told(store: Store, topic: str, value: Any) -> None:

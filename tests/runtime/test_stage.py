@@ -69,19 +69,19 @@ def test_blocks_that_change_their_input_in_place_get_a_copy(way: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.mul_(2)
 
-    modules, value = [Doubles(), nn.Linear(3, 3)], torch.randn(5, 3)
-    stage = stage_of(*modules, **WAYS[way])
+    layer, value = nn.Linear(3, 3), torch.randn(5, 3)
+    stage = stage_of(Doubles(), layer, **WAYS[way])
     for _ in range(2):
         before = value.clone()
         made = stage.forward(0, value)
-        torch.testing.assert_close(made, modules[1](before * 2).detach())
+        torch.testing.assert_close(made, layer(before * 2).detach())
         assert torch.equal(value, before)
         if way == "split":
             (found,) = stage.backward_input(0, (torch.ones(5, 3),))
             stage.backward_weight(0)
         else:
             (found,) = stage.backward(0, (torch.ones(5, 3),))
-        torch.testing.assert_close(found, 2 * torch.ones(5, 3) @ modules[1].weight.detach())
+        torch.testing.assert_close(found, 2 * torch.ones(5, 3) @ layer.weight.detach())
 
 
 def test_without_a_backward_to_come_nothing_is_kept() -> None:
@@ -110,7 +110,7 @@ def test_a_stage_that_nobody_trains_keeps_nothing_and_refuses_hidden_parameters(
     class Hides(nn.Module):
         scale: Any = torch.ones(3, requires_grad=True)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return x * self.scale
 
     blocks = [Block("0", nn.Linear(3, 3).requires_grad_(False))]

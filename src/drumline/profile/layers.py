@@ -34,7 +34,7 @@ from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss, Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.values import pack
-from drumline.runtime.weights.tied import places_in
+from drumline.runtime.weights.catalogue import places_in
 
 _NANO = 1e-9
 _MICROBATCH = 0

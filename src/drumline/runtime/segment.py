@@ -24,7 +24,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
 from drumline.runtime.recomputing import Buffers
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped, pack, unpack
 
 
 class Pass:
@@ -114,7 +114,7 @@ class Segment:
 
         If they change their input in place they get a copy of it, since a leaf may not be changed.
         """
-        given = _copied(value) if self.on_copies else value
+        given = mapped(value, Tensor.clone) if self.on_copies else value
         if self.sheet is not None:
             self.sheet.now = microbatch
         try:
@@ -232,11 +232,6 @@ class Segment:
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside has been changed in place."""
     return [one._version for one in pack(value)[0]]
-
-
-def _copied(value: Any) -> Any:
-    tensors, form = pack(value)
-    return unpack([one.clone() for one in tensors], form)
 
 
 def _has_gradient(tensor: Tensor) -> bool:

@@ -34,7 +34,7 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
 from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped, pack, unpack
 
 Loss = Callable[[Any, Any], Tensor | None]
 
@@ -178,8 +178,7 @@ class Stage:
                 value = self._on_input(segment, this, microbatch)
         this.chance = chance if chance is not None and chance.has_moved() else None
         segment.buffers.learn()
-        tensors, form = pack(value)
-        return unpack([one.detach() for one in tensors], form)
+        return mapped(value, Tensor.detach)
 
     def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment on its input, or on a copy if it changes that, or is not known not to."""
@@ -253,8 +252,7 @@ class Stage:
 
     def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
         if self.kept is not None:
-            tensors, form = pack(output)
-            self.kept[microbatch] = unpack([one.detach() for one in tensors], form)
+            self.kept[microbatch] = mapped(output, Tensor.detach)
         made = None if self.loss is None else self.loss(output, target)
         assert made is not None, "a step that trains has a loss"
         return self.precision.full(made)

@@ -117,10 +117,19 @@ def plain_in(form: Any) -> Iterator[Any]:
                 yield from plain_in(part)
 
 
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the value with what a function makes of each of its tensors.
+
+    >>> mapped({"a": torch.ones(2), "b": 3}, torch.neg)
+    {'a': tensor([-1., -1.]), 'b': 3}
+    """
+    tensors, form = pack(value)
+    return unpack([function(one) for one in tensors], form)
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors on a device."""
-    tensors, form = pack(value)
-    return unpack([one.to(device, non_blocking=True) for one in tensors], form)
+    return mapped(value, lambda one: one.to(device, non_blocking=True))
 
 
 def joined(values: Sequence[Any], shares: Sequence[Tensor] = ()) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from drumline.runtime.backward.beginnings import begun
 from drumline.runtime.backward.inner_gradients import transformed
-from drumline.runtime.backward.tape import Gradients, Record, changed_in_place
+from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place
 from drumline.runtime.precision import LOW
 
 
@@ -27,7 +27,7 @@ class Reel:
     __slots__ = ("records",)
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[OwnerCall] = []
 
 
 class ModuleOwner(ABC):
@@ -44,10 +44,10 @@ class ModuleOwner(ABC):
         """Stand in for the module's own forward, and leave a record."""
 
     @abstractmethod
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return the weight gradients of one call."""
 
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return fewer records in place of several microbatches', where that makes one larger product."""
         return records
 
@@ -89,7 +89,7 @@ class WithFormula(ModuleOwner):
         same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
         return not same or not torch.is_grad_enabled() or transformed()
 
-    def _checked(self, record: Record, taken: Tensor) -> Tensor:
+    def _checked(self, record: OwnerCall, taken: Tensor) -> Tensor:
         if taken._version != record.version:
             raise changed_in_place(f"the input of {type(self.module).__name__}", "and its weight gradient needs it")
         return taken
@@ -114,10 +114,10 @@ class LinearOwner(WithFormula):
             return nn.Linear.forward(cast(nn.Linear, self.module), input)
         input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
         made = functional.linear(input, cast(Tensor, self.weight), self.bias)
-        self.reel.records.append(Record(self, input, (place_of(made),), input._version))
+        self.reel.records.append(OwnerCall(self, input, (place_of(made),), input._version))
         return made
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return the product of gradient and input, and the gradient's sum."""
         taken, gradient = self._checked(record, record.inputs), cast(Tensor, record.gradients[0])
         rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
@@ -132,11 +132,11 @@ class LinearOwner(WithFormula):
             found.append((self.to_bias, summed))
         return found
 
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return one record with all rows."""
         inputs = [self._checked(record, record.inputs).detach() for record in records]
         gradients = [cast(Tensor, record.gradients[0]) for record in records]
-        one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
+        one = OwnerCall(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
         one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
         return [one]
 
@@ -154,10 +154,10 @@ class LayerNormOwner(WithFormula):
         made, mean, deviation = torch.native_layer_norm(
             input, module.normalized_shape, self.weight, self.bias, module.eps
         )
-        self.reel.records.append(Record(self, (input, mean, deviation), (place_of(made),), input._version))
+        self.reel.records.append(OwnerCall(self, (input, mean, deviation), (place_of(made),), input._version))
         return made
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return what torch's own kernel makes of them."""
         taken, mean, deviation = record.inputs
         _, weight, bias = torch.ops.aten.native_layer_norm_backward(
@@ -190,10 +190,10 @@ class EmbeddingOwner(WithFormula):
         made = functional.embedding(
             input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
         )
-        self.reel.records.append(Record(self, input, (place_of(made),), input._version))
+        self.reel.records.append(OwnerCall(self, input, (place_of(made),), input._version))
         return made
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return the sums per row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx

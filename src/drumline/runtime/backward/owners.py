@@ -26,7 +26,7 @@ from drumline.runtime.backward.formulas import (
     place_of,
 )
 from drumline.runtime.backward.inner_gradients import begin_again, transformed
-from drumline.runtime.backward.tape import Gradients, Record, Tape
+from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
 from drumline.runtime.values import pack, unpack
 
 
@@ -64,7 +64,7 @@ class GeneralOwner(ModuleOwner):
                 begin_again()  # it uses a tensor that is not among its arguments, whose gradient would be lost here
             self.looked_at = True
         places = tuple(place_of(made[index]) for index in reached)
-        self.reel.records.append(Record(self, [ends[index] for index in reached], places))
+        self.reel.records.append(OwnerCall(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)
 
     @property
@@ -72,7 +72,7 @@ class GeneralOwner(ModuleOwner):
         """What makes it have a graph."""
         return (self.spark,)
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return what autograd finds in the graph that was kept."""
         pairs = [pair for pair in zip(record.inputs, record.gradients, strict=True) if pair[1] is not None]
         found = torch.autograd.grad(

@@ -26,13 +26,13 @@ from torch.fx import GraphModule
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.halves import halves
-from drumline.runtime.backward.tape import Gradients, Record, changed_in_place, running
+from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place, running
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, which it empties
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
-class Waiting(Record):
+class Waiting(OwnerCall):
     """A weight half that waits for W: what it was left, and the parameters that its results are for."""
 
     __slots__ = ("parameters", "versions")
@@ -56,7 +56,7 @@ class WeightHalf:
     def __init__(self, run: Callable[[list[Any]], list[Any]]) -> None:
         self.run = run
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Run the half with what was left for it."""
         assert isinstance(record, Waiting)
         left, record.inputs = record.inputs, []
@@ -71,7 +71,7 @@ class WeightHalf:
                 return self.run(left)
         return self.run(left)
 
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return the records as they are: compiled code runs once for each microbatch."""
         return records
 

@@ -50,14 +50,14 @@ class Owner(Protocol):
 
     by_autograd: bool  # whether autograd makes the gradients, and runs the parameters' hooks
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return the weight gradients of one call."""
 
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return fewer records in place of several microbatches', where that makes one larger product."""
 
 
-class Record:
+class OwnerCall:
     """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
 
     __slots__ = ("gradients", "inputs", "owner", "places", "version")
@@ -81,7 +81,7 @@ class Tape:
     __slots__ = ("early", "records")
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[OwnerCall] = []
         self.early: Gradients = []
 
     def backward_input(

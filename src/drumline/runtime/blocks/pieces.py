@@ -33,6 +33,7 @@ from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import Decides, Unseen
 from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.watch.watch import Watch
+from drumline.runtime.weights.catalogue import named_tensors, whole_name
 
 
 class Piece(nn.Module):
@@ -155,9 +156,9 @@ def pieces_of(
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
     states = []
-    named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    named = dict(named_tensors(model))
     fleeting = {
-        f"{path}.{name}" if path else name
+        whole_name(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }

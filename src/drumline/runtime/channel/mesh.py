@@ -61,7 +61,7 @@ def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> Wai
     return too_late(what, seconds, others)
 
 
-class Mesh:
+class ControlMesh:
     """This rank's links to all others."""
 
     def __init__(
@@ -156,35 +156,24 @@ class Mesh:
         ready without a packet has to be asked for `every_ms`. `refuse` raises where it is known that it never will.
         """
         self._waiting = what, needs
+        started = time.perf_counter_ns()
         try:
-            self._wait(ready, what, deadline_ns, needs, every_ms, refuse)
+            while True:
+                self.pump()
+                if ready():
+                    return
+                self._check(needs)
+                refuse()
+                now = time.perf_counter_ns()
+                if now >= deadline_ns:
+                    raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
+                if now - started < self._spin_ns:
+                    continue
+                self.before_sleep()
+                left_ms = _milliseconds(deadline_ns - now)
+                self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
         finally:
             self._waiting = None
-
-    def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: What,
-        deadline_ns: int,
-        needs: Callable[[], Collection[int]],
-        every_ms: int | None,
-        refuse: Callable[[], None],
-    ) -> None:
-        started = time.perf_counter_ns()
-        while True:
-            self.pump()
-            if ready():
-                return
-            self._check(needs)
-            refuse()
-            now = time.perf_counter_ns()
-            if now >= deadline_ns:
-                raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
-            if now - started < self._spin_ns:
-                continue
-            self.before_sleep()
-            left_ms = _milliseconds(deadline_ns - now)
-            self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
 
     def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
         """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
@@ -206,9 +195,7 @@ class Mesh:
         """Return what a rank waits for and whom, None where it does not say so within the grace."""
         self._answers.pop(rank, None)
         self.send(rank, bytes((ASK, 0)))
-        deadline_ns = time.perf_counter_ns() + int(GRACE * 1e9)
-        while rank not in self._answers and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
-            self._serve(self._poller.poll(_milliseconds(left)))
+        self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
 
     def told(self, topic: str) -> Mapping[int, Any]:
@@ -296,18 +283,21 @@ class Mesh:
             self._poller.unregister(fd)
         for peer in self.links:
             self.send(peer, bytes((GOODBYE,)))
+        self._handlers = [_ignore] * 256
         deadline = time.perf_counter_ns() + int(LINGER * 1e9)
-        self._linger(lambda: bool(self._backed_up), deadline)
+        self._serve_while(lambda: bool(self._backed_up), LINGER)
         for link in self.links.values():
             link.end_sending()
         # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
-        self._linger(lambda: any(not link.carries_fds for link in self._by_fd.values()), deadline)
+        left = (deadline - time.perf_counter_ns()) / 1e9
+        self._serve_while(lambda: any(not link.carries_fds for link in self._by_fd.values()), left)
         for link in self.links.values():
             link.close()
         self._by_fd.clear()
 
-    def _linger(self, going_on: Callable[[], bool], deadline_ns: int) -> None:
-        self._handlers = [_ignore] * 256
+    def _serve_while(self, going_on: Callable[[], bool], seconds: float) -> None:
+        """Read what comes as long as something goes on, and no longer than so many seconds."""
+        deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
         while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
             self._serve(self._poller.poll(_milliseconds(left)))
 
@@ -344,10 +334,8 @@ class Mesh:
             raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
 
     def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
-        deadline_ns = time.perf_counter_ns() + int(GRACE * 1e9)
         self.pump()
-        while self._failure is None and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
-            self._serve(self._poller.poll(_milliseconds(left)))
+        self._serve_while(lambda: self._failure is None and bool(self._by_fd), GRACE)
         if self._failure is None:
             self._failure = (rank, otherwise())
 

@@ -23,7 +23,6 @@ class Follower(Protocol):
 
     attributes: Attributes
     function: str
-    is_aside: bool
     inside: frozenset[str]
 
     names: dict[int, str]
@@ -89,7 +88,7 @@ def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
 def _told(replaced: Replaced) -> Attributes | None:
     """Return whom to tell of attributes in this thread, if anybody is to hear of them."""
     follower: Follower | None = replaced.watcher
-    return None if follower is None or follower.is_aside else follower.attributes
+    return None if follower is None else follower.attributes
 
 
 def _reading(replaced: Replaced) -> Any:

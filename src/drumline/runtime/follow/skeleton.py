@@ -24,6 +24,7 @@ from drumline.core.errors import ModelError
 from drumline.runtime.patches import Patch, Replaced
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.watch.fingerprint import can_change
+from drumline.runtime.weights.catalogue import named_tensors
 
 M = TypeVar("M", bound=nn.Module)
 _dispatch: dict[Any, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -118,7 +119,7 @@ class Skeleton:
         self.states: dict[int, str] = {}  # the first name of each parameter and buffer, by its stand-in's id
         memo: dict[int, Any] = {}
         with self.mode:
-            for name, tensor in _named_tensors(model):
+            for name, tensor in named_tensors(model):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = stand_in = self._like(tensor)
                     self.states[id(stand_in)] = name
@@ -184,13 +185,6 @@ class Skeleton:
         if isinstance(like, nn.Parameter):
             return nn.Parameter(made, like.requires_grad)
         return made.requires_grad_().clone() if like.requires_grad else made
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def _without_cache(model: nn.Module) -> None:

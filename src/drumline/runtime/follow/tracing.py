@@ -129,7 +129,6 @@ class _Tracer(TorchFunctionMode):
         self.names = skeleton.names
         self.attributes = Attributes(skeleton.names, self._who, line_here)
         self.function = ""  # the autograd function that runs now, between blocks
-        self.is_aside = False  # whether what runs now is the watcher's own
         self.nodes = Nodes()
         self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
@@ -145,8 +144,6 @@ class _Tracer(TorchFunctionMode):
 
     def _who(self) -> int:
         return len(self.graph.calls) if self.within else BETWEEN
-
-    # ---- values ------------------------------------------------------------------------------------------------------
 
     def _new(self, tensor: Tensor, **more: Any) -> int:
         number = len(self.graph.values)
@@ -196,8 +193,6 @@ class _Tracer(TorchFunctionMode):
 
     def _bar(self, first: int, reason: str) -> None:
         self.graph.barriers.append(Barrier(first, len(self.graph.calls), reason))
-
-    # ---- calls of functions ------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -333,8 +328,6 @@ class _Tracer(TorchFunctionMode):
             first = min(at.get(one, 0) for one in shared)
             self._bar(first, f"{what} changes a tensor in place of which other values are views")
 
-    # ---- calls of blocks ---------------------------------------------------------------------------------------------
-
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and note it as one call."""
         self._begin(module, name)
@@ -397,8 +390,6 @@ class _Tracer(TorchFunctionMode):
         finally:
             self.function = ""
         return made
-
-    # ---- around it all -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self, *, train: bool) -> Iterator[None]:

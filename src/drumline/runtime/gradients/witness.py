@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped
 
 
 class Witness:
@@ -37,8 +37,7 @@ class Witness:
             return run(*given)
 
         def noted(output: Any, target: Any) -> Tensor | None:
-            tensors, form = pack(output)
-            self.output = unpack([one.detach().to("cpu", copy=True) for one in tensors], form)
+            self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
             return loss(output, target)
 
         stage.loss = noted

@@ -20,6 +20,7 @@ from drumline.runtime.follow.ambient import BACKWARD, FORWARD
 from drumline.runtime.follow.attributes import MISSING, Place
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
 from drumline.runtime.watch.surroundings import Surroundings
+from drumline.runtime.weights.catalogue import whole_name
 
 _HOOKS = (*FORWARD, *BACKWARD)
 _shared = nn.modules.module
@@ -102,7 +103,7 @@ class Watch:
                 continue
             now = _children(module)
             keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
-            whole = f"{name}.{keys[0]}" if name else keys[0]
+            whole = whole_name(name, keys[0])
             raise ModelError(
                 f"the module {whole!r} was exchanged, added or taken away since the pipeline was made",
                 expected="the modules that the model was cut with",
@@ -119,19 +120,15 @@ class Watch:
             for key, one in module._parameters.items():
                 if one is not parameters.get(key):
                     raise ModelError(
-                        f"the parameter {_whole(name, key)!r} was exchanged since the pipeline was made",
+                        f"the parameter {whole_name(name, key)!r} was exchanged since the pipeline was made",
                         expected="the parameters that the model was cut with, where they are used between blocks",
                         fix="change it in place, with load_state_dict, or make a new pipeline",
                     )
             new = [(key, one) for key, one in module._buffers.items() if one is not buffers.get(key)]
             if new:
-                found += [(_whole(name, key), one) for key, one in new if one is not None]
+                found += [(whole_name(name, key), one) for key, one in new if one is not None]
                 self._tables[at] = (name, seen, parameters, dict(module._buffers))
         return found
-
-
-def _whole(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
 
 
 def _children(module: nn.Module) -> Sequence[tuple[str, int]]:

@@ -20,7 +20,8 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.follow.ambient import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
-from drumline.runtime.weights.tied import Ties, places_in
+from drumline.runtime.weights.catalogue import places_in
+from drumline.runtime.weights.tied import Ties
 
 Table = dict[str, Any]
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
@@ -88,7 +89,7 @@ class Copies:
     def _follow_attributes(self, at: int) -> None:
         block, theirs, own, plain, changing = self._attributes[at]
         now = _plain(theirs)
-        if not _same(now, plain):
+        if fingerprint(now) != fingerprint(plain):
             for key in plain.keys() - now.keys():
                 own.pop(key, None)
             own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
@@ -115,10 +116,6 @@ class Copies:
                 elif tensor is not None and id(own[key]) not in done:
                     done.add(id(own[key]))
                     _follow(own[key], tensor)
-
-
-def _same(one: Table, other: Table) -> bool:
-    return one == other and list(map(type, one.values())) == list(map(type, other.values()))
 
 
 def _plain(attributes: Table) -> Table:
