@@ -28,9 +28,10 @@ from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.graph import Graph
 from drumline.runtime.blocks.script import Inputs, Kind, Live, Script, named_calls, states_of
+from drumline.runtime.follow.notes import Unseen
 from drumline.runtime.follow.numbers import names_of
 from drumline.runtime.follow.skeleton import Skeleton
-from drumline.runtime.follow.tracing import Decides, Unseen
+from drumline.runtime.follow.tracing import Decides
 from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.watch.watch import Watch
 from drumline.runtime.weights.catalogue import named_tensors, whole_name

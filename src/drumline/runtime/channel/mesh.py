@@ -14,21 +14,18 @@ short grace to explain it.
 
 from __future__ import annotations
 
-import faulthandler
-import io
 import os
 import pickle
 import select
 import struct
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from drumline.core.errors import RankFailed, WaitTimeout
-from drumline.runtime.channel.channel import GRACE, LINGER, SPIN, TIMEOUT, Wait, too_late
+from drumline.core.errors import RankFailed
+from drumline.runtime.channel.channel import GRACE, LINGER, SPIN, TIMEOUT, Wait, give_up
 from drumline.runtime.channel.link import Handler, Link
 from drumline.runtime.channel.rendezvous import connect
 
@@ -46,19 +43,6 @@ _NUM_PINGS = 16
 
 
 What = Wait | str | Callable[[], str]  # what is waited for: said at the end, where it changes meanwhile
-
-
-def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
-    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
-    for stream in (sys.stderr, sys.__stderr__):
-        try:
-            if stream is not None:
-                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
-                faulthandler.dump_traceback(file=stream, all_threads=True)
-                break
-        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
-            continue
-    return too_late(what, seconds, others)
 
 
 class ControlMesh:

@@ -98,7 +98,7 @@ class Attributes:
                 for place in places:
                     self._is_set(place, who, value)
 
-    def judge(self, block: Callable[[int], str], bar: Callable[[int, int, str], None]) -> None:
+    def judge(self, block: Callable[[int], str], bar: Callable[[int, str, int], None]) -> None:
         """Refuse what could not be repeated; `bar` is told between which calls no cut may stand."""
         for place, uses in self.uses.items():
             if not uses.setters:
@@ -115,7 +115,7 @@ class Attributes:
                 )
             elif len(inside) > 1:
                 first, last = inside[0], inside[-1]
-                bar(first, last, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it")
+                bar(first, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it", last)
 
     def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
         if uses.is_carried:
