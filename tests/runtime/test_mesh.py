@@ -17,7 +17,7 @@ from drumline.runtime.channel import mesh as mesh_module
 from drumline.runtime.channel import rendezvous
 from drumline.runtime.channel.link import TcpLink, UnixLink
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
-from drumline.runtime.channel.rendezvous import connect, exchange, one_host
+from drumline.runtime.channel.rendezvous import connect, exchange
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 pytestmark = pytest.mark.torch
@@ -293,11 +293,6 @@ def test_clocks_are_compared_both_ways_by_the_quickest_packet(meshes: Meshes, ho
     (word,) = first.comparisons()
     assert word[0] == 2
     assert word[1] <= word[2]
-
-
-def test_one_host_is_found_out_together() -> None:
-    store = HashStore()
-    assert at_once(lambda: one_host(store, 0, 2), lambda: one_host(store, 1, 2)) == [True, True]
 
 
 def test_shared_memory_between_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.contents import refuse_objects
 from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import Crossing, Graph, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
@@ -29,7 +28,7 @@ from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
 from drumline.runtime.loss.terms import Terms, Walk, loss_place
-from drumline.runtime.values import pack, plain_in
+from drumline.runtime.values import pack, plain_in, refuse_objects
 from drumline.runtime.watch.watch import Watch
 
 

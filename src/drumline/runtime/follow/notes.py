@@ -14,10 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.contents import found_in, refuse_objects
 from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value
 from drumline.runtime.follow.skeleton import Skeleton
-from drumline.runtime.values import pack
+from drumline.runtime.values import found_in, pack, refuse_objects
 from drumline.runtime.weights.catalogue import whole_name
 
 

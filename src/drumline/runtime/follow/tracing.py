@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
-from drumline.runtime.blocks.contents import refuse_objects, tensors_in
 from drumline.runtime.blocks.graph import Graph, may_draw
 from drumline.runtime.follow.ambient import Ambient, LocalHooks, refuse_backward_hooks
 from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
@@ -47,8 +46,8 @@ from drumline.runtime.follow.refusals import (
 from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.follow.stand_ins import Known, StandIns
 from drumline.runtime.randomness import HostChance
-from drumline.runtime.values import pack, unpack
-from drumline.runtime.watch.surroundings import Surroundings
+from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
+from drumline.runtime.watch.watch import Surroundings
 from drumline.runtime.weights.catalogue import whole_name
 
 

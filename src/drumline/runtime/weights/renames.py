@@ -24,7 +24,6 @@ class Conversion:
     """Several tensors of files that are made into one or more of the model's, all at once."""
 
     names: tuple[str, ...]
-    sources: tuple[Stored, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
 
@@ -126,7 +125,7 @@ class _Rules:
                 raise ModelError(f"{target!r} cannot be made from {listed}, ...: {error}") from error
             return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
-        return Conversion(names, tuple(stored for _, stored in sources), make)
+        return Conversion(names, make)
 
 
 def _rules(root: nn.Module | None) -> _Rules | None:
