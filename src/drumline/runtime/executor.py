@@ -11,7 +11,6 @@ blocks on the channel, or lets another rank go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,7 +34,6 @@ from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
 Work = tuple[Callable[..., Any], str, Callable[..., Any]]  # take, the stage's method, put
-_UNWATCHED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -59,6 +57,10 @@ class Step:
 def _nothing(*_: Any) -> tuple[Any, ...]:
     """Take nothing, or do nothing."""
     return ()
+
+
+def _absent(*_: Any) -> None:
+    raise AssertionError("the row has an action of a stage that this rank does not hold")
 
 
 @dataclass(slots=True)
@@ -169,7 +171,7 @@ class Executor:
         stage, microbatch, needs = self.stages.get(action.stage), action.microbatch, tuple(self._needs(action))
         assert microbatch is not None
         job = Job(action, stage=stage, microbatch=microbatch, needs=needs, timed=True, take=take, put=put)
-        job.call = getattr(stage, call, _nothing)
+        job.call = getattr(stage, call, _absent)
         return job
 
     def _needs(self, action: Action) -> list[tuple[Action, int]]:
@@ -229,11 +231,11 @@ class Executor:
                 draft.took(receive, source, delivery, asked, now())
             if job.timed:
                 start = clock.start(directly and not job.needs)
-                with _UNWATCHED if self.scale is None else self.scale.watching():
+                if self.scale is None:
                     for part in job.parts or (job,):
                         part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
-                        if job.parts and self.scale is not None:
-                            self.scale.weigh()  # between the two the forward's is held, and the backward's still
+                else:
+                    self._weighed(job, step, self.scale)
                 draft.starts.append(start)
                 draft.ends.append(clock.mark())
                 ended = now()
@@ -250,6 +252,14 @@ class Executor:
         yield from self.exchange.finish(clock, draft)
         draft.end_ns = now()
         self.current = None
+
+    @staticmethod
+    def _weighed(job: Job, step: Step, scale: Scale) -> None:
+        with scale.watching():
+            for part in job.parts or (job,):
+                part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
+                if job.parts:
+                    scale.weigh()  # between the two the forward's is held, and the backward's still
 
     def _reset(self) -> None:
         self._made.clear()

@@ -13,41 +13,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import setitem
 from typing import Any
 
 _lock = threading.Lock()
-
-
-def _space(owner: Any) -> Any:
-    return owner if isinstance(owner, dict) else vars(owner)
+_INHERITED: Any = object()
 
 
 class Replaced:
     """What stands in a place for a while, and what was found there: raw, as the owner has it, or what it inherits."""
 
-    __slots__ = ("_of_thread", "count", "found", "is_own", "stand_in")
+    __slots__ = ("count", "found", "of_thread", "raw", "stand_in")
 
-    def __init__(self, owner: Any, name: Any) -> None:
-        self.is_own = name in _space(owner)
-        self.found = _space(owner)[name] if self.is_own else getattr(owner, name)
+    def __init__(self, owner: Any, name: Any, raw: Any) -> None:
+        self.raw = raw
+        self.found = getattr(owner, name) if raw is _INHERITED else raw
         self.stand_in: Any = None
         self.count = 0  # of those that watch
-        self._of_thread = threading.local()
-
-    @property
-    def watchers(self) -> list[Any]:
-        """Those of this thread, the innermost last; in another thread, and later, there are none."""
-        try:
-            return self._of_thread.watchers  # type: ignore[no-any-return]
-        except AttributeError:
-            none: list[Any] = []
-            self._of_thread.watchers = none
-            return none
+        self.of_thread = threading.local()  # those of each thread, the innermost last
 
     @property
     def watcher(self) -> Any:
         """The innermost watcher of this thread, None if there is none."""
-        watchers = self.watchers
+        watchers = getattr(self.of_thread, "watchers", None)
         return watchers[-1] if watchers else None
 
 
@@ -69,7 +58,10 @@ class Patch:
         self.owner = owner
         self.name = name
         self._make = make
+        self._space: Any = owner if isinstance(owner, dict) else vars(owner)
+        self._put = partial(setitem if isinstance(owner, dict) else setattr, owner, name)
         self._now: Replaced | None = None
+        self._last: Replaced | None = None  # used again as long as the same is found
 
     @property
     def watcher(self) -> Any:
@@ -81,34 +73,34 @@ class Patch:
         with _lock:
             now = self._now
             if now is None:
-                now = self._now = Replaced(self.owner, self.name)
-                now.stand_in = self._make(now)
+                raw, now = self._space.get(self.name, _INHERITED), self._last
+                if now is None or now.raw is not raw:
+                    now = self._last = Replaced(self.owner, self.name, raw)
+                    now.stand_in = self._make(now)
                 self._put(now.stand_in)
+                self._now = now
             now.count += 1
-        now.watchers.append(watcher)
+        try:
+            now.of_thread.watchers.append(watcher)
+        except AttributeError:
+            now.of_thread.watchers = [watcher]
 
     def leave(self) -> None:
         """Let the innermost watcher of this thread go."""
         now = self._now
         assert now is not None, f"nobody watches {self.name}"
-        now.watchers.pop()
+        now.of_thread.watchers.pop()
         with _lock:
             now.count -= 1
-            if now.count:
-                return
-            self._now = None
-            # What somebody put over ours meanwhile stays; below it ours has no watcher left, and only hands on.
-            if _space(self.owner).get(self.name) is now.stand_in:
-                if now.is_own:
-                    self._put(now.found)
-                else:
+            if not now.count:
+                self._now = None
+                # What somebody put over ours meanwhile stays; below it ours has no watcher left, and only hands on.
+                if self._space.get(self.name) is not now.stand_in:
+                    self._last = None
+                elif now.raw is _INHERITED:
                     delattr(self.owner, self.name)
-
-    def _put(self, value: Any) -> None:
-        if isinstance(self.owner, dict):
-            self.owner[self.name] = value
-        else:
-            setattr(self.owner, self.name, value)
+                else:
+                    self._put(now.raw)
 
     @contextmanager
     def by(self, watcher: Any) -> Iterator[None]:

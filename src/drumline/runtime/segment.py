@@ -150,13 +150,16 @@ class Segment:
         """Run the blocks, and a loss, with weight gradients left to W unless the forward takes gradients itself."""
         if not self.takes_gradients:
             before = self.buffers.copies() if self.takes_gradients is None else None
-            versions = versions_of(this.leaves)
+            versions = [leaf._version for leaf in this.leaves]
             lookout = Lookout(tape)
             made = None
             try:
                 with lookout:
-                    with self.splitter.recording(tape):
+                    self.splitter.start(tape)
+                    try:
                         made = self.run(this.value(), microbatch, randomness, tape)
+                    finally:
+                        self.splitter.stop()
                     made = made if loss is None else loss(made)
             except TakesGradients:
                 pass

@@ -9,7 +9,6 @@ of its owner, is seen by I as an ordinary gradient, is kept, and is added by W: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -177,20 +176,19 @@ class Splitter:
         """What the graph of a recorded forward begins with in place of parameters."""
         return [one for owner in self.owners for one in owner.begins if one is not None]
 
-    @contextmanager
-    def recording(self, tape: Tape) -> Iterator[None]:
-        """Let the owners record on `tape` inside; afterwards the modules have their own forwards back."""
+    def start(self, tape: Tape) -> None:
+        """Let the owners record on `tape` until `stop`."""
         self.reel.records = tape.records
         # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
         unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
         places = self._without_norms if unknown else self._places
         for namespace, forward, _ in places:
             namespace["forward"] = forward
-        try:
-            yield
-        finally:
-            for namespace, _, own in self._places:
-                if own is not None:
-                    namespace["forward"] = own
-                else:
-                    namespace.pop("forward", None)
+
+    def stop(self) -> None:
+        """Give the modules their own forwards back."""
+        for namespace, _, own in self._places:
+            if own is not None:
+                namespace["forward"] = own
+            else:
+                namespace.pop("forward", None)

@@ -78,7 +78,7 @@ def unchecked() -> AbstractContextManager[None]:
 
 def _checking(replaced: Replaced) -> Any:
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
-        if not replaced.watchers or not isinstance(cond, FakeTensor):
+        if replaced.watcher is None or not isinstance(cond, FakeTensor):
             replaced.found(kind, cond, message)
 
     return checked
