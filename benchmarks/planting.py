@@ -68,7 +68,7 @@ OF_FILE = {
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py",),
     "plan/cut/held_pairs.py": ("tests/plan/test_partition.py", "tests/core/test_frozen.py"),
-    "plan/device/blocks.py": ("tests/plan/test_planner.py", "tests/profile/test_layers.py"),
+    "plan/device/blocks.py": ("tests/plan/test_planner.py", "tests/profile/test_blocks.py"),
     "plan/device/overheads.py": ("tests/plan/test_planner.py",),
     "plan/cut/peaks.py": ("tests/plan/test_planner.py",),
     "plan/device/ranks.py": ("tests/plan/test_planner.py",),

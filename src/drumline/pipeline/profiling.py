@@ -40,8 +40,8 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, Link, ModelProfile, merged
 from drumline.plan.device.overheads import Overheads
+from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
-from drumline.profile.layers import profile
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.cut import Block

@@ -256,11 +256,11 @@ class Inductor:
         inner: Any = compile_fx.compile_fx_inner
         places = Places.among(inputs)
 
-        def half(one: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
-            output = one.graph.output_node()
+        def half(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
+            output = part.graph.output_node()
             # What goes from half to half is read with the strides that the graph says.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-            made: Boxed = inner(one, examples, **settings)
+            made: Boxed = inner(part, examples, **settings)
             return made
 
         def backward(whole: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
@@ -272,8 +272,8 @@ class Inductor:
 
         named = _named(at.title, backward)
 
-        def either(one: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
-            return (named if settings.get("is_backward") else inner)(one, examples, **settings)
+        def either(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
+            return (named if settings.get("is_backward") else inner)(part, examples, **settings)
 
         # What W may need must not be overwritten by I, and a backward from torch's cache would be whole.
         with config.patch(donated_buffer=False, enable_autograd_cache=False):

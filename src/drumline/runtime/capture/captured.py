@@ -224,10 +224,10 @@ def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
         static.copy_(tensor)
 
 
-def _alike(one: Delivery, other: Delivery) -> bool:
+def _alike(place: Delivery, delivery: Delivery) -> bool:
     # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
-    same_form = one.form is other.form or pickle.dumps(one.form) == pickle.dumps(other.form)
-    return same_form and _metas(one) == _metas(other)
+    same_form = place.form is delivery.form or pickle.dumps(place.form) == pickle.dumps(delivery.form)
+    return same_form and _metas(place) == _metas(delivery)
 
 
 def _metas(delivery: Delivery) -> list[Any]:

@@ -44,20 +44,21 @@ def packed(inputs: Any, baked: Collection[str | int]) -> tuple[Any, Any]:
     if not baked:
         return args, kwargs
 
-    def one(name: str | int, value: Any) -> Any:
+    def known(name: str | int, value: Any) -> Any:
         return Numbers(value) if name in baked and isinstance(value, Tensor) else value
 
-    return tuple(one(at, value) for at, value in enumerate(args)), {name: one(name, kwargs[name]) for name in kwargs}
+    named = {name: known(name, kwargs[name]) for name in kwargs}
+    return tuple(known(at, value) for at, value in enumerate(args)), named
 
 
 def unpacked(inputs: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
     """Return arguments with the tensors back in the places of `Numbers`."""
     args, kwargs = inputs
 
-    def one(value: Any) -> Any:
+    def back(value: Any) -> Any:
         return value.tensor.to(device) if isinstance(value, Numbers) else value
 
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+    return tuple(back(value) for value in args), {name: back(value) for name, value in kwargs.items()}
 
 
 def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *, at_most: int) -> frozenset[str | int]:

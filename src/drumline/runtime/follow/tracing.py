@@ -168,23 +168,23 @@ class _Tracer(Notes, TorchFunctionMode):
             reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
             self.bar(made.get(number, 0), reason)
 
-    def _look(self, one: Tensor) -> None:
+    def _look(self, tensor: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
-        if id(one) in self.taken or self.where.get(id(one)) == at:
+        if id(tensor) in self.taken or self.where.get(id(tensor)) == at:
             return
-        if name := self.skeleton.states.get(id(one)):
+        if name := self.skeleton.states.get(id(tensor)):
             self.reads.add(name)
-        elif (number := self.numbers.get(id(one))) is not None:
+        elif (number := self.numbers.get(id(tensor))) is not None:
             if self.graph.is_carried(number):
                 first = max(self.graph.made_at.get(number, -1), 0)
                 del self.graph.made_at
-                self.bar(first, f"{block!r} uses a tensor that is not among its arguments{self.kept_in(one)}")
-                self.taken.add(id(one))
-        elif (made := self.where.get(id(one))) is not None:
+                self.bar(first, f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}")
+                self.taken.add(id(tensor))
+        elif (made := self.where.get(id(tensor))) is not None:
             other = self.graph.calls[made].block
-            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self.kept_in(one)}"
+            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self.kept_in(tensor)}"
             self.bar(made, reason)
-            self.taken.add(id(one))
+            self.taken.add(id(tensor))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():

@@ -118,9 +118,9 @@ def _is_watched(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, Tensor | tuple) or can_change(value)
 
 
-def _is_known(one: Any) -> bool:
-    """Whether something is a library's."""
-    name = one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) or ""
+def _is_known(thing: Any) -> bool:
+    """Whether a module, class or function is a library's."""
+    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or ""
     return name.partition(".")[0] in _LIBRARIES
 
 

@@ -15,7 +15,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.cut.held_pairs import held_by
 from drumline.plan.cut.partition import rank_bytes
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.profile.layers import _told_apart, profile
+from drumline.profile.blocks import _told_apart, profile
 from drumline.report.plan.profiles import layers_table
 from drumline.schedules import generate
 from some import some
