@@ -8,8 +8,8 @@ RUNTIME = (
     Bug(
         "loss-never-scaled",
         "runtime/executor.py",
-        "return (share if step.scale == 1.0 else share * step.scale,)",
-        "return (share,)",
+        "return ((share if step.scale == 1.0 else share * step.scale,),)",
+        "return ((share,),)",
         "The loss scale is divided out of gradients that were never multiplied by it.",
     ),
     Bug(
@@ -49,9 +49,9 @@ RUNTIME = (
     ),
     Bug(
         "gradients-for-plain-values",
-        "runtime/stage.py",
-        "leaves = [_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)]",
-        "leaves = [_leaf(one, wants_gradient) for at, one in enumerate(tensors)]",
+        "runtime/segment.py",
+        "_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)",
+        "_leaf(one, wants_gradient) for at, one in enumerate(tensors)",
         "A gradient is asked for of tensors that the stage before has none for.",
     ),
     Bug(
@@ -119,7 +119,7 @@ RUNTIME = (
     ),
     Bug(
         "large-sums-are-infinite",
-        "runtime/gradients/finite.py",
+        "runtime/gradients/clip.py",
         "return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in tensors)",
         "return bool(sums.isfinite().all())",
         "Finite gradients whose sum overflows are called infinite.",
@@ -140,7 +140,7 @@ RUNTIME = (
     ),
     Bug(
         "statistics-unseen",
-        "runtime/buffers.py",
+        "runtime/recomputing.py",
         ".update(by_value, by_version, self._statistics)",
         ".update(by_value, by_version)",
         "Running statistics that the first forward left as they were are not saved for recomputing.",
@@ -182,7 +182,7 @@ RUNTIME = (
     ),
     Bug(
         "stretches-wait-too-early",
-        "runtime/capture/stretches.py",
+        "runtime/capture/captured.py",
         "if stretch is None or job.needs:",
         "if stretch is None:",
         "What a later action of a stretch needs is never waited for.",
@@ -261,8 +261,9 @@ RUNTIME = (
     Bug(
         "unseeded-records-stay",
         "runtime/segment.py",
-        "            if tape is not None:\n                tape.records.clear()\n",
-        "",
+        "                self.unchanged(given, versions)\n                if tape is not None:\n"
+        "                    tape.records.clear()\n",
+        "                self.unchanged(given, versions)\n",
         "A forward that has to run again leaves the records of both runs on the tape.",
         survives="Records of the first run get no gradient, so W skips them; they only stay in memory until then.",
     ),

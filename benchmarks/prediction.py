@@ -45,7 +45,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
 
     import drumline as dl
     from drumline.core.measured.handling import Handling
-    from drumline.profile.layers import profile
+    from drumline.profile.blocks import profile
 
     class Scaled(nn.Module):
         """Computes next to nothing, and hands on as much as a layer does."""

@@ -44,6 +44,6 @@ class CountedClock(Clock):
 def counted_time() -> Iterator[None]:
     """Profile by counted operations inside; on this thread, where autograd runs on a CPU, too."""
     with _Counting() as counting, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drumline.profile.layers.clock_for", lambda device: CountedClock(counting))
+        patch.setattr("drumline.profile.blocks.clock_for", lambda device: CountedClock(counting))
         assert torch.get_default_device().type == "cpu"
         yield

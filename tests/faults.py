@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.blocks.pieces import Live, Piece
+from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.blocks.script import Live
 from drumline.runtime.follow.skeleton import Skeleton
 
 WIDTH = 6

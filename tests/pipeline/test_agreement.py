@@ -28,7 +28,8 @@ from drumline.pipeline.verify.agreement import (
     samples_of,
 )
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 
 pytestmark = pytest.mark.torch
 

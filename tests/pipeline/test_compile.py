@@ -16,7 +16,7 @@ import drumline as dl
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.backward import toolchain
+from drumline.runtime.backward import compiled
 from drumline.runtime.backward.split_backend import Waiting
 from matrices import matrix
 from some import some
@@ -322,7 +322,7 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
     stage.forward(0, value, target)
     stage.backward_input(0, (torch.tensor(1.0),))
     value.add_(1.0)
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(ModelError, match="changed in place"):
         stage.backward_weight(0)
 
 
@@ -397,7 +397,7 @@ def test_an_error_of_a_block_is_its_own() -> None:
     ],
 )
 def test_a_choice_that_cannot_work_is_refused(choice: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "missing", lambda device: "")
+    monkeypatch.setattr(compiled, "missing_tool", lambda device: "")
     with pytest.raises(ModelError, match=words):
         pipeline(model_of("mlp", 2), compile=choice)
 
@@ -420,7 +420,7 @@ def test_ranks_that_compile_otherwise_differ() -> None:
 @pytest.fixture
 def compiler() -> None:
     """Needs what inductor needs; CI must have it."""
-    missing = toolchain.missing(torch.device("cpu"))
+    missing = compiled.missing_tool(torch.device("cpu"))
     if missing and os.environ.get("CI") == "true":
         pytest.fail(f"inductor needs {missing}")
     if missing:

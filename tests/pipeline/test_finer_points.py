@@ -22,7 +22,7 @@ from drumline.pipeline.record.metrics import line_of
 from drumline.pipeline.record.tally import Tally, Told
 from drumline.pipeline.state.frozen import Frozen
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft
 from drumline.schedules import generate

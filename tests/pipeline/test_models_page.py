@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 
 pytestmark = pytest.mark.torch

@@ -16,14 +16,14 @@ from drumline.core.placement import Placement
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.backward.tape import Tape, accumulate, merged
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.buffers import Buffers
 from drumline.runtime.channel.in_process import Hub
-from drumline.runtime.channel.layout import Layouts
+from drumline.runtime.channel.layout import MessageLayouts
 from drumline.runtime.channel.link import UnixLink
 from drumline.runtime.channel.slots import Slot, new_memory
 from drumline.runtime.follow.attributes import BETWEEN, MISSING, Attributes
 from drumline.runtime.gradients import clip
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.recomputing import Buffers
 from drumline.runtime.values import joined
 from drumline.runtime.watch.watch import Watch
 from drumline.runtime.weights import files as weights
@@ -197,7 +197,7 @@ def test_a_message_that_meets_another_ones_receive_is_refused() -> None:
 
 
 def test_forms_that_are_equal_and_not_the_same_have_layouts_of_their_own() -> None:
-    layouts, tensor = Layouts(), torch.ones(2)
+    layouts, tensor = MessageLayouts(), torch.ones(2)
     found = [layouts.find([tensor], form) for form in (1, True, 1.0, (1, 2), (True, 2))]
     assert len({one.number for one in found}) == len(found)
     assert [type(one.form) for one in found[:3]] == [int, bool, float]
@@ -236,7 +236,7 @@ def test_conjugates_and_negatives_are_copied_as_what_they_mean() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     slot = Slot(0, new_memory(4096), 4096)
     for tensor in (numbers.conj(), numbers.conj().imag):
-        layout = Layouts().find([tensor], None)
+        layout = MessageLayouts().find([tensor], None)
         slot.fill(layout, [tensor])
         assert torch.equal(slot.copies(layout, CPU)[0], tensor.resolve_conj().resolve_neg())
 

@@ -14,7 +14,8 @@ from torch import nn
 import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.weights.files import Weights
 from hf_models import MODELS, batch_for, tiny
 from materials import assert_same, by_parts, values

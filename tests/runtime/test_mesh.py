@@ -14,10 +14,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from drumline.core.errors import RankFailed, RunError, WaitTimeout
-from drumline.runtime.channel import limits, rendezvous
+from drumline.runtime.channel import mesh as mesh_module
+from drumline.runtime.channel import rendezvous
 from drumline.runtime.channel.link import TcpLink, UnixLink
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
-from drumline.runtime.channel.rendezvous import connect, exchange, one_host
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
+from drumline.runtime.channel.rendezvous import connect, exchange
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
 
 pytestmark = pytest.mark.torch
@@ -51,18 +52,20 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-Meshes = Callable[..., list[Mesh]]
+Meshes = Callable[..., list[ControlMesh]]
 
 
 @pytest.fixture
 def meshes() -> Iterator[Meshes]:
-    made: list[Mesh] = []
+    made: list[ControlMesh] = []
 
-    def make(num_ranks: int = 3, hosts: Sequence[str | None] = (None,) * 3, store: Store | None = None) -> list[Mesh]:
+    def make(
+        num_ranks: int = 3, hosts: Sequence[str | None] = (None,) * 3, store: Store | None = None
+    ) -> list[ControlMesh]:
         shared = HashStore() if store is None else store
 
-        def mesh(rank: int) -> Mesh:
-            return Mesh(rank, num_ranks, store=shared, timeout=200, host=hosts[rank])
+        def mesh(rank: int) -> ControlMesh:
+            return ControlMesh(rank, num_ranks, store=shared, timeout=200, host=hosts[rank])
 
         made.extend(at_once(*(lambda rank=rank: mesh(rank) for rank in range(num_ranks))))
         return made[-num_ranks:]
@@ -72,7 +75,7 @@ def meshes() -> Iterator[Meshes]:
         crash(mesh)
 
 
-def crash(mesh: Mesh) -> None:
+def crash(mesh: ControlMesh) -> None:
     """End as a killed process does: the kernel closes its sockets."""
     mesh._closed = True
     for link in mesh.links.values():
@@ -83,7 +86,7 @@ def nothing() -> tuple[int, ...]:
     return ()
 
 
-def wait_for_ever(mesh: Mesh) -> None:
+def wait_for_ever(mesh: ControlMesh) -> None:
     mesh.wait(lambda: False, "a wait without an end", deadline(), needs=nothing)
 
 
@@ -267,7 +270,7 @@ def test_the_wait_is_over_for_others_once_it_has_ended(meshes: Meshes) -> None:
 def test_an_abort_that_comes_after_a_crash_explains_it(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = meshes()
     crash(second)
-    monkeypatch.setattr(limits, "GRACE", 30.0)
+    monkeypatch.setattr(mesh_module, "GRACE", 30.0)
     late = threading.Timer(0.1, third.abort, (ValueError("the cause"), "2F0"))
     late.start()
     with pytest.raises(RankFailed, match="rank 2 failed at 2F0: ValueError: the cause"):
@@ -309,7 +312,7 @@ def test_a_second_mesh_over_the_same_store_is_another_one(meshes: Meshes) -> Non
 
 def test_connecting_is_bounded_and_names_who_is_missing() -> None:
     with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to tell its drumline/host"):
-        Mesh(0, 2, store=HashStore(), timeout=0.05)
+        ControlMesh(0, 2, store=HashStore(), timeout=0.05)
 
 
 def told(store: Store, topic: str, value: Any) -> None:
@@ -378,11 +381,6 @@ def test_clocks_are_compared_both_ways_by_the_quickest_packet(meshes: Meshes, ho
     (word,) = first.comparisons()
     assert word[0] == 2
     assert word[1] <= word[2]
-
-
-def test_one_host_is_found_out_together() -> None:
-    store = HashStore()
-    assert at_once(lambda: one_host(store, 0, 2), lambda: one_host(store, 1, 2)) == [True, True]
 
 
 def test_shared_memory_between_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from drumline.runtime.backward.owners import Reel, owners_in
+from drumline.core.errors import ModelError
+from drumline.runtime.backward.formulas import Reel
+from drumline.runtime.backward.owners import owners_in
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
@@ -313,6 +315,26 @@ def test_an_input_changed_in_place_is_refused_as_autograd_would() -> None:
 
     with pytest.raises(RuntimeError, match=r"in place|inplace"):
         backward()
+
+
+def test_an_input_changed_in_place_between_i_and_w_is_refused_by_name() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            self.kept = x * 2.0
+            return self.layer(self.kept)
+
+    block = Keeps()
+    stage = Stage(1, [Block("0", block)], Randomness(0, CPU), split={0})
+    stage.forward(0, torch.randn(3, 6))
+    stage.backward_input(0, (torch.randn(3, 6),))
+    with torch.no_grad():
+        block.kept.add_(1.0)
+    with pytest.raises(ModelError, match="the input of Linear was changed in place after it was used, and its weight"):
+        stage.backward_weight(0)
 
 
 def test_forwards_are_given_back_even_if_a_block_fails() -> None:

@@ -7,7 +7,7 @@ import pytest
 from drumline.core.action import RECV_OPS, Action
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.runtime.capture.stretches import Stretch, stretches
+from drumline.runtime.capture.captured import Stretch, stretches
 from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.clock import Clock
 from drumline.runtime.executor import Executor, Job

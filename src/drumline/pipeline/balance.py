@@ -27,7 +27,7 @@ from drumline.pipeline.programs import program_for
 from drumline.plan.cut.chain import Partition
 from drumline.plan.cut.timed import TimedCuts
 from drumline.plan.device.blocks import Profile
-from drumline.profile.layers import profile
+from drumline.profile.blocks import profile
 from drumline.report.table import table
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.stage import Loss

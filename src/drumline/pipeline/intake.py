@@ -74,7 +74,7 @@ class Intake:
         """Learn how the loss counts: from the pieces that the model was cut into where it computes it itself."""
         last = stages[-1][-1].module
         if self.own and self.weigh is None and isinstance(last, Piece):
-            self._own_shares = OwnShares(last.plan, last, len(stages[-1]))
+            self._own_shares = OwnShares(last.script, last, len(stages[-1]))
 
     @property
     def counts_labels(self) -> bool:
@@ -156,13 +156,13 @@ class Intake:
 
     def factors_of(self, microbatch: int) -> Factors:
         """Return what parts of the model's own loss are multiplied by in a microbatch, if not all by one share."""
-        return () if self._own_shares is None else self._own_shares.plan.sheet.factors.get(microbatch, ())
+        return () if self._own_shares is None else self._own_shares.script.sheet.factors.get(microbatch, ())
 
     def multiplying(self, inputs: Any, factors: Factors) -> AbstractContextManager[object]:
         """Multiply the parts of the model's own loss where it computes that by itself."""
         if self._own_shares is None or not factors:
             return nullcontext()
-        plan = self._own_shares.plan
+        plan = self._own_shares.script
         loss = plan.loss(plan.kind(inputs, train=True)[0])
         if loss is None or plan.model is None:
             return nullcontext()
@@ -179,7 +179,7 @@ class Intake:
             for one, share in zip(step.targets, found.shares, strict=True)
         ]
         if self._own_shares is not None:
-            self._own_shares.plan.sheet.fill(found.factors)
+            self._own_shares.script.sheet.fill(found.factors)
 
     def _shares_of(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
         """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""

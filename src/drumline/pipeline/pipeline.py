@@ -31,7 +31,7 @@ from drumline.runtime.channel.channel import step_topic
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
-from drumline.runtime.gradients.finite import all_finite
+from drumline.runtime.gradients.clip import all_finite
 from drumline.runtime.values import joined
 from drumline.runtime.weights.files import Weights
 

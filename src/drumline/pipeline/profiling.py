@@ -40,12 +40,12 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
 from drumline.plan.device.overheads import Overheads
+from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
-from drumline.profile.layers import profile
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.pieces import Inputs
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.capture.cuda import device_name
 from drumline.runtime.values import moved, pack, unpack
 from drumline.schedules import DEFAULT

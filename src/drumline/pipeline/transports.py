@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from drumline.core.errors import MismatchError, UsageError, nearest
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Channel, too_late
+from drumline.runtime.channel.channel import TIMEOUT, Channel, too_late
 from drumline.runtime.channel.distributed import DistributedChannel
 from drumline.runtime.channel.rendezvous import exchange, host_id
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
@@ -50,7 +49,7 @@ def alone(transport: str) -> bool:
     return transport == "in-process" or (transport == "auto" and not started_by_launcher())
 
 
-def num_ranks(transport: str, asked: int | None, *, timeout: float = limits.TIMEOUT) -> int:
+def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) -> int:
     """Return how many ranks there are; starts the process group if there is to be one, within `timeout`."""
     if alone(transport):
         return asked or 1

@@ -1,22 +1,24 @@
 """Runs one rank's row: exactly the actions of the proven program, in their order.
 
-The row, with its communication spelled out, is translated once into jobs: a job knows its stage, where its input comes
-from (the batch, a stage of the same rank, or a message) and what to do. A step then goes through the jobs. Where a
-message has not arrived, the run yields what it waits for; whoever drives it blocks on the channel, or lets another rank
-go on.
+The row, with its communication spelled out, is translated once into jobs. What computes is taken, called and put:
+
+    0F3    take: the batch, what a stage of the same rank made, or a message    call: stage.forward    put: what it made
+
+A step then goes through the jobs. Where a message has not arrived, the run yields what it waits for; whoever drives it
+blocks on the channel, or lets another rank go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, TRANSFER_OPS, Action, Op
+from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
@@ -31,6 +33,7 @@ from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
+Work = tuple[Callable[..., Any], str, Callable[..., Any]]  # take, the stage's method, put
 
 
 @dataclass(slots=True)
@@ -51,18 +54,35 @@ class Step:
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
+def _nothing(*_: Any) -> tuple[Any, ...]:
+    """Take nothing, or do nothing."""
+    return ()
+
+
+def _absent(*_: Any) -> None:
+    raise AssertionError("the row has an action of a stage that this rank does not hold")
+
+
 @dataclass(slots=True)
 class Job:
-    """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources."""
+    """One cell of the row, ready to run. `needs` are messages that must have arrived, with their sources.
+
+    What computes is `timed`: what `call` makes of what `take` takes, `put` puts where others find it; an action that
+    overlaps two others does so by its parts. All else is done by `run`.
+    """
 
     action: Action
-    run: Callable[[Job, Step], None]
+    run: Callable[[Job, Step], Any] = _nothing
     stage: Stage | None = None
     microbatch: int = -1
     needs: tuple[tuple[Action, int], ...] = ()
     other: int = -1  # the rank that a message goes to or comes from
-    together: tuple[int, ...] = ()  # microbatches whose W runs here as one
     timed: bool = False
+    take: Callable[[Job, Step], tuple[Any, ...]] = _nothing
+    call: Callable[..., Any] = _nothing  # with the microbatch, and with what was taken
+    put: Callable[[Job, Step, Any], Any] = _nothing
+    parts: tuple[Job, ...] = ()
+    together: tuple[int, ...] = ()  # microbatches whose W runs here as one
 
 
 class Executor:
@@ -111,15 +131,14 @@ class Executor:
             ties=self.exchange.ties,
         )
 
-    # ---- translation -------------------------------------------------------------------------------------------------
-
     def _translate(self, row: Sequence[Action]) -> list[Job]:
-        handlers = {
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.OVERLAP: self._pair,
+        works: dict[Op, Work] = {
+            Op.FORWARD: (self._inputs, "forward", self._keep_output),
+            Op.BACKWARD: (self._gradients_of, "backward", self._keep_gradients),
+            Op.BACKWARD_INPUT: (self._gradients_of, "backward_input", self._keep_gradients),
+            Op.BACKWARD_WEIGHT: (_nothing, "backward_weight", _nothing),
+        }
+        talks: dict[Op, Callable[[Job, Step], None]] = {
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post,
@@ -128,21 +147,32 @@ class Executor:
         }
         jobs: list[Job] = []
         for action in row:
-            run = handlers.get(action.op)
-            if run is None:
+            if action.op in talks:
+                job = Job(action, talks[action.op], self.stages.get(action.stage), other=self._other(action))
+                job.microbatch = -1 if action.microbatch is None else action.microbatch
+            elif action.op is Op.OVERLAP:
+                parts = tuple(self._work(part, *works[part.op]) for part in action.parts)
+                job = Job(action, needs=tuple(need for part in parts for need in part.needs), timed=True, parts=parts)
+            elif action.op in works:
+                job = self._work(action, *works[action.op])
+            else:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
                     expected="a synchronous program, which leaves updates and sharding to the user, and waiting to us",
                     fix="choose a schedule without UPDATE, UNSHARD, RESHARD and WAITs",
                 )
-            job = Job(action, run, self.stages.get(action.stage), timed=action.op in TIMED_OPS)
-            job.microbatch = -1 if action.microbatch is None else action.microbatch
-            job.needs = tuple(need for part in action.work for need in self._needs(part))
-            job.other = self._other(action)
             jobs.append(job)
         if self.merge:
             _merge(jobs)
         return jobs
+
+    def _work(self, action: Action, take: Callable[..., Any], call: str, put: Callable[..., Any]) -> Job:
+        """Return the job of an action that computes."""
+        stage, microbatch, needs = self.stages.get(action.stage), action.microbatch, tuple(self._needs(action))
+        assert microbatch is not None
+        job = Job(action, stage=stage, microbatch=microbatch, needs=needs, timed=True, take=take, put=put)
+        job.call = getattr(stage, call, _absent)
+        return job
 
     def _needs(self, action: Action) -> list[tuple[Action, int]]:
         """Return the messages that a plain action needs, with the ranks that send them."""
@@ -166,13 +196,13 @@ class Executor:
             return self.placement.rank_of(peer.stage, action.microbatch)
         return -1
 
-    # ---- one step ----------------------------------------------------------------------------------------------------
-
     def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
 
         `jobs`, where given, stand for the row's own. What the rank does is noted in the draft, piece by piece.
         """
+        jobs = self.jobs if jobs is None else jobs
+        jobs = jobs if self.witness is None else [self._before(self.witness, job) for job in jobs]
         channel, clock, stages, now = self.channel, self.clock, self.stages.values(), self.clock.now
         self._reset()
         self.draft = draft
@@ -185,7 +215,7 @@ class Executor:
             self.scale.begin(*step.inputs, *step.targets)
         directly = False
         draft.spent(BEGIN, draft.begin_ns, now())
-        for job in self.jobs if jobs is None else jobs:
+        for job in jobs:
             self.current = job.action
             for receive, source in job.needs:
                 asked = now()
@@ -202,10 +232,10 @@ class Executor:
             if job.timed:
                 start = clock.start(directly and not job.needs)
                 if self.scale is None:
-                    job.run(job, step)
+                    for part in job.parts or (job,):
+                        part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
                 else:
-                    with self.scale.watching():
-                        job.run(job, step)
+                    self._weighed(job, step, self.scale)
                 draft.starts.append(start)
                 draft.ends.append(clock.mark())
                 ended = now()
@@ -223,20 +253,41 @@ class Executor:
         draft.end_ns = now()
         self.current = None
 
+    @staticmethod
+    def _weighed(job: Job, step: Step, scale: Scale) -> None:
+        with scale.watching():
+            for part in job.parts or (job,):
+                part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
+                if job.parts:
+                    scale.weigh()  # between the two the forward's is held, and the backward's still
+
     def _reset(self) -> None:
         self._made.clear()
         self._gradients.clear()
         self.arrived.clear()
         self.exchange.begin()
 
-    # ---- what actions do ---------------------------------------------------------------------------------------------
+    def _before(self, witness: Witness, job: Job) -> Job:
+        """Return a job of a step that a witness watches: what concerns its microbatch is done before its eyes."""
+        if job.parts:
+            return replace(job, parts=tuple(self._before(witness, part) for part in job.parts))
+        stage, op = job.stage, job.action.op
+        if stage is None or witness.microbatch not in (job.together or (job.microbatch,)):
+            return job
+        if job.together:
+            return replace(job, call=partial(self._alone_and_merged, witness, stage, job.together))
+        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and job.call is not _nothing:
+            return replace(job, call=partial(witness.adding, stage, job.call))
+        return replace(job, call=partial(witness.listening, stage, job.call)) if op is Op.FORWARD else job
 
-    def _forward(self, job: Job, step: Step) -> None:
-        self._run_forward(job.action, step)
+    @staticmethod
+    def _alone_and_merged(witness: Witness, stage: Stage, together: Sequence[int], _: int) -> None:
+        witness.adding(stage, stage.backward_weight, witness.microbatch)
+        stage.backward_weight_merged([one for one in together if one != witness.microbatch])
 
-    def _run_forward(self, action: Action, step: Step) -> None:
-        index, _, microbatch, _ = action
-        assert microbatch is not None
+    def _inputs(self, job: Job, step: Step) -> tuple[Any, ...]:
+        """Return what a forward computes with: its value, its target, and whether a backward follows."""
+        index, microbatch = job.action.stage, job.microbatch
         if index == 0:
             value = step.inputs[microbatch]
         else:
@@ -244,75 +295,36 @@ class Executor:
             value = (
                 self._made.pop((index - 1, microbatch)) if delivery is None else unpack(delivery.tensors, delivery.form)
             )
-        stage = self.stages[index]
-        target = step.targets[microbatch] if step.targets and stage.loss is not None else None
-        with nullcontext() if self.witness is None else self.witness.listening(stage, microbatch):
-            made = stage.forward(microbatch, value, target, keep=step.train)
+        wants_target = step.targets and job.stage is not None and job.stage.loss is not None
+        return value, step.targets[microbatch] if wants_target else None, step.train
+
+    def _keep_output(self, job: Job, step: Step, made: Any) -> None:
+        index, microbatch = job.action.stage, job.microbatch
         if index < self.program.num_stages - 1:
             self._made[index, microbatch] = made
         elif step.train:
             step.losses[microbatch] = made
-        elif stage.loss is None:
+        elif job.stage is None or job.stage.loss is None:
             step.outputs[microbatch] = made
         else:
             step.outputs[microbatch], loss = made
             if loss is not None:
                 step.losses[microbatch] = loss
 
-    def _gradients_of(self, action: Action, step: Step) -> Gradients:
+    def _gradients_of(self, job: Job, step: Step) -> tuple[Gradients]:
         """Return the gradients of what a stage made, one for each tensor of it."""
-        index, _, microbatch, _ = action
-        assert microbatch is not None
+        index, microbatch = job.action.stage, job.microbatch
         if index == self.program.num_stages - 1:
             share = step.shares[microbatch].to(step.losses[microbatch].dtype)
-            return (share if step.scale == 1.0 else share * step.scale,)
+            return ((share if step.scale == 1.0 else share * step.scale,),)
         delivery = self.arrived.pop(Action(index, Op.RECV_B, microbatch), None)
         if delivery is None:
-            return self._gradients.pop((index + 1, microbatch))
-        return delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form))
+            return (self._gradients.pop((index + 1, microbatch)),)
+        return (delivery.tensors if delivery.form is None else tuple(unpack(delivery.tensors, delivery.form)),)
 
-    def _backward(self, job: Job, step: Step) -> None:
-        self._run_backward(job.action, step)
-
-    def _run_backward(self, action: Action, step: Step) -> None:
-        index, _, microbatch, _ = action
-        assert microbatch is not None
-        stage, given = self.stages[index], self._gradients_of(action, step)
-        made = self._adding(stage, microbatch, lambda: stage.backward(microbatch, given))
-        if index > self.lowest:
-            self._gradients[index, microbatch] = made
-
-    def _backward_input(self, job: Job, step: Step) -> None:
-        action, microbatch = job.action, job.microbatch
-        assert job.stage is not None
-        made = job.stage.backward_input(microbatch, self._gradients_of(action, step))
-        if action.stage > self.lowest:
-            self._gradients[action.stage, microbatch] = made
-
-    def _backward_weight(self, job: Job, step: Step) -> None:
-        stage = job.stage
-        assert stage is not None
-        if not self.merge:
-            self._adding(stage, job.microbatch, lambda: stage.backward_weight(job.microbatch))
-        elif job.together:
-            together = job.together
-            if self.witness is not None and self.witness.microbatch in together:
-                alone = self.witness.microbatch
-                self._adding(stage, alone, lambda: stage.backward_weight(alone))
-                together = tuple(one for one in together if one != alone)
-            if together:
-                stage.backward_weight_merged(together)
-
-    def _adding(self, stage: Stage, microbatch: int, run: Callable[[], Any]) -> Any:
-        """Run what adds to a stage's gradients, before a witness if there is one."""
-        return run() if self.witness is None else self.witness.adding(stage, microbatch, run)
-
-    def _pair(self, job: Job, step: Step) -> None:
-        for part in job.action.parts:
-            run = self._run_forward if part.op is Op.FORWARD else self._run_backward
-            run(part, step)
-            if self.scale is not None:
-                self.scale.weigh()  # between the two the forward's is held, and the backward's still
+    def _keep_gradients(self, job: Job, step: Step, made: Gradients) -> None:
+        if job.action.stage > self.lowest:
+            self._gradients[job.action.stage, job.microbatch] = made
 
     def _post(self, job: Job, step: Step) -> None:
         start = self.clock.now()
@@ -350,7 +362,15 @@ def _merge(jobs: list[Job]) -> None:
     for job in [*jobs, None]:
         weight = job is not None and job.action.op is Op.BACKWARD_WEIGHT
         if run and (not weight or job is None or job.action.stage != run[0].action.stage):
+            for one in run[:-1]:
+                one.call = _nothing
             run[-1].together = tuple(one.microbatch for one in run)
+            run[-1].call = partial(_merged, run[-1])
             run = []
         if weight and job is not None:
             run.append(job)
+
+
+def _merged(job: Job, microbatch: int) -> None:
+    assert job.stage is not None
+    job.stage.backward_weight_merged(job.together)

@@ -75,3 +75,19 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """
     kind: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if kind is None else kind
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as every rank does: how a product is dealt to threads may change its last bits.
+
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

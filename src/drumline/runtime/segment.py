@@ -1,22 +1,30 @@
-"""Consecutive blocks of a stage that are run, kept and gone back through together."""
+"""Consecutive blocks of a stage that are run, kept and gone back through together.
+
+    value ──► Pass: its leaves, cut off ──► Segment.run: the blocks ──► Segment.ended: roots ──► value, cut off
+
+The roots are kept as places in the graph, not as tensors: an output that has been sent is not held for its backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
+from drumline.runtime.backward.beginnings import begun, looked_after, refuse_foreign
 from drumline.runtime.backward.compiled import Named
+from drumline.runtime.backward.inner_gradients import Lookout, TakesGradients
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.buffers import Buffers
 from drumline.runtime.loss.sheet import Sheet
 from drumline.runtime.randomness import HostChance, Randomness, draws, may_draw
-from drumline.runtime.values import pack
+from drumline.runtime.recomputing import Buffers
+from drumline.runtime.values import mapped, pack, unpack
 
 
 class Pass:
@@ -24,9 +32,12 @@ class Pass:
 
     __slots__ = ("again", "buffers", "chance", "form", "leaves", "plain", "roots", "tape", "wanted")
 
-    def __init__(self, leaves: Sequence[Tensor], form: Any) -> None:
-        self.leaves = leaves
-        self.form = form
+    def __init__(self, value: Any, wants_gradient: bool, plain: Collection[int] = ()) -> None:
+        """Begin with a value, cut off from its graph; the tensors that stand at `plain` want no gradient."""
+        tensors, self.form = pack(value)
+        self.leaves: Sequence[Tensor] = [
+            _leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)
+        ]
         self.roots: list[GradientEdge] = []
         self.wanted: list[int] = []  # which of the outputs a gradient can come back for
         self.plain: tuple[int, ...] = ()  # which of those that could have one do not
@@ -34,6 +45,20 @@ class Pass:
         self.again = False  # whether the segment has to be run again first
         self.buffers: dict[int, Tensor] = {}
         self.chance: HostChance | None = None  # where its random numbers of Python's began, if it drew any
+
+    def value(self) -> Any:
+        """Return what the blocks are run on."""
+        return unpack(self.leaves, self.form)
+
+    def paired(self, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return the roots that a gradient came back for, each with its gradient."""
+        roots, given = [], []
+        for root, index in zip(self.roots, self.wanted, strict=True):
+            gradient = gradients[index]
+            if gradient is not None:
+                roots.append(root)
+                given.append(gradient)
+        return roots, given
 
 
 class Segment:
@@ -56,6 +81,7 @@ class Segment:
         self.sheet: Sheet | None = getattr(blocks[-1].module, "sheet", None) if blocks else None
         self.seal: Callable[[Any], Any] | None = None  # leaves out what need not travel from the stage
         self.checkpointed = checkpointed
+        self.receives = True  # whether its input comes from blocks before, and is not the batch
         self.modules = [module for block in blocks for module in block.module.modules()]
         self.buffers = Buffers([block.module for block in blocks])
         self._signature: list[tuple[int, bool]] | None = None
@@ -84,27 +110,97 @@ class Segment:
         return True
 
     def run(self, value: Any, microbatch: int, randomness: Randomness, tape: Tape | None = None) -> Any:
-        """Run the blocks, seeding those that may draw random numbers unless none has drawn so far."""
+        """Run the blocks, seeding those that may draw random numbers unless none has drawn so far.
+
+        If they change their input in place they get a copy of it, since a leaf may not be changed.
+        """
+        given = mapped(value, Tensor.clone) if self.on_copies else value
         if self.sheet is not None:
             self.sheet.now = microbatch
-        if self.quiet:
-            versions = versions_of(value) if self._suspects else []
-            if self._suspects:
-                randomness.watch()
-            made = value
-            for run in self.whole:
-                made = run(made)
-            if not self._suspects or not randomness.drew():
-                return made if self.seal is None else self.seal(made)
-            self.quiet = False  # what was drawn was not seeded: all is run again
-            self.unchanged(value, versions)
+        try:
+            if self.quiet:
+                versions = versions_of(given) if self._suspects else []
+                if self._suspects:
+                    randomness.watch()
+                made = given
+                for run in self.whole:
+                    made = run(made)
+                if not self._suspects or not randomness.drew():
+                    return made if self.seal is None else self.seal(made)
+                self.quiet = False  # what was drawn was not seeded: all is run again
+                self.unchanged(given, versions)
+                if tape is not None:
+                    tape.records.clear()
+            for name, run in self.pieces:
+                if name in self._suspects:
+                    randomness.apply(microbatch, name)
+                given = run(given)
+            return given if self.seal is None else self.seal(given)
+        except RuntimeError as error:
+            if self.on_copies or "a leaf Variable that requires grad" not in str(error) or not pack(value)[0]:
+                raise
+            self.on_copies = True
             if tape is not None:
                 tape.records.clear()
-        for name, run in self.pieces:
-            if name in self._suspects:
-                randomness.apply(microbatch, name)
-            value = run(value)
-        return value if self.seal is None else self.seal(value)
+        return self.run(value, microbatch, randomness, tape)
+
+    def recorded(
+        self, this: Pass, tape: Tape, microbatch: int, randomness: Randomness, loss: Callable[[Any], Any] | None
+    ) -> Any:
+        """Run the blocks, and a loss, with weight gradients left to W unless the forward takes gradients itself."""
+        if not self.takes_gradients:
+            before = self.buffers.copies() if self.takes_gradients is None else None
+            versions = [leaf._version for leaf in this.leaves]
+            lookout = Lookout(tape)
+            made = None
+            try:
+                with lookout:
+                    self.splitter.start(tape)
+                    try:
+                        made = self.run(this.value(), microbatch, randomness, tape)
+                    finally:
+                        self.splitter.stop()
+                    made = made if loss is None else loss(made)
+            except TakesGradients:
+                pass
+            if not lookout.seen:
+                self.takes_gradients = False
+                return made
+            tape.records.clear()
+            self.unchanged(this.leaves, versions)
+            if before is not None:
+                self.buffers.put_back(before)
+            elif self.buffers.places:
+                raise ModelError(
+                    "a block with buffers begins to take gradients inside its forward after it has taken none",
+                    fix="choose a schedule without split backwards, such as 1f1b",
+                )
+            self.takes_gradients = True
+        with looked_after(this.leaves if self.receives else ()):
+            made = self.run(this.value(), microbatch, randomness)
+            made = made if loss is None else loss(made)
+        if any(leaf.grad is not None for leaf in this.leaves):
+            raise ModelError(
+                "a block calls backward() inside its forward, which reaches what it received from the stage before",
+                fix="use torch.autograd.grad, or a schedule without split backwards, such as 1f1b",
+            )
+        return made
+
+    def ended(self, this: Pass, made: Any) -> Any:
+        """Remember where in the graph the outputs of a run stand, and return them cut off from it."""
+        outputs, form = pack(made)
+        if any(isinstance(one, FakeTensor) for one in outputs):
+            self._refuse_stand_in()
+        this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
+        this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
+        if len(this.wanted) < len(outputs):
+            apart = set(this.wanted)
+            this.plain = tuple(at for at, one in enumerate(outputs) if _has_gradient(one) and at not in apart)
+        if not self.looked_at:
+            self.looked_at = True
+            begins = [*this.leaves, *self.splitter.begins]
+            refuse_foreign(this.roots, self.parameters, [name for name, _ in self.blocks], begins)
+        return unpack([one.detach() for one in outputs], form)
 
     def unchanged(self, value: Any, versions: list[int]) -> None:
         """Refuse to run again on an input that the first run has changed."""
@@ -115,6 +211,15 @@ class Segment:
                 expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
                 fix="let the block work on a copy: x = x.clone()",
             )
+
+    def _refuse_stand_in(self) -> None:
+        """Refuse what has no numbers before it reaches another rank: what was left behind when a model was followed."""
+        raise ModelError(
+            f"one of the blocks {', '.join(name for name, _ in self.blocks)} returns a tensor without numbers, which "
+            "it kept or found from when the model was followed",
+            expected="blocks that compute with what they are given and what they hold",
+            fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
+        )
 
     @property
     def may_draw(self) -> bool:
@@ -130,3 +235,15 @@ class Segment:
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor inside has been changed in place."""
     return [one._version for one in pack(value)[0]]
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
+    leaf = tensor.detach()
+    if wants_gradient and _has_gradient(leaf):
+        begun(leaf).requires_grad_()
+    return leaf

@@ -22,22 +22,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
 from drumline.runtime.backward import engine
+from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.backward.inner_gradients import Lookout, recorded
-from drumline.runtime.backward.outside_parameters import begun, refuse_foreign
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, merged
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.discard import GraphNeeded, discarding
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
+from drumline.runtime.recomputing import GraphNeeded, discarding
 from drumline.runtime.segment import Pass, Segment, versions_of
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped, pack, unpack
 
 Loss = Callable[[Any, Any], Tensor | None]
 
@@ -82,6 +79,7 @@ class Stage:
         compiled = None if compiler is None else partial(compiler.function, stage=index, split=bool(self.split))
         grouped = groupby(blocks, key=lambda block: block.name in checkpointed)
         self.segments = [Segment(list(run), checkpointed=checkpoint, compiled=compiled) for checkpoint, run in grouped]
+        self.segments[0].receives = index > 0
         self.segments[-1].seal = getattr(blocks[-1].module, "seal", None)
         if loss is not None and self.segments[-1].checkpointed:
             self.segments.append(Segment([], checkpointed=False))  # the loss itself is cheap, and runs once
@@ -110,53 +108,64 @@ class Stage:
             for segment in self.segments:
                 segment.splitter.refresh()
 
-    def forward(self, microbatch: int, value: Any, target: Any = None, *, keep: bool = True) -> Any:
+    def forward(self, microbatch: int, value: Any, target: Any = None, keep: bool = True) -> Any:
         """Run F and return the output, or on the last stage the loss; both cut off from the graph.
 
         With `keep` off nothing is kept for a backward; the last stage returns the output and, given a target, the loss.
         """
         with self.precision.autocast:
-            return self._forward(microbatch, value, target, keep)
-
-    def _forward(self, microbatch: int, value: Any, target: Any, keep: bool) -> Any:
-        plain, value = value if isinstance(value, Partly) else ((), value)
-        if not keep:
-            with torch.no_grad():
-                for segment in self.segments:
-                    with Lookout(pack(value)[0] if self.index > 0 or segment is not self.segments[0] else ()):
-                        value = segment.run(value, microbatch, self.randomness)
-                if self.loss is None:
-                    return value
-                made = None if target is None else self.loss(value, target)
-                return value, None if made is None else self.precision.full(made)
-        passes: list[Pass] = []
-        wants_gradient = self.trained_below
-        for number, segment in enumerate(self.segments):
-            tensors, form = pack(value)
-            leaves = [_leaf(one, wants_gradient and at not in plain) for at, one in enumerate(tensors)]
-            this = Pass(leaves, form)
-            last = number == len(self.segments) - 1
-            # Where nothing is trained so far there is no graph to save by running again.
-            this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
-            if this.again:
-                this.buffers = segment.buffers.save()
-                value = self._first_run(segment, this, microbatch)
-                segment.buffers.learn()
-                wants_gradient = True
-            else:
-                loss = partial(self._loss, microbatch, target) if last and self.loss is not None else None
-                value = self._through(segment, this, microbatch, loss)
-                wants_gradient = bool(this.wanted)
-            plain = this.plain
-            passes.append(this)
-        if self.kind is Backward.NONE:
-            self._refuse_hidden(wants_gradient)
-        else:
+            plain, value = value if isinstance(value, Partly) else ((), value)
+            if not keep:
+                return self._evaluated(microbatch, value, target)
+            passes: list[Pass] = []
+            wants_gradient = self.trained_below
+            for segment in self.segments:
+                this = Pass(value, wants_gradient, plain)
+                # Where nothing is trained so far there is no graph to save by running again.
+                this.again = segment.checkpointed and (wants_gradient or bool(segment.parameters))
+                if this.again:
+                    value = self._first_run(segment, this, microbatch)
+                    wants_gradient = True
+                else:
+                    loss = None if segment is not self.segments[-1] else self._loss_of(microbatch, target)
+                    if microbatch in self.split:
+                        value = self._taped(segment, this, microbatch, loss)
+                    else:
+                        with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
+                            made = segment.run(this.value(), microbatch, self.randomness)
+                            value = segment.ended(this, made if loss is None else loss(made))
+                    wants_gradient = bool(this.wanted)
+                plain = this.plain
+                passes.append(this)
+            if self.kind is Backward.NONE:
+                self._refuse_hidden(wants_gradient)
+                return value
             self.held[microbatch] = passes
-        return Partly(plain, value) if plain and self.kind is not Backward.NONE and self.loss is None else value
+            return Partly(plain, value) if plain and self.loss is None else value
+
+    @torch.no_grad()
+    def _evaluated(self, microbatch: int, value: Any, target: Any) -> Any:
+        for segment in self.segments:
+            with looked_after(pack(value)[0] if segment.receives else ()):
+                value = segment.run(value, microbatch, self.randomness)
+        if self.loss is None:
+            return value
+        made = None if target is None else self.loss(value, target)
+        return value, None if made is None else self.precision.full(made)
+
+    def _taped(self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None) -> Any:
+        """Run a segment whose weight gradients are left to W; what is compiled leaves them there by itself."""
+        this.tape = Tape()
+        with torch.enable_grad():
+            if segment.compiled is None:
+                return segment.ended(this, segment.recorded(this, this.tape, microbatch, self.randomness, loss))
+            with looked_after(this.leaves if segment.receives else ()):
+                made = segment.run(this.value(), microbatch, self.randomness)
+                return segment.ended(this, made if loss is None else loss(made))
 
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment that will be run again, as training runs it, and keep nothing of it but the value."""
+        this.buffers = segment.buffers.save()
         chance = HostChance() if segment.may_draw else None
         try:
             with torch.enable_grad() if segment.needs_graph else discarding():
@@ -168,8 +177,8 @@ class Stage:
             with torch.enable_grad(), drawn:
                 value = self._on_input(segment, this, microbatch)
         this.chance = chance if chance is not None and chance.has_moved() else None
-        tensors, form = pack(value)
-        return unpack([one.detach() for one in tensors], form)
+        segment.buffers.learn()
+        return mapped(value, Tensor.detach)
 
     def _on_input(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment on its input, or on a copy if it changes that, or is not known not to."""
@@ -197,7 +206,7 @@ class Stage:
         """Run B: add to the parameters' gradients, and return those of the stage's inputs."""
         for segment, this in zip(reversed(self.segments), reversed(self.held[microbatch]), strict=True):
             self._again(segment, this, microbatch)
-            roots, given = _paired(this, gradients)
+            roots, given = this.paired(gradients)
             if roots:
                 engine.backward(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
@@ -211,7 +220,7 @@ class Stage:
         passes = self.held[microbatch]
         for segment, this in zip(reversed(self.segments), reversed(passes), strict=True):
             self._again(segment, this, microbatch)
-            roots, given = _paired(this, gradients)
+            roots, given = this.paired(gradients)
             wanted = [leaf for leaf in this.leaves if leaf.requires_grad]
             found: tuple[Tensor | None, ...] = (None,) * len(wanted)
             if roots:
@@ -237,107 +246,28 @@ class Stage:
         passes = self.held.pop(microbatch)
         return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
 
-    def _through(
-        self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
-    ) -> Any:
-        """Run a segment with its graph, and remember where in it the outputs stand."""
-        received = this.leaves if self.index > 0 or segment is not self.segments[0] else ()
-
-        def run(taped: bool) -> Any:
-            if taped:
-                assert this.tape is not None
-                segment.splitter.start(this.tape)
-            try:
-                value = self._value(segment, this, microbatch)
-            finally:
-                if taped:
-                    segment.splitter.stop()
-            return value if loss is None else loss(value)
-
-        with torch.enable_grad():
-            if microbatch in self.split:
-                this.tape = Tape()
-            if this.tape is not None and segment.compiled is None:
-                value = recorded(segment, this.tape, this.leaves, received, run)
-            else:
-                with Lookout(received):
-                    value = run(False)
-        outputs, form = pack(value)
-        if any(isinstance(one, FakeTensor) for one in outputs):
-            _refuse_stand_in(segment)
-        this.wanted = [index for index, one in enumerate(outputs) if one.requires_grad]
-        this.roots = [get_gradient_edge(outputs[index]) for index in this.wanted]
-        if len(this.wanted) < len(outputs):
-            apart = set(this.wanted)
-            this.plain = tuple(at for at, one in enumerate(outputs) if _has_gradient(one) and at not in apart)
-        if not segment.looked_at:
-            segment.looked_at = True
-            begins = [*this.leaves, *segment.splitter.begins]
-            refuse_foreign(this.roots, segment.parameters, [name for name, _ in segment.blocks], begins)
-        return unpack([one.detach() for one in outputs], form)
+    def _loss_of(self, microbatch: int, target: Any) -> Callable[[Any], Tensor] | None:
+        """Return what makes the loss of an output, None where the stage has none."""
+        return None if self.loss is None else partial(self._loss, microbatch, target)
 
     def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
         if self.kept is not None:
-            tensors, form = pack(output)
-            self.kept[microbatch] = unpack([one.detach() for one in tensors], form)
+            self.kept[microbatch] = mapped(output, Tensor.detach)
         made = None if self.loss is None else self.loss(output, target)
         assert made is not None, "a step that trains has a loss"
         return self.precision.full(made)
-
-    def _value(self, segment: Segment, this: Pass, microbatch: int) -> Any:
-        """Run a segment's blocks; if they change their input in place, on a copy, since a leaf may not be changed."""
-        if not segment.on_copies:
-            try:
-                return segment.run(unpack(this.leaves, this.form), microbatch, self.randomness, this.tape)
-            except RuntimeError as error:
-                if "a leaf Variable that requires grad" not in str(error) or not this.leaves:
-                    raise
-                segment.on_copies = True
-                if this.tape is not None:
-                    this.tape.records.clear()
-        copies = [leaf.clone() for leaf in this.leaves]
-        return segment.run(unpack(copies, this.form), microbatch, self.randomness, this.tape)
 
     def _again(self, segment: Segment, this: Pass, microbatch: int) -> None:
         """Recompute a checkpointed segment, on the buffers that its first run saw."""
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
             with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
-                self._through(segment, this, microbatch)
+                if microbatch in self.split:
+                    self._taped(segment, this, microbatch)
+                else:
+                    with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
+                        segment.ended(this, segment.run(this.value(), microbatch, self.randomness))
             this.buffers, this.chance = {}, None
             this.again = False
             if self.at_peak is not None:
                 self.at_peak()
-
-
-def _refuse_stand_in(segment: Segment) -> None:
-    """Refuse what has no numbers before it reaches another rank: what was left behind when the model was followed."""
-    raise ModelError(
-        f"one of the blocks {', '.join(name for name, _ in segment.blocks)} returns a tensor without numbers, which it "
-        "kept or found from when the model was followed",
-        expected="blocks that compute with what they are given and what they hold",
-        fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
-    )
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind that can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _leaf(tensor: Tensor, wants_gradient: bool) -> Tensor:
-    leaf = tensor.detach()
-    if wants_gradient and _has_gradient(leaf):
-        begun(leaf).requires_grad_()
-    return leaf
-
-
-def _paired(this: Pass, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the roots that a gradient came back for, each with its gradient."""
-    roots, given = [], []
-    for root, index in zip(this.roots, this.wanted, strict=True):
-        gradient = gradients[index]
-        if gradient is not None:
-            roots.append(root)
-            given.append(gradient)
-    return roots, given

@@ -20,7 +20,7 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import CONFIG, ENVIRONMENT, METRICS, PLAN, PROGRAM, Run, rank_file, read_run
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.launch.launch import launch
-from drumline.runtime.threads import one_thread
+from drumline.runtime.precision import one_thread
 from drumline.train.two_stages import NUM_RANKS, Build, Trained, Trial, train, train_unsplit
 
 TRIALS = (

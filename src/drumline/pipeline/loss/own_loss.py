@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.pieces import Inputs, Kind, Loss, Plan
+from drumline.runtime.blocks.script import Inputs, Kind, Loss, Script
 from drumline.runtime.loss.counts import labels_counted, mixed_by
 from drumline.runtime.loss.terms import name_of
 
@@ -107,10 +107,10 @@ class OwnWeight(TorchFunctionMode):
 class OwnShares:
     """How much the microbatches count where the model computes its loss itself: by what that loss really counts."""
 
-    def __init__(self, plan: Plan, piece: Any, num_last: int) -> None:
-        self.plan = plan
+    def __init__(self, script: Script, piece: Any, num_last: int) -> None:
+        self.script = script
         self.piece = piece  # the last one, where parameters are found that weigh classes
-        self._first = plan.num_pieces - num_last  # of the last stage
+        self._first = script.num_pieces - num_last  # of the last stage
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
 
@@ -118,8 +118,8 @@ class OwnShares:
         """Return the microbatches' shares of the loss, and factors of its parts where one share is not enough."""
         if len(microbatches) == 1:
             return Weighing([1.0])
-        kinds = [self.plan.kind(one, train=train) for one in microbatches]
-        found = [self.plan.loss(kind) for kind, _ in kinds]
+        kinds = [self.script.kind(one, train=train) for one in microbatches]
+        found = [self.script.loss(kind) for kind, _ in kinds]
         losses = [one for one in found if one is not None]
         if len(losses) < len(found):
             return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
@@ -187,7 +187,7 @@ class OwnShares:
         walk, calls = loss.walk, loss.walk.graph.calls
         every = range(len(loss.terms.known))
         try:
-            other = self.plan.graph(kind._replace(shapes=shapes))
+            other = self.script.graph(kind._replace(shapes=shapes))
         except DrumlineError:
             return dict.fromkeys(every, ("a way that could not be followed", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:

@@ -14,7 +14,8 @@ from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
-from drumline.runtime.blocks.pieces import Inputs, pieces_of
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.values import moved
 from drumline.runtime.watch.watch import refuse_hooks
 

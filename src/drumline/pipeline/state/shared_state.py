@@ -18,13 +18,14 @@ from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.stage import Stage
 from drumline.runtime.watch.fingerprint import PLAIN
-from drumline.runtime.weights.tied import Held, Place, Ties, places_in
+from drumline.runtime.weights.catalogue import Place, places_in
+from drumline.runtime.weights.tied import HeldTensor, Ties
 
 _BY_VALUE = 2  # steps whose tensors are compared by value: some change behind the versions' back
 
 
 class _Kept(NamedTuple):
-    held: Held
+    held: HeldTensor
     place: Place
     block: str
 

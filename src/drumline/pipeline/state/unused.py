@@ -67,4 +67,4 @@ def _listed(names: Sequence[str]) -> str:
 def unused_in(stages: Sequence[Sequence[Block]]) -> frozenset[str]:
     """Return the names of parameters that a followed model's forward never uses."""
     last = stages[0][0].module
-    return last.plan.unused if isinstance(last, Piece) else frozenset()
+    return last.script.unused if isinstance(last, Piece) else frozenset()

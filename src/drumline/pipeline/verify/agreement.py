@@ -19,16 +19,17 @@ from drumline.core.errors import MismatchError
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.verify.elements import NUM_ELEMENTS, samples_begun
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
-from drumline.runtime.blocks.pieces import Piece, Plan
+from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.blocks.script import Script
 from drumline.runtime.blocks.value_names import function_name, short
 from drumline.runtime.values import pack
 
 Print = tuple[str, tuple[int, ...], bytes]  # a tensor's type, shape and some elements
 
 
-def plan_of(blocks: Iterable[Block]) -> Plan | None:
+def plan_of(blocks: Iterable[Block]) -> Script | None:
     """Return how a model was followed, if it was."""
-    return next((block.module.plan for block in blocks if isinstance(block.module, Piece)), None)
+    return next((block.module.script for block in blocks if isinstance(block.module, Piece)), None)
 
 
 class Followed:

@@ -38,8 +38,8 @@ from drumline.pipeline.verify.one_process import (
     fingerprint,
     stepped,
 )
-from drumline.runtime.blocks.pieces import Inputs
-from drumline.runtime.threads import one_thread
+from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.precision import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")
 

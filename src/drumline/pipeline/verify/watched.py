@@ -18,7 +18,7 @@ class Watched:
     def __init__(self, model: object, cuts: Sequence[Sequence[Block]]) -> None:
         blocks = [block for stage in cuts for block in stage]
         pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
-        self._plans = list({id(piece.plan): piece.plan for piece in pieces}.values())
+        self._plans = list({id(piece.script): piece.script for piece in pieces}.values())
         self._chain = None if self._plans else Watch(_modules_of(blocks), frozenset())
         self._root = ref(model) if isinstance(model, nn.Sequential) and not self._plans else None
 

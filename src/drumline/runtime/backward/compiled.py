@@ -8,9 +8,13 @@ alike share it, and so do later pipelines of the process. Compiled code draws th
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -18,8 +22,8 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError, nearest
-from drumline.runtime.backward import toolchain
 from drumline.runtime.backward.split_backend import AotEager, Inductor, at, uncompiled
+from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.loss.sheet import stay_out_of_compiled_code
 
 Compile = bool | str | Mapping[str, Any]
@@ -47,7 +51,7 @@ class Compiler:
 
     def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
         """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
-        if any(hasattr(module, "run_by") for _, module in blocks):
+        if any(isinstance(module, Piece) for _, module in blocks):
             return partial(_through, [_CompiledPiece(self, [block], stage, split) for block in blocks])
         return _Compiled(self, blocks, stage, split)
 
@@ -119,7 +123,7 @@ class _CompiledPiece(_Compiled):
 
     def prepare(self) -> None:
         piece: Any = self.modules[0]
-        self.run = partial(piece.run_by, cache(partial(self.compiler.compiled, split=self.split)))
+        self.run = partial(piece.forward, compiled=cache(partial(self.compiler.compiled, split=self.split)))
 
 
 def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
@@ -140,7 +144,7 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
         if backend not in known:
             raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
     if backend == "inductor":
-        toolchain.check(device)
+        check_toolchain(device)
         _patches(settings)
     stay_out_of_compiled_code()
     return _compilers.setdefault(str(settings), Compiler(settings))
@@ -197,3 +201,33 @@ def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
+
+
+def check_toolchain(device: torch.device) -> None:
+    """Refuse to compile with inductor for a device where its own compiler is missing."""
+    found = missing_tool(device)
+    if found:
+        raise ModelError(
+            f"compile=True needs {found} on this machine, and there is none",
+            expected=f"what torch's inductor compiles with, for stages on {device.type}",
+            fix='install it, or use compile=False or compile="aot_eager"',
+        )
+
+
+def missing_tool(device: torch.device) -> str:
+    """Return what inductor compiles with and is not on this machine, in words; nothing if all is."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
+        return "" if has_triton() and any(map(shutil.which, compilers)) else "Triton and a C compiler"
+    if device.type != "cpu":
+        return ""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:  # of several kinds, one for each thing that may be wrong with it
+        return "a C++ compiler (g++, or what CXX names)"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-_run: Any = torch.autograd.Variable._execution_engine.run_backward
+_run: Any = torch._C._ImperativeEngine().run_backward  # not that of whoever has replaced torch's
 
 
 def backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -9,28 +9,21 @@ The same holds for a hook on what a layer returned (`h.register_hook`): the grad
 through it; and for a layer that uses a tensor beside its arguments, whose gradient would end there. Such a forward
 begins again, too, with all layers as they are.
 
-A stage sees what it received as beginnings of the graph. A gradient with respect to one of several such tensors would
-miss what reaches the others from it in the stages before, and is refused.
+A forward that is not recorded, which is any of a schedule without split backwards, replaces nothing of torch's.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from drumline.core.errors import ModelError
 from drumline.runtime.backward.tape import Tape
-from drumline.runtime.buffers import Buffers
+from drumline.runtime.patches import Patch, Replaced
 
-_variable: Any = torch.autograd.Variable
-_engine: Any = _variable._execution_engine
-_tensor: Any = Tensor
-_register_hook: Any = Tensor.register_hook
 _interpreter: Any = torch._C._functorch.peek_interpreter_stack
 
 
@@ -43,118 +36,73 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _interpreter() is not None
 
 
-class _TakesGradients(BaseException):
+class TakesGradients(BaseException):
     """Ends a recorded forward that calls autograd's engine; no model's own `except Exception` is to catch it."""
 
 
 class Lookout:
-    """Stands in for autograd's engine while a forward runs: all calls from Python come by here.
+    """Watches a forward that is recorded on a tape: calls of autograd's engine, and hooks on what its layers returned.
 
-    With a tape, what is recorded on it is looked after: hooks on what its layers returned come by here too.
+    >>> with Lookout(Tape()):
+    ...     torch.ones(1, requires_grad=True).backward()
+    Traceback (most recent call last):
+    drumline.runtime.backward.inner_gradients.TakesGradients
     """
 
-    __slots__ = ("received", "seen", "tape", "thread")
+    __slots__ = ("seen", "tape")
 
-    def __init__(self, received: Sequence[Tensor], *, tape: Tape | None = None) -> None:
-        self.received = received
+    def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.seen = False
-        self.thread = threading.get_ident()
+        self.seen = False  # whether the forward has to begin again; it may have caught what was raised
 
     def __enter__(self) -> Lookout:
-        _variable._execution_engine = self
-        if self.tape is not None:
-            _tensor.register_hook = self._hooking()
+        _engine.enter(self)
+        _hooks.enter(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _variable._execution_engine = _engine
-        if self.tape is not None:
-            _tensor.register_hook = _register_hook
+        _hooks.leave()
+        _engine.leave()
 
-    def _hooking(self) -> Callable[..., Any]:
-        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            """Register a hook, unless a gradient that a record needs would pass it by."""
-            if self.tape is not None and threading.get_ident() == self.thread:
-                node = tensor.grad_fn
-                if any(place.node is node for record in self.tape.records for place in record.places):
-                    begin_again()
-            return _register_hook(tensor, hook)
-
-        return register_hook
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_engine, name)
-
-    def run_backward(
-        self, roots: Any, gradients: Any, keep: bool, create: bool, inputs: Any = (), *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run the engine, unless the forward is recorded or the gradient would be part of the right one."""
-        if threading.get_ident() == self.thread:
-            _refuse_part(inputs, self.received)
-            if self.tape is not None:
-                self.seen = True
-                raise _TakesGradients
-        return _engine.run_backward(roots, gradients, keep, create, inputs, *args, **kwargs)
+    def stop(self) -> None:
+        """End the forward, for it to begin again with layers as they are."""
+        self.seen = True
+        raise TakesGradients
 
 
 def begin_again() -> None:
     """End a recorded forward that a record would not do justice to, for it to begin again with layers as they are."""
-    lookout = _variable._execution_engine
-    if isinstance(lookout, Lookout) and lookout.tape is not None:
-        lookout.seen = True
-        raise _TakesGradients
+    if (lookout := _engine.watcher) is not None:
+        lookout.stop()
 
 
-def _refuse_part(inputs: Sequence[Any], received: Sequence[Tensor]) -> None:
-    apart = [one for one in received if one.is_floating_point() or one.is_complex()]
-    if len(apart) > 1 and any(one is other for one in inputs for other in apart):
-        raise ModelError(
-            f"a block takes the gradient of one of {len(apart)} tensors that it received from the stage before",
-            expected="none: what reaches the other tensors from this one in earlier stages would be missing",
-            fix="take it in the block that makes the tensor; or of x = x.view_as(x), if the others do not depend on it",
-        )
+class _Engine:
+    """Stands in for autograd's engine: all calls from Python come by here."""
+
+    def __init__(self, replaced: Replaced) -> None:
+        self._replaced = replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replaced.found, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the engine, unless the forward that calls it is recorded."""
+        if (lookout := self._replaced.watcher) is not None:
+            lookout.stop()
+        return self._replaced.found.run_backward(*args, **kwargs)
 
 
-class _Segment(Protocol):
-    buffers: Buffers
-    takes_gradients: bool | None
+def _hooking(replaced: Replaced) -> Callable[..., Any]:
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        """Register a hook, unless a gradient that a record needs would pass it by."""
+        if (lookout := replaced.watcher) is not None:
+            node = tensor.grad_fn
+            if any(place.node is node for record in lookout.tape.records for place in record.places):
+                lookout.stop()
+        return replaced.found(tensor, hook)
 
-    def unchanged(self, value: Any, versions: list[int]) -> None: ...
+    return register_hook
 
 
-def recorded(
-    segment: _Segment, tape: Tape, leaves: Sequence[Tensor], received: Sequence[Tensor], run: Callable[[bool], Any]
-) -> Any:
-    """Return what `run` makes of a segment, recorded on `tape` if it takes no gradients itself."""
-    if not segment.takes_gradients:
-        before = segment.buffers.copies() if segment.takes_gradients is None else None
-        versions = [one._version for one in leaves]
-        value = None
-        lookout = Lookout(received, tape=tape)
-        try:
-            with lookout:
-                value = run(True)
-        except _TakesGradients:
-            pass
-        if not lookout.seen:
-            segment.takes_gradients = False
-            return value
-        tape.records.clear()
-        segment.unchanged(leaves, versions)
-        if before is not None:
-            segment.buffers.put_back(before)
-        elif segment.buffers.places:
-            raise ModelError(
-                "a block with buffers begins to take gradients inside its forward after it has taken none",
-                fix="choose a schedule without split backwards, such as 1f1b",
-            )
-        segment.takes_gradients = True
-    with Lookout(received):
-        value = run(False)
-    if any(leaf.grad is not None for leaf in leaves):
-        raise ModelError(
-            "a block calls backward() inside its forward, which reaches what it received from the stage before",
-            fix="use torch.autograd.grad, or a schedule without split backwards, such as 1f1b",
-        )
-    return value
+_engine = Patch(torch.autograd.Variable, "_execution_engine", _Engine)
+_hooks = Patch(Tensor, "register_hook", _hooking)

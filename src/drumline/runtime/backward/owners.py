@@ -8,220 +8,28 @@ of its owner, is seen by I as an ordinary gradient, is kept, and is added by W: 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn import functional
 
+from drumline.runtime.backward.beginnings import begun, leaves_of
+from drumline.runtime.backward.formulas import (
+    EmbeddingOwner,
+    LayerNormOwner,
+    LinearOwner,
+    ModuleOwner,
+    Reel,
+    WithFormula,
+    place_of,
+)
 from drumline.runtime.backward.inner_gradients import begin_again, transformed
-from drumline.runtime.backward.outside_parameters import begun, leaves_of
-from drumline.runtime.backward.tape import Gradients, Record, Tape
-from drumline.runtime.precision import LOW
+from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
 from drumline.runtime.values import pack, unpack
 
 
-class Reel:
-    """Where owners record at the moment: the records of the tape that runs."""
-
-    __slots__ = ("records",)
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-
-class Owner(ABC):
-    """A module that owns trainable parameters, and how its weight gradients are made."""
-
-    by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
-
-    def __init__(self, module: nn.Module, reel: Reel) -> None:
-        self.module = module
-        self.reel = reel
-
-    @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the module's own forward, and leave a record."""
-
-    @abstractmethod
-    def gradients(self, record: Record) -> Gradients:
-        """Return the weight gradients of one call."""
-
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Return fewer records in place of several microbatches', where that makes one larger product."""
-        return records
-
-    @property
-    @abstractmethod
-    def begins(self) -> Sequence[Tensor | None]:
-        """What the graph around the owner begins with in place of its parameters."""
-
-    def refresh(self) -> None:  # noqa: B027 - most have nothing to do
-        """Follow the parameters if their memory was exchanged since the last step."""
-
-
-class _WithFormula(Owner):
-    """An owner with a weight and perhaps a bias, whose stand-ins share the parameters' memory."""
-
-    def __init__(self, module: nn.Module, reel: Reel) -> None:
-        super().__init__(module, reel)
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.to_weight: nn.Parameter | None = None  # where the gradients go; None for what is frozen
-        self.to_bias: nn.Parameter | None = None
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Follow the parameters if their memory was exchanged since the last step."""
-        own = self.module._parameters
-        self.seen = (own.get("weight"), own.get("bias"))
-        self.weight, self.to_weight = _stand_in(self.weight, self.seen[0])
-        self.bias, self.to_bias = _stand_in(self.bias, self.seen[1])
-
-    @property
-    def begins(self) -> Sequence[Tensor | None]:
-        """The stand-ins."""
-        return self.weight, self.bias
-
-    def _as_it_is(self) -> bool:
-        """Whether the module must run as it is: without gradients, with others' parameters, or transformed."""
-        own = self.module._parameters
-        same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
-        return not same or not torch.is_grad_enabled() or transformed()
-
-    def _checked(self, record: Record, taken: Tensor) -> Tensor:
-        if taken._version != record.version:
-            raise RuntimeError(
-                f"the input of {type(self.module).__name__} was changed in place after it was used, "
-                "and its weight gradient needs it"
-            )
-        return taken
-
-
-def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tensor | None, nn.Parameter | None]:
-    """Return a tensor with a parameter's memory, the one there is if it still has, and the parameter if it trains."""
-    if parameter is None:
-        return None, None
-    if now is None or now.data_ptr() != parameter.data_ptr() or now.shape != parameter.shape:
-        # One that is frozen wants a gradient all the same, for its layer's output to have a place in the graph.
-        now = begun(parameter.detach()).requires_grad_()
-    return now, parameter if parameter.requires_grad else None
-
-
-class LinearOwner(_WithFormula):
-    """y = x w^T + b, so that w's gradient is g^T x and b's the sum of g."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
-        """Compute with the stand-ins."""
-        if self._as_it_is():
-            return nn.Linear.forward(cast(nn.Linear, self.module), input)
-        input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
-        made = functional.linear(input, cast(Tensor, self.weight), self.bias)
-        self.reel.records.append(Record(self, input, (_place(made),), input._version))
-        return made
-
-    def gradients(self, record: Record) -> Gradients:
-        """Return the product of gradient and input, and the gradient's sum."""
-        taken, gradient = self._checked(record, record.inputs), cast(Tensor, record.gradients[0])
-        rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
-        found: Gradients = []
-        if self.to_weight is not None:
-            inputs = taken if taken.dim() == 2 else taken.reshape(-1, taken.shape[-1])
-            found.append((self.to_weight, torch.mm(rows.t(), inputs)))
-        if self.to_bias is not None:
-            # Autograd sums over what the product saw: rows, or for scattered memory the dimensions themselves.
-            scattered = gradient.dim() > 2 and not taken.is_contiguous()
-            summed = gradient.sum(tuple(range(gradient.dim() - 1))) if scattered else rows.sum(0)
-            found.append((self.to_bias, summed))
-        return found
-
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Return one record with all rows."""
-        inputs = [self._checked(record, record.inputs).detach() for record in records]
-        gradients = [cast(Tensor, record.gradients[0]) for record in records]
-        one = Record(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
-        one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
-        return [one]
-
-
-class LayerNormOwner(_WithFormula):
-    """Normalises over the last dimensions; keeps mean and deviation for W."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Compute with the stand-ins."""
-        module = cast(nn.LayerNorm, self.module)
-        if self._as_it_is():
-            return nn.LayerNorm.forward(module, input)
-        if input.device.type == "cuda" and torch.is_autocast_enabled("cuda") and input.dtype in LOW:
-            input = input.float()  # noqa: A001 - as autocast would, so that what is kept is what the kernel takes
-        made, mean, deviation = torch.native_layer_norm(
-            input, module.normalized_shape, self.weight, self.bias, module.eps
-        )
-        self.reel.records.append(Record(self, (input, mean, deviation), (_place(made),), input._version))
-        return made
-
-    def gradients(self, record: Record) -> Gradients:
-        """Return what torch's own kernel makes of them."""
-        taken, mean, deviation = record.inputs
-        _, weight, bias = torch.ops.aten.native_layer_norm_backward(
-            record.gradients[0],
-            self._checked(record, taken),
-            cast(nn.LayerNorm, self.module).normalized_shape,
-            mean,
-            deviation,
-            _like(taken, self.weight),
-            _like(taken, self.bias),
-            [False, self.to_weight is not None, self.to_bias is not None],
-        )
-        pairs = ((self.to_weight, weight), (self.to_bias, bias))
-        return [(parameter, made) for parameter, made in pairs if parameter is not None]
-
-
-def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return a weight as the kernel took it: autocast gives it an input in full precision, and the weight too."""
-    return weight.float() if weight is not None and weight.dtype in LOW and taken.dtype is torch.float32 else weight
-
-
-class EmbeddingOwner(_WithFormula):
-    """Looks rows of its weight up; the gradient of a row is the sum of the gradients where it was used."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Look up in the stand-in."""
-        module = cast(nn.Embedding, self.module)
-        if self._as_it_is():
-            return nn.Embedding.forward(module, input)
-        made = functional.embedding(
-            input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
-        )
-        self.reel.records.append(Record(self, input, (_place(made),), input._version))
-        return made
-
-    def gradients(self, record: Record) -> Gradients:
-        """Return the sums per row."""
-        module = cast(nn.Embedding, self.module)
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        made = torch.ops.aten.embedding_dense_backward(
-            record.gradients[0],
-            self._checked(record, record.inputs),
-            module.num_embeddings,
-            padding,
-            module.scale_grad_by_freq,
-        )
-        return [] if self.to_weight is None else [(self.to_weight, made)]
-
-
-def _as_autocast(tensor: Tensor) -> Tensor:
-    """Return what autocast would make of a product's input."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype not in (torch.float32, *LOW):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
-
-
-class GeneralOwner(Owner):
+class GeneralOwner(ModuleOwner):
     """Any other module: its forward runs on a graph of its own, through which I and W go one after the other."""
 
     by_autograd = True
@@ -251,11 +59,11 @@ class GeneralOwner(Owner):
         reached = [index for index, end in enumerate(ends) if end.requires_grad]
         if not self.looked_at:
             known = {id(one) for one in (*self.parameters, *leaves)}
-            if any(id(one) not in known for one in leaves_of([_place(ends[index]) for index in reached])):
+            if any(id(one) not in known for one in leaves_of([place_of(ends[index]) for index in reached])):
                 begin_again()  # it uses a tensor that is not among its arguments, whose gradient would be lost here
             self.looked_at = True
-        places = tuple(_place(made[index]) for index in reached)
-        self.reel.records.append(Record(self, [ends[index] for index in reached], places))
+        places = tuple(place_of(made[index]) for index in reached)
+        self.reel.records.append(OwnerCall(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)
 
     @property
@@ -263,7 +71,7 @@ class GeneralOwner(Owner):
         """What makes it have a graph."""
         return (self.spark,)
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Return what autograd finds in the graph that was kept."""
         pairs = [pair for pair in zip(record.inputs, record.gradients, strict=True) if pair[1] is not None]
         found = torch.autograd.grad(
@@ -300,7 +108,7 @@ class _OwnGraph(torch.autograd.Function):
         return None, None, None, *(next(found, None) if want else None for want in wanted)
 
 
-_FORMULAS: dict[type[nn.Module], type[_WithFormula]] = {
+_FORMULAS: dict[type[nn.Module], type[WithFormula]] = {
     nn.Linear: LinearOwner,
     nn.LayerNorm: LayerNormOwner,
     nn.Embedding: EmbeddingOwner,
@@ -309,7 +117,7 @@ _FORMULAS: dict[type[nn.Module], type[_WithFormula]] = {
 _WHOLE = (nn.MultiheadAttention,)
 
 
-def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
+def owners_in(module: nn.Module, reel: Reel) -> Iterator[ModuleOwner]:
     """Yield the owners in a module's tree.
 
     >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Reel())]
@@ -330,7 +138,7 @@ def owners_in(module: nn.Module, reel: Reel) -> Iterator[Owner]:
             yield from owners_in(child, reel)
 
 
-def _formula(module: nn.Module) -> type[_WithFormula] | None:
+def _formula(module: nn.Module) -> type[WithFormula] | None:
     if type(module) not in _FORMULAS or "forward" in vars(module):
         return None
     if module._parameters.get("weight") is None or any(one.is_complex() for one in module.parameters()):
@@ -340,15 +148,6 @@ def _formula(module: nn.Module) -> type[_WithFormula] | None:
     if isinstance(module, nn.LayerNorm) and not module.elementwise_affine:
         return None
     return _FORMULAS[type(module)]
-
-
-def _place(made: Tensor) -> GradientEdge:
-    """Return where in the graph a tensor was made, whatever happens to it in place afterwards.
-
-    A change of a view in place goes around the view's own node, but never around that of the tensor it views.
-    """
-    base = made if made._base is None else made._base
-    return GradientEdge(cast(Node, base.grad_fn), base.output_nr)
 
 
 class Splitter:

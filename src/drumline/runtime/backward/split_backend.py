@@ -26,13 +26,13 @@ from torch.fx import GraphModule
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.halves import halves
-from drumline.runtime.backward.tape import Gradients, Record, running
+from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place, running
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, which it empties
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
-class Waiting(Record):
+class Waiting(OwnerCall):
     """A weight half that waits for W: what it was left, and the parameters that its results are for."""
 
     __slots__ = ("parameters", "versions")
@@ -56,12 +56,12 @@ class WeightHalf:
     def __init__(self, run: Callable[[list[Any]], list[Any]]) -> None:
         self.run = run
 
-    def gradients(self, record: Record) -> Gradients:
+    def gradients(self, record: OwnerCall) -> Gradients:
         """Run the half with what was left for it."""
         assert isinstance(record, Waiting)
         left, record.inputs = record.inputs, []
         if _versions(left) != record.versions:
-            raise RuntimeError("a tensor that a weight gradient needs was changed in place after it was used")
+            raise changed_in_place("a tensor that a weight gradient needs")
         return list(zip(record.parameters, self.results(left), strict=True))
 
     def results(self, left: list[Any]) -> list[Tensor]:
@@ -71,7 +71,7 @@ class WeightHalf:
                 return self.run(left)
         return self.run(left)
 
-    def joined(self, records: Sequence[Record]) -> Sequence[Record]:
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return the records as they are: compiled code runs once for each microbatch."""
         return records
 
@@ -256,11 +256,11 @@ class Inductor:
         inner: Any = compile_fx.compile_fx_inner
         places = Places.among(inputs)
 
-        def half(one: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
-            output = one.graph.output_node()
+        def half(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
+            output = part.graph.output_node()
             # What goes from half to half is read with the strides that the graph says.
             output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-            made: Boxed = inner(one, examples, **settings)
+            made: Boxed = inner(part, examples, **settings)
             return made
 
         def backward(whole: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
@@ -272,8 +272,8 @@ class Inductor:
 
         named = _named(at.title, backward)
 
-        def either(one: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
-            return (named if settings.get("is_backward") else inner)(one, examples, **settings)
+        def either(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Any:
+            return (named if settings.get("is_backward") else inner)(part, examples, **settings)
 
         # What W may need must not be overwritten by I, and a backward from torch's cache would be whole.
         with config.patch(donated_buffer=False, enable_autograd_cache=False):

@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from drumline.core.errors import ModelError
 from drumline.runtime.backward.engine import gradients_at
 from drumline.runtime.precision import gradient_dtype
-
-if TYPE_CHECKING:
-    from drumline.runtime.backward import owners, split_backend
-
-    Owner = owners.Owner | split_backend.WeightHalf
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -40,7 +36,28 @@ def running() -> Tape | None:
     return tape
 
 
-class Record:
+def changed_in_place(what: str, why: str = "") -> ModelError:
+    """Return the refusal of a weight gradient whose tensors are not any more what the forward used."""
+    return ModelError(
+        f"{what} was changed in place after it was used{f', {why}' if why else ''}",
+        expected="tensors that stay as they are until their backward has run",
+        fix="write x = x + y in place of x += y",
+    )
+
+
+class Owner(Protocol):
+    """Whose parameters a record is about: a module, or a compiled piece of code."""
+
+    by_autograd: bool  # whether autograd makes the gradients, and runs the parameters' hooks
+
+    def gradients(self, record: OwnerCall) -> Gradients:
+        """Return the weight gradients of one call."""
+
+    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
+        """Return fewer records in place of several microbatches', where that makes one larger product."""
+
+
+class OwnerCall:
     """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
 
     __slots__ = ("gradients", "inputs", "owner", "places", "version")
@@ -64,7 +81,7 @@ class Tape:
     __slots__ = ("early", "records")
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[OwnerCall] = []
         self.early: Gradients = []
 
     def backward_input(

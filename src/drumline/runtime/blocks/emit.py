@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from drumline.runtime.blocks.contents import refuse_fake
-from drumline.runtime.blocks.graph import Call, Graph, Path
-from drumline.runtime.values import rebuilt
+from drumline.runtime.blocks.graph import Call, Graph
+from drumline.runtime.values import Path, rebuilt, refuse_fake
 
 _LITERALS = (type(None), bool, int, str)
 _CONTAINERS = {"tuple": "({})", "list": "[{}]"}

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-Path = tuple[tuple[str, Any], ...]  # how to get at a tensor inside of what a call returned: ("item", 0), ("field", "x")
+from drumline.runtime.values import Path
+
 Autocast = tuple[str, bool, torch.dtype]  # device type, whether it is on, to which type it casts
 
 

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.batch import cut
-from drumline.runtime.capture.captured import CapturedRow
-from drumline.runtime.capture.recorder import Recorder
+from drumline.runtime.capture.captured import CapturedRow, Recorder
 from drumline.runtime.channel.channel import Wait
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.segment import Segment
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped, pack
 
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
 
@@ -123,7 +122,7 @@ class Capture:
 
     def _prepare(self, step: Step) -> None:
         """Make the places that the graphs read from and write to."""
-        batch, target = _copied(step.batch), _copied(step.target)
+        batch, target = mapped(step.batch, Tensor.clone), mapped(step.target, Tensor.clone)
         targets = cut(target, len(step.targets)) if step.targets else []
         self._static = Step(
             step.number,
@@ -171,11 +170,6 @@ def _left_out(step: Step) -> list[int]:
 
 def _tensors(step: Step) -> list[Tensor]:
     return [tensor for value in (step.batch, step.target) for tensor in pack(value)[0]]
-
-
-def _copied(value: Any) -> Any:
-    tensors, form = pack(value)
-    return unpack([tensor.clone() for tensor in tensors], form)
 
 
 def _signature(step: Step) -> Any:

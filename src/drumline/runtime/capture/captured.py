@@ -3,6 +3,15 @@
     capture   message ──► its own memory     [stretch, recorded] ──► launched     output ──► a copy is sent
     replay    message ──► the same memory                          launched     output ──► a copy is sent
 
+A stretch is what a rank computes between two messages, so that it can be launched as one:
+
+    row          0RECV_B0  0F0  0SEND_F0   0I0  0RECV_B1  0W0  0F1            0SEND_F1
+    stretches    0RECV_B0 [0F0] 0SEND_F0  [0I0            0W0  0F1] 0RECV_B1  0SEND_F1
+
+It begins where a message must have arrived and ends where one is sent or gradients are exchanged. Posting a receive
+neither waits nor computes, so one that stands amid a stretch is done right behind it: the channel is told the same
+things in the same order, and no message is waited for any earlier than the row says.
+
 The memory of all stretches is one pool, in which tensors live just as long as they do in a step that runs as ever: the
 row's order is fixed, so what one stretch leaves free another may use. That is why outputs are copied before they are
 sent: the channel may hold a message for long, and the next stretch may write where it was. Gradients are added to
@@ -12,22 +21,84 @@ tensors that stay.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drumline.core.action import SEND_OPS, Action
+from drumline.core.action import RECV_OPS, SEND_OPS, Action
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.capture.recorder import Recorder
-from drumline.runtime.capture.stretches import Stretch, stretches
 from drumline.runtime.channel.channel import Delivery
 from drumline.runtime.executor import Executor, Job, Step
 from drumline.runtime.precision import gradient_dtype
 from drumline.runtime.watch.fingerprint import PLAIN
+
+
+@dataclass(slots=True)
+class Stretch(Job):
+    """Computations that follow each other without a message between them; it needs what the first of them needs."""
+
+    jobs: list[Job] = field(default_factory=list)
+    replay: Callable[[], None] | None = None  # launches it, once it is captured
+    inputs: list[Delivery] = field(default_factory=list)  # where it reads the messages that it needs
+
+    def __str__(self) -> str:
+        return f"[{' '.join(str(job.action) for job in self.jobs)}]"
+
+
+def stretches(row: Sequence[Job], run: Callable[[Any, Step], None]) -> list[Job]:
+    """Return the row with its computations joined to stretches, each of which is run by `run`.
+
+    >>> from drumline.core.action import Action
+    >>> row = [Job(Action.parse(one), print, timed=one[1] in "FBIW") for one in "0F0 0SEND_F0 0F1 0RECV_B0 0F2".split()]
+    >>> print(*(one if isinstance(one, Stretch) else one.action for one in stretches(row, print)))
+    [0F0] 0SEND_F0 [0F1 0F2] 0RECV_B0
+    """
+    found: list[Job] = []
+    stretch: Stretch | None = None
+    for job in row:
+        if not job.timed:
+            found.append(job)
+            if job.action.op not in RECV_OPS:
+                stretch = None
+            continue
+        if stretch is None or job.needs:
+            stretch = Stretch(job.action, run, needs=job.needs)
+            found.append(stretch)
+        stretch.jobs.append(job)
+    return found
+
+
+class Recorder(ABC):
+    """Records what is computed, to be launched again as one.
+
+    Recordings of one pool share its memory: what a tensor leaves free is used by recordings that come later. So they
+    must be launched in the order in which they were made, one round after the other.
+    """
+
+    device_type: str
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """Run as ever, but where recordings are made, so that all that is set up on first use is there for them."""
+
+    @abstractmethod
+    def new_pool(self) -> Any:
+        """Return a pool for recordings that belong together, with nothing in it."""
+
+    @abstractmethod
+    def capture(self, pool: Any, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` computes, without computing it, and return what does."""
+
+    @abstractmethod
+    def borrowed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the same memory that neither keeps it from being used again nor shares its version."""
+
 
 _FIX = "use capture=False"
 
@@ -103,8 +174,8 @@ class CapturedRow:
             for (receive, _), delivery in zip(stretch.needs, given, strict=True):
                 statics.append(replace(delivery, tensors=tuple([torch.empty_like(one) for one in delivery.tensors])))
                 self.executor.arrived[receive] = statics[-1]
-            for job in stretch.jobs:
-                job.run(job, step)
+            for part in (one for job in stretch.jobs for one in job.parts or (job,)):
+                part.put(part, step, part.call(part.microbatch, *part.take(part, step)))
 
         try:
             replay = self.recorder.capture(self._pool, through)
@@ -153,10 +224,10 @@ def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
         static.copy_(tensor)
 
 
-def _alike(one: Delivery, other: Delivery) -> bool:
+def _alike(place: Delivery, delivery: Delivery) -> bool:
     # Forms are told apart by their bytes: 1, 1.0 and True are equal and yet not the same.
-    same_form = one.form is other.form or pickle.dumps(one.form) == pickle.dumps(other.form)
-    return same_form and _metas(one) == _metas(other)
+    same_form = place.form is delivery.form or pickle.dumps(place.form) == pickle.dumps(delivery.form)
+    return same_form and _metas(place) == _metas(delivery)
 
 
 def _metas(delivery: Delivery) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.capture.recorder import Recorder
+from drumline.runtime.capture.captured import Recorder
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft
 

@@ -10,6 +10,9 @@ Besides messages a channel carries words: small values that every rank tells all
 
 from __future__ import annotations
 
+import faulthandler
+import io
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +22,20 @@ from torch import Tensor
 
 from drumline.core.action import Action
 from drumline.core.errors import WaitTimeout
+
+# How long the real transports wait for what, in seconds: the only copy of each default.
+
+# Connecting, and whatever else has no deadline of its own.
+TIMEOUT = 60.0
+
+# A peer's connection ended without a word: so long an abort may still explain it before the peer itself is blamed.
+GRACE = 0.5
+
+# Closing: so long the last packets may take to leave.
+LINGER = 1.0
+
+# A wait looks again and again for so long before it sleeps: waking up costs tens of microseconds.
+SPIN = 50e-6
 
 
 @dataclass(slots=True)
@@ -135,3 +152,16 @@ def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> Wa
     """
     known = f" ({'; '.join(others)})" if others else ""
     return WaitTimeout(f"{what}, for {seconds:.3g} s by now{known}", fix="raise `timeout` if that rank is only slow")
+
+
+def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
+    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
+    for stream in (sys.stderr, sys.__stderr__):
+        try:
+            if stream is not None:
+                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
+                faulthandler.dump_traceback(file=stream, all_threads=True)
+                break
+        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
+            continue
+    return too_late(what, seconds, others)

@@ -34,10 +34,9 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Delivery, Wait
-from drumline.runtime.channel.layout import Layout, Layouts
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Delivery, Wait
+from drumline.runtime.channel.layout import MessageLayout
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
 from drumline.runtime.channel.waiter import Waiter
 
@@ -65,7 +64,7 @@ class _Coming:
 
     __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
 
-    def __init__(self, number: int, layout: Layout, made_ns: int) -> None:
+    def __init__(self, number: int, layout: MessageLayout, made_ns: int) -> None:
         self.number = number
         self.layout = layout
         self.made_ns = made_ns
@@ -80,10 +79,8 @@ class _Edge:
     """This rank's side of the two directed edges that join it to a peer."""
 
     def __init__(self) -> None:
-        self.layouts = Layouts()
         self.num_sent = 0
         self.under_way: dict[int, _Sent] = {}
-        self.peer_layouts: dict[int, Layout] = {}
         self.not_issued: deque[_Coming] = deque()
         self.num_issued = 0
 
@@ -96,6 +93,8 @@ class DistributedChannel(MeshChannel[_Coming]):
     those up to `small_bytes` travel in one packet.
     """
 
+    layout_kind = _LAYOUT
+
     def __init__(
         self,
         rank: int,
@@ -104,7 +103,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         store: Store,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
-        timeout: float = limits.TIMEOUT,
+        timeout: float = TIMEOUT,
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
         host: str | None = None,
@@ -118,8 +117,8 @@ class DistributedChannel(MeshChannel[_Coming]):
         self.name = backend
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
-        spin = 0.0 if self._by_host else limits.SPIN
-        super().__init__(Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
+        spin = 0.0 if self._by_host else SPIN
+        super().__init__(ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
@@ -130,7 +129,6 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._mesh.on(_MESSAGE, self._on_message)
         self._mesh.on(_SMALL_MESSAGE, self._on_message)
         self._mesh.on(_DONE, self._on_done)
-        self._mesh.on(_LAYOUT, self._on_layout)
         if edges is None:
             edges = ((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
         self._timeout = timeout
@@ -171,11 +169,9 @@ class DistributedChannel(MeshChannel[_Coming]):
         made_ns = self._now()
         edge, key = self._edges[target], self._key(receive)
         self._forget_ended(edge)
-        layout = edge.layouts.find(tensors, form)
+        layout = self._layouts[target].find(tensors, form)
         flat = layout.packed(tensors, self._at)
-        if not layout.is_told:
-            layout.is_told = True
-            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
+        self._tell_layout(target, layout)
         number = edge.num_sent
         edge.num_sent += 1
         if layout.room <= self._small_bytes:
@@ -303,7 +299,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _on_message(self, source: int, packet: bytes, fds: list[int]) -> None:
         kind, layout, number, key, made_ns = _HEADER.unpack_from(packet)
         edge = self._edges[source]
-        coming = _Coming(number, edge.peer_layouts[layout], made_ns)
+        coming = _Coming(number, self._peer_layouts[source][layout], made_ns)
         self._arrive(source, key, coming)
         if kind == _SMALL_MESSAGE:
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
@@ -318,8 +314,4 @@ class DistributedChannel(MeshChannel[_Coming]):
         # It has ended over there, hence here but for the backend's thread that has yet to notice.
         with suppress(RuntimeError):
             if sent.work is not None:
-                sent.work.wait(timedelta(seconds=limits.GRACE))
-
-    def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
-        layout = Layout.parse(memoryview(packet)[1:])
-        self._edges[source].peer_layouts[layout.number] = layout
+                sent.work.wait(timedelta(seconds=GRACE))

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.core.errors import ModelError
+
 ALIGNMENT = 64
 # More layouts than anybody wants to remember share this number: each is told anew, right before its message.
 ONE_OFF = 0xFFFF
@@ -24,10 +26,10 @@ _MOST_KEPT = 1024
 Meta = tuple[torch.dtype, tuple[int, ...]]
 
 
-class Layout:
+class MessageLayout:
     """Types, shapes and places of a message's tensors.
 
-    >>> layout = Layout(0, ((torch.float32, (8, 4)), (torch.bool, ()), (torch.int64, (3,))), form=None)
+    >>> layout = MessageLayout(0, ((torch.float32, (8, 4)), (torch.bool, ()), (torch.int64, (3,))), form=None)
     >>> layout.offsets, layout.num_bytes, layout.room
     ((0, 128, 192), 153, 216)
     """
@@ -57,9 +59,9 @@ class Layout:
         return pickle.dumps((self.number, self.metas, self.form))
 
     @staticmethod
-    def parse(text: bytes | memoryview) -> Layout:
+    def parse(text: bytes | memoryview) -> MessageLayout:
         """Return the layout of a text."""
-        return Layout(*pickle.loads(text))
+        return MessageLayout(*pickle.loads(text))
 
     def views(self, memory: Tensor) -> tuple[Tensor, ...]:
         """Return the message's tensors as windows into a piece of memory (uint8)."""
@@ -103,20 +105,20 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-class Layouts:
+class MessageLayouts:
     """The layouts that one edge has used, by what they were made of.
 
-    >>> layouts = Layouts()
+    >>> layouts = MessageLayouts()
     >>> one = layouts.find([torch.zeros(3)], "x")
     >>> layouts.find([torch.ones(3)], "x") is one, layouts.find([torch.ones(3)], "y") is one
     (True, False)
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], list[tuple[bytes, Layout]]] = {}
+        self._known: dict[tuple[Any, ...], list[tuple[bytes, MessageLayout]]] = {}
         self._num_known = 0
 
-    def find(self, tensors: Sequence[Tensor], form: Any) -> Layout:
+    def find(self, tensors: Sequence[Tensor], form: Any) -> MessageLayout:
         """Return the layout of a message; a form that was used once must not be changed."""
         # Hot: a tuple of types and one of shapes hash faster than pairs; so does the one tensor most messages have.
         if len(tensors) == 1:
@@ -138,10 +140,14 @@ class Layouts:
             self._known.setdefault(key, []).append((text, layout))
         return layout
 
-    def _new(self, tensors: Sequence[Tensor], form: Any) -> Layout:
+    def _new(self, tensors: Sequence[Tensor], form: Any) -> MessageLayout:
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent; make it dense first")
+                raise ModelError(
+                    f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent",
+                    expected="dense ones",
+                    fix="make it dense first",
+                )
         number = self._num_known if self._num_known < _MOST_KEPT else ONE_OFF
         self._num_known += 1
-        return Layout(number, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors), form)
+        return MessageLayout(number, tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors), form)

@@ -1,4 +1,4 @@
-"""The control mesh: a link between every pair of ranks, and one pump that reads them all.
+"""The control mesh: what ranks say to each other over their links, and how they wait.
 
     packet kinds    WORD     a value that a rank tells everybody, under a topic, and when
                     ABORT    the origin of a failure, its action and its error; said on by whoever fails of it
@@ -14,23 +14,18 @@ short grace to explain it.
 
 from __future__ import annotations
 
-import faulthandler
-import io
-import os
 import pickle
-import select
 import struct
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from drumline.core.errors import RankFailed, WaitTimeout
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Wait, too_late
-from drumline.runtime.channel.link import Handler, Link
+from drumline.core.errors import RankFailed
+from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Wait, give_up
+from drumline.runtime.channel.link import Handler
+from drumline.runtime.channel.pump import Pump, milliseconds
 from drumline.runtime.channel.rendezvous import connect
 
 WORD = 2
@@ -41,7 +36,6 @@ PONG = 6
 ASK = 7
 FIRST_OWN_KIND = 8  # a channel's kinds start here
 
-_IN, _OUT = select.POLLIN, select.POLLOUT
 _STAMPED = struct.Struct("<Bq")  # kind, when it left
 _NUM_PINGS = 16
 
@@ -49,21 +43,8 @@ _NUM_PINGS = 16
 What = Wait | str | Callable[[], str]  # what is waited for: said at the end, where it changes meanwhile
 
 
-def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
-    """Return the error of a wait that took too long, after writing where every thread stands to stderr."""
-    for stream in (sys.stderr, sys.__stderr__):
-        try:
-            if stream is not None:
-                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
-                faulthandler.dump_traceback(file=stream, all_threads=True)
-                break
-        except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file
-            continue
-    return too_late(what, seconds, others)
-
-
-class Mesh:
-    """This rank's links to all others."""
+class ControlMesh(Pump):
+    """What this rank and all others say to each other beside messages: words, failures, clocks, what they wait for."""
 
     def __init__(
         self,
@@ -71,24 +52,21 @@ class Mesh:
         num_ranks: int,
         *,
         store: Store,
-        timeout: float = limits.TIMEOUT,
-        spin: float = limits.SPIN,
+        timeout: float = TIMEOUT,
+        spin: float = SPIN,
         host: str | None = None,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
+        super().__init__(connect(rank, num_ranks, store=store, timeout=timeout, host=host))
         self.now = now
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
         self.before_sleep: Callable[[], None] = lambda: None
         self._spin_ns = int(spin * 1e9)
-        self._handlers: list[Handler] = [self._on_unknown] * 256
-        self._handlers[WORD] = self._on_word
-        self._handlers[ABORT] = self._on_abort
-        self._handlers[GOODBYE] = self._on_goodbye
-        self._handlers[PING] = self._on_ping
-        self._handlers[PONG] = self._on_pong
-        self._handlers[ASK] = self._on_ask
+        own = {WORD: self._on_word, ABORT: self._on_abort, GOODBYE: self._on_goodbye}
+        for kind, handler in {**own, PING: self._on_ping, PONG: self._on_pong, ASK: self._on_ask}.items():
+            self._handlers[kind] = handler
         self._waiting: tuple[What, Callable[[], Collection[int]]] | None = None  # what this rank waits for now
         self._answers: dict[int, tuple[str, list[int]]] = {}
         self._words: dict[str, dict[int, Any]] = {}
@@ -98,48 +76,12 @@ class Mesh:
         self._failure: tuple[int, str] | None = None
         self._lost: list[int] = []
         self._departed: set[int] = set()
-        self._backed_up: set[int] = set()
         self._closed = False
-        self._poller = select.poll()
-        self.links = {link.peer: link for link in connect(rank, num_ranks, store=store, timeout=timeout, host=host)}
-        self._by_fd = {link.fd: link for link in self.links.values()}
-        self._bells: dict[int, Callable[[], None]] = {}
-        for fd in self._by_fd:
-            self._poller.register(fd, _IN)
 
     def on(self, kind: int, handler: Handler) -> None:
         """Have `handler(source, packet, fds)` called for every packet of the kind."""
         assert kind >= FIRST_OWN_KIND, f"kind {kind} is the mesh's own"
         self._handlers[kind] = handler
-
-    def listen(self, fd: int, bell: Callable[[], None]) -> None:
-        """Have `bell` called when the descriptor is readable, along with the packets."""
-        self._bells[fd] = bell
-        self._poller.register(fd, _IN)
-
-    def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a packet; returns at once, and keeps what the kernel does not take yet."""
-        if not self.links[target].send(packet, fds) and target not in self._backed_up:
-            self._backed_up.add(target)
-            self._watch(self.links[target], _IN | _OUT)
-
-    @property
-    def all_sent(self) -> bool:
-        """Whether the kernel has taken every packet."""
-        return not self._backed_up
-
-    def pump(self) -> None:
-        """Read everything that is there and call the handlers; never blocks."""
-        while self.look():
-            pass
-
-    def look(self) -> bool:
-        """Read a packet from every rank that sent some, and return whether there was any; never blocks."""
-        events = self._poller.poll(0)
-        if events:
-            self._serve(events)
-            return True
-        return False
 
     def wait(
         self,
@@ -157,35 +99,24 @@ class Mesh:
         ready without a packet has to be asked for `every_ms`. `refuse` raises where it is known that it never will.
         """
         self._waiting = what, needs
+        started = time.perf_counter_ns()
         try:
-            self._wait(ready, what, deadline_ns, needs, every_ms, refuse)
+            while True:
+                self.pump()
+                if ready():
+                    return
+                self._check(needs)
+                refuse()
+                now = time.perf_counter_ns()
+                if now >= deadline_ns:
+                    raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
+                if now - started < self._spin_ns:
+                    continue
+                self.before_sleep()
+                left_ms = milliseconds(deadline_ns - now)
+                self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
         finally:
             self._waiting = None
-
-    def _wait(
-        self,
-        ready: Callable[[], bool],
-        what: What,
-        deadline_ns: int,
-        needs: Callable[[], Collection[int]],
-        every_ms: int | None,
-        refuse: Callable[[], None],
-    ) -> None:
-        started = time.perf_counter_ns()
-        while True:
-            self.pump()
-            if ready():
-                return
-            self._check(needs)
-            refuse()
-            now = time.perf_counter_ns()
-            if now >= deadline_ns:
-                raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
-            if now - started < self._spin_ns:
-                continue
-            self.before_sleep()
-            left_ms = _milliseconds(deadline_ns - now)
-            self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
 
     def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
         """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
@@ -207,9 +138,7 @@ class Mesh:
         """Return what a rank waits for and whom, None where it does not say so within the grace."""
         self._answers.pop(rank, None)
         self.send(rank, bytes((ASK, 0)))
-        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
-        while rank not in self._answers and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
-            self._serve(self._poller.poll(_milliseconds(left)))
+        self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
 
     def told(self, topic: str) -> Mapping[int, Any]:
@@ -293,47 +222,13 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
-        for fd in self._bells:
-            self._poller.unregister(fd)
         for peer in self.links:
             self.send(peer, bytes((GOODBYE,)))
-        deadline = time.perf_counter_ns() + int(limits.LINGER * 1e9)
-        self._linger(lambda: bool(self._backed_up), deadline)
-        for link in self.links.values():
-            link.end_sending()
-        # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
-        self._linger(lambda: any(not link.carries_fds for link in self._by_fd.values()), deadline)
-        for link in self.links.values():
-            link.close()
-        self._by_fd.clear()
+        self._let_go()
 
-    def _linger(self, going_on: Callable[[], bool], deadline_ns: int) -> None:
-        self._handlers = [_ignore] * 256
-        while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
-            self._serve(self._poller.poll(_milliseconds(left)))
-
-    def _serve(self, events: list[tuple[int, int]]) -> None:
-        for fd, event in events:
-            link = self._by_fd.get(fd)
-            if link is None:
-                self._bells[fd]()
-                continue
-            if event & _OUT and link.push():
-                self._backed_up.discard(link.peer)
-                self._watch(link, _IN)
-            if event != _OUT and not link.read(self._handlers):
-                self._end(link)
-
-    def _watch(self, link: Link, events: int) -> None:
-        if link.fd in self._by_fd:
-            self._poller.modify(link.fd, events)
-
-    def _end(self, link: Link) -> None:
-        self._poller.unregister(link.fd)
-        del self._by_fd[link.fd]
-        self._backed_up.discard(link.peer)
-        if link.peer not in self._departed:
-            self._lost.append(link.peer)
+    def _ended(self, peer: int) -> None:
+        if peer not in self._departed:
+            self._lost.append(peer)
 
     def _check(self, needs: Callable[[], Collection[int]]) -> None:
         if self._lost and self._failure is None:
@@ -345,10 +240,8 @@ class Mesh:
             raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
 
     def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
-        deadline_ns = time.perf_counter_ns() + int(limits.GRACE * 1e9)
         self.pump()
-        while self._failure is None and self._by_fd and (left := deadline_ns - time.perf_counter_ns()) > 0:
-            self._serve(self._poller.poll(_milliseconds(left)))
+        self._serve_while(lambda: self._failure is None and bool(self._by_fd), GRACE)
         if self._failure is None:
             self._failure = (rank, otherwise())
 
@@ -379,19 +272,6 @@ class Mesh:
         what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
         self.send(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
 
-    def _on_unknown(self, source: int, packet: bytes, fds: list[int]) -> None:
-        raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
-
 
 def _said(what: What) -> Wait | str:
     return what() if callable(what) else what
-
-
-def _ignore(source: int, packet: bytes, fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _milliseconds(nanoseconds: int) -> int:
-    # Rounded up, and in pieces that fit the kernel's int.
-    return min(-(-nanoseconds // 1_000_000), 3_600_000)

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError
 from drumline.runtime.channel.channel import Channel, Wait, step_topic
-from drumline.runtime.channel.mesh import Mesh
+from drumline.runtime.channel.layout import MessageLayout, MessageLayouts
+from drumline.runtime.channel.mesh import ControlMesh
 
 Arrived = TypeVar("Arrived")
 
@@ -57,9 +58,14 @@ def action_code(action: Action) -> bytes:
 
 
 class MeshChannel(Channel, Generic[Arrived]):
-    """A channel whose headers travel over a mesh; how the payload travels is the subclass's."""
+    """A channel whose headers travel over a mesh; how the payload travels is the subclass's.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Its messages' layouts travel in packets of the kind `layout_kind`, each once, before the first message that has it.
+    """
+
+    layout_kind: int
+
+    def __init__(self, mesh: ControlMesh) -> None:
         self.rank = mesh.rank
         self.num_ranks = mesh.num_ranks
         self._mesh = mesh
@@ -72,6 +78,9 @@ class MeshChannel(Channel, Generic[Arrived]):
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(mesh.num_ranks)]
         self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(mesh.num_ranks)]
         self._num_open = [0] * mesh.num_ranks
+        self._layouts = {peer: MessageLayouts() for peer in mesh.links}
+        self._peer_layouts: dict[int, dict[int, MessageLayout]] = {peer: {} for peer in mesh.links}
+        mesh.on(self.layout_kind, self._on_layout)
         mesh.before_sleep = self._before_sleep
 
     @abstractmethod
@@ -91,6 +100,16 @@ class MeshChannel(Channel, Generic[Arrived]):
         if code is None:
             code = self._codes[receive] = action_code(receive)
         return self._step_code + code
+
+    def _tell_layout(self, target: int, layout: MessageLayout) -> None:
+        """Let a peer know a layout, if it does not."""
+        if not layout.is_told:
+            layout.is_told = True
+            self._mesh.send(target, bytes((self.layout_kind,)) + layout.text())
+
+    def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
+        layout = MessageLayout.parse(memoryview(packet)[1:])
+        self._peer_layouts[source][layout.number] = layout
 
     def _arrive(self, source: int, key: bytes, message: Arrived) -> None:
         inbox = self._inbox[source]

@@ -26,7 +26,6 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
 from drumline.runtime.channel.channel import too_late
 from drumline.runtime.channel.link import Link, TcpLink, UnixLink
 
@@ -63,16 +62,6 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
             raise too_late(f"rank {rank} waits for rank {other} to tell its {topic}", timeout) from None
         values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
-
-
-def one_host(store: Store, rank: int, num_ranks: int, *, timeout: float = limits.TIMEOUT) -> bool:
-    """Return whether all ranks share a host, so that messages can go through shared memory; all ranks call it.
-
-    >>> from torch.distributed import HashStore
-    >>> one_host(HashStore(), 0, 1)
-    True
-    """
-    return len(set(exchange(store, rank, num_ranks, "drumline/host", host_id(), timeout=timeout))) == 1
 
 
 @dataclass(frozen=True, slots=True)

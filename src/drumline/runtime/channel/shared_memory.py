@@ -22,10 +22,9 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel import limits
-from drumline.runtime.channel.channel import Delivery
-from drumline.runtime.channel.layout import Layout, Layouts
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, Mesh
+from drumline.runtime.channel.channel import SPIN, TIMEOUT, Delivery
+from drumline.runtime.channel.layout import MessageLayout
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
 from drumline.runtime.channel.slots import Slot, Slots
 
@@ -36,7 +35,7 @@ _NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor c
 
 
 class _Parked(NamedTuple):
-    layout: Layout
+    layout: MessageLayout
     key: bytes
     tensors: Sequence[Tensor]
     made_ns: int
@@ -47,25 +46,24 @@ class _Edge:
 
     def __init__(self, num_slots: int) -> None:
         # What it sends.
-        self.layouts = Layouts()
         self.slots = Slots(num_slots)
         self.parked: deque[_Parked] = deque()
-        # What it receives: the slots and layouts it was told of, how many slots hold messages, and which are empty
-        # again without the peer knowing.
-        self.peer_layouts: dict[int, Layout] = {}
+        # What it receives: the slots it was told of, how many hold messages, and which are empty again without the
+        # peer knowing.
         self.peer_slots: dict[int, Slot] = {}
         self.num_held = 0
         self.credits = bytearray()
 
 
 # A message that arrived: its header and layout while it is in its slot, or what was copied out of that.
-_Arrived = tuple[bytes, Layout] | Delivery
+_Arrived = tuple[bytes, MessageLayout] | Delivery
 
 
 class SharedMemoryChannel(MeshChannel[_Arrived]):
     """Carries messages between ranks that share a host; what arrives is put on `device`."""
 
     name = "shared-memory"
+    layout_kind = _LAYOUT
 
     def __init__(
         self,
@@ -74,14 +72,14 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         *,
         store: Store,
         device: torch.device | str = "cpu",
-        timeout: float = limits.TIMEOUT,
+        timeout: float = TIMEOUT,
         num_slots: int = 4,
-        spin: float = limits.SPIN,
+        spin: float = SPIN,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        mesh = Mesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
+        mesh = ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
         super().__init__(mesh)
         elsewhere = sorted(peer for peer, link in mesh.links.items() if not link.carries_fds)
         if elsewhere:
@@ -97,13 +95,12 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         mesh.on(_MESSAGE, self._on_message)
         mesh.on(_CREDITS, self._on_credits)
         mesh.on(_SLOT, self._on_slot)
-        mesh.on(_LAYOUT, self._on_layout)
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Copy a message into shared memory, or park it; a form that was used must not be changed."""
         made_ns = self._now()
         edge = self._edges[target]
-        layout = edge.layouts.find(tensors, form)
+        layout = self._layouts[target].find(tensors, form)
         key = self._key(receive)
         if self._num_parked or edge.slots.num_busy == self._num_slots:
             self._mesh.pump()  # credits may have come
@@ -115,7 +112,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             self.peak_open_sends = num_open
 
     def _dispatch(
-        self, target: int, edge: _Edge, layout: Layout, key: bytes, tensors: Sequence[Tensor], made_ns: int
+        self, target: int, edge: _Edge, layout: MessageLayout, key: bytes, tensors: Sequence[Tensor], made_ns: int
     ) -> bool:
         """Fill a slot and announce it; return False if none is free."""
         free = edge.slots.take(layout.room)
@@ -124,9 +121,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         slot, fd = free
         if fd is not None:
             self._mesh.send(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
-        if not layout.is_told:
-            layout.is_told = True
-            self._mesh.send(target, bytes((_LAYOUT,)) + layout.text())
+        self._tell_layout(target, layout)
         slot.fill(layout, tensors)
         packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self._now())
         if edge.credits:
@@ -145,7 +140,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         arrived = self._pick(source, key)
         return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
 
-    def _copy_out(self, source: int, packet: bytes, layout: Layout) -> Delivery:
+    def _copy_out(self, source: int, packet: bytes, layout: MessageLayout) -> Delivery:
         arrived_ns = self._now()
         edge = self._edges[source]
         _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
@@ -192,7 +187,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         edge.num_held += 1
         if len(packet) > _HEADER.size:
             self._credit(source, edge, packet[_HEADER.size :])
-        self._arrive(source, packet[_KEY], (packet, edge.peer_layouts[packet[2] | packet[3] << 8]))
+        self._arrive(source, packet[_KEY], (packet, self._peer_layouts[source][packet[2] | packet[3] << 8]))
 
     def _on_credits(self, target: int, packet: bytes, fds: list[int]) -> None:
         self._credit(target, self._edges[target], packet[1:])
@@ -209,7 +204,3 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if not fds:
             raise RunError(f"rank {self.rank} cannot open more files", fix="raise `ulimit -n`")
         self._edges[source].peer_slots[number] = Slot(number, fds[0], room)
-
-    def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
-        layout = Layout.parse(memoryview(packet)[1:])
-        self._edges[source].peer_layouts[layout.number] = layout

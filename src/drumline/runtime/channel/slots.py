@@ -18,7 +18,7 @@ from ctypes import memmove
 import torch
 from torch import Tensor
 
-from drumline.runtime.channel.layout import Layout
+from drumline.runtime.channel.layout import MessageLayout
 
 _SMALLEST = 64 * 1024
 
@@ -27,7 +27,7 @@ class Slot:
     """One piece of shared memory, mapped; it is unmapped when the last window into it goes.
 
     >>> slot = Slot(0, new_memory(100), 100)
-    >>> layout = Layout(0, ((torch.float32, (2,)), (torch.bool, ())), None)
+    >>> layout = MessageLayout(0, ((torch.float32, (2,)), (torch.bool, ())), None)
     >>> slot.fill(layout, [torch.ones(2), torch.tensor(True)])
     >>> slot.copies(layout, torch.device("cpu"))
     (tensor([1., 1.]), tensor(True))
@@ -45,9 +45,9 @@ class Slot:
         finally:
             os.close(fd)
         self._address = self._memory.data_ptr()
-        self._views: dict[Layout, tuple[Tensor, ...]] = {}
+        self._views: dict[MessageLayout, tuple[Tensor, ...]] = {}
 
-    def fill(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def fill(self, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
         """Copy a message in."""
         for index, tensor in enumerate(tensors):
             # A plain copy takes half of the time of a tensor's, which matters: small messages are many.
@@ -56,7 +56,7 @@ class Slot:
             else:
                 self._windows(layout)[index].copy_(tensor.detach())
 
-    def copies(self, layout: Layout, device: torch.device) -> tuple[Tensor, ...]:
+    def copies(self, layout: MessageLayout, device: torch.device) -> tuple[Tensor, ...]:
         """Copy a message out, to tensors of its own on `device`; when this returns the slot may be filled again."""
         windows = self._windows(layout)
         if device.type != "cpu":
@@ -68,7 +68,7 @@ class Slot:
             tensors.append(tensor)
         return tuple(tensors)
 
-    def _windows(self, layout: Layout) -> tuple[Tensor, ...]:
+    def _windows(self, layout: MessageLayout) -> tuple[Tensor, ...]:
         views = self._views.get(layout)
         if views is None:
             views = layout.views(self._memory)

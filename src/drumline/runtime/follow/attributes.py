@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
+from drumline.runtime.follow.ambient import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
@@ -28,8 +29,7 @@ Place = tuple[str, str]  # a module's name, and that of an attribute
 # What modules consist of: looked after by itself.
 _OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward", "_is_full_backward_hook"}
-    | {name for name in vars(nn.Module()) if "hooks" in name}
-    | {"_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
+    | {*HOOKS, "_output_capturing_hooks_installed"}  # Hugging Face's: hooks that do nothing unless they are asked to
 )
 
 
@@ -98,7 +98,7 @@ class Attributes:
                 for place in places:
                     self._is_set(place, who, value)
 
-    def judge(self, block: Callable[[int], str], bar: Callable[[int, int, str], None]) -> None:
+    def judge(self, block: Callable[[int], str], bar: Callable[[int, str, int], None]) -> None:
         """Refuse what could not be repeated; `bar` is told between which calls no cut may stand."""
         for place, uses in self.uses.items():
             if not uses.setters:
@@ -115,7 +115,7 @@ class Attributes:
                 )
             elif len(inside) > 1:
                 first, last = inside[0], inside[-1]
-                bar(first, last, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it")
+                bar(first, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it", last)
 
     def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
         if uses.is_carried:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.contents import tensors_in
 from drumline.runtime.follow.attributes import MISSING, Attributes
+from drumline.runtime.patches import Patch, Replaced
+from drumline.runtime.values import tensors_in
 from drumline.runtime.watch.fingerprint import can_change
 
 _Apply = Callable[..., Any]
@@ -24,7 +24,6 @@ class Follower(Protocol):
 
     attributes: Attributes
     function: str
-    is_aside: bool
     inside: frozenset[str]
 
     names: dict[int, str]
@@ -43,19 +42,18 @@ class Follower(Protocol):
 @contextmanager
 def coming_by(follower: Follower) -> Iterator[None]:
     """Let calls of modules, their attributes and custom autograd functions pass by a follower, in this thread."""
-    thread = threading.get_ident()
-    with _module_calls(follower, thread), _functions(follower, thread), _attributes(follower, thread):
+    with ExitStack() as stack:
+        for patch in _PATCHES:
+            stack.enter_context(patch.by(follower))
         yield
 
 
-@contextmanager
-def _module_calls(follower: Follower, thread: int) -> Iterator[None]:
-    module_call = nn.Module.__call__
-    names, inside = follower.names, follower.inside
-
+def _module_calls(replaced: Replaced) -> Any:
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = names.get(id(self))
-        if name is None or name in inside or follower.is_within or threading.get_ident() != thread:
+        module_call = replaced.found
+        follower: Follower | None = replaced.watcher
+        name = None if follower is None else follower.names.get(id(self))
+        if follower is None or name is None or name in follower.inside or follower.is_within:
             return module_call(self, *args, **kwargs)
         if follower.function:
             raise ModelError(
@@ -65,30 +63,20 @@ def _module_calls(follower: Follower, thread: int) -> Iterator[None]:
             )
         return follower.block(self, name, lambda *a, **k: module_call(self, *a, **k), args, kwargs)
 
-    nn.Module.__call__ = called  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+    return called
 
 
-@contextmanager
-def _functions(follower: Follower, thread: int) -> Iterator[None]:
-    function_apply = torch.autograd.Function.__dict__["apply"]
-
+def _functions(replaced: Replaced) -> Any:
     def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        apply = function_apply.__get__(None, cls)
-        if follower.is_within or follower.function or threading.get_ident() != thread:
+        apply = replaced.found.__get__(None, cls)
+        follower: Follower | None = replaced.watcher
+        if follower is None or follower.is_within or follower.function:
             return apply(*args, **kwargs)
         if cls is CheckpointFunction:
             return _checkpointed(*args)
         return follower.applied(cls, apply, args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+    return classmethod(applied)
 
 
 def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -98,44 +86,55 @@ def _checkpointed(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         return run(*args)
 
 
-@contextmanager
-def _attributes(follower: Follower, thread: int) -> Iterator[None]:
-    plain: Any = nn.Module
-    setattr_, delattr_ = nn.Module.__setattr__, nn.Module.__delattr__
-    attributes = follower.attributes
+def _told(replaced: Replaced) -> Attributes | None:
+    """Return whom to tell of attributes in this thread, if anybody is to hear of them."""
+    follower: Follower | None = replaced.watcher
+    return None if follower is None else follower.attributes
 
-    def is_told() -> bool:
-        return not follower.is_aside and threading.get_ident() == thread
 
+def _reading(replaced: Replaced) -> Any:
     def read(self: nn.Module, key: str) -> Any:
         try:
-            value = object.__getattribute__(self, key)
+            value = replaced.found(self, key)
         except AttributeError:
-            if is_told() and not _is_part(self, key):
-                attributes.read(self, key, MISSING)
+            if (told := _told(replaced)) is not None and not _is_part(self, key):
+                told.read(self, key, MISSING)
             raise
-        if is_told() and (not callable(value) or can_change(value)):
-            attributes.read(self, key, value)
+        if (not callable(value) or can_change(value)) and (told := _told(replaced)) is not None:
+            told.read(self, key, value)
         return value
 
+    return read
+
+
+def _setting(replaced: Replaced) -> Any:
     def set_(self: nn.Module, key: str, value: Any) -> None:
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)
-        setattr_(self, key, value)
-        if is_told() and not _is_part(self, key) and not isinstance(value, nn.Module):
-            attributes.set(self, key, before, value)
+        replaced.found(self, key, value)
+        told = _told(replaced)
+        if told is not None and not _is_part(self, key) and not isinstance(value, nn.Module):
+            told.set(self, key, before, value)
 
+    return set_
+
+
+def _deleting(replaced: Replaced) -> Any:
     def delete(self: nn.Module, key: str) -> None:
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)
-        delattr_(self, key)
-        if is_told() and before is not MISSING:
-            attributes.set(self, key, before, MISSING)
+        replaced.found(self, key)
+        if before is not MISSING and (told := _told(replaced)) is not None:
+            told.set(self, key, before, MISSING)
 
-    plain.__getattribute__, plain.__setattr__, plain.__delattr__ = read, set_, delete
-    try:
-        yield
-    finally:
-        del plain.__getattribute__
-        plain.__setattr__, plain.__delattr__ = setattr_, delattr_
+    return delete
+
+
+_PATCHES = (
+    Patch(nn.Module, "__call__", _module_calls),
+    Patch(torch.autograd.Function, "apply", _functions),
+    Patch(nn.Module, "__getattribute__", _reading),
+    Patch(nn.Module, "__setattr__", _setting),
+    Patch(nn.Module, "__delattr__", _deleting),
+)
 
 
 def _is_part(module: nn.Module, key: str) -> bool:

@@ -5,14 +5,15 @@ They are part of what a graph depends on: other numbers are followed anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from drumline.runtime.patches import Patch, Replaced
 from drumline.runtime.values import pack
 
 
@@ -43,20 +44,21 @@ def packed(inputs: Any, baked: Collection[str | int]) -> tuple[Any, Any]:
     if not baked:
         return args, kwargs
 
-    def one(name: str | int, value: Any) -> Any:
+    def known(name: str | int, value: Any) -> Any:
         return Numbers(value) if name in baked and isinstance(value, Tensor) else value
 
-    return tuple(one(at, value) for at, value in enumerate(args)), {name: one(name, kwargs[name]) for name in kwargs}
+    named = {name: known(name, kwargs[name]) for name in kwargs}
+    return tuple(known(at, value) for at, value in enumerate(args)), named
 
 
 def unpacked(inputs: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
     """Return arguments with the tensors back in the places of `Numbers`."""
     args, kwargs = inputs
 
-    def one(value: Any) -> Any:
+    def back(value: Any) -> Any:
         return value.tensor.to(device) if isinstance(value, Numbers) else value
 
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
+    return tuple(back(value) for value in args), {name: back(value) for name, value in kwargs.items()}
 
 
 def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *, at_most: int) -> frozenset[str | int]:
@@ -70,17 +72,17 @@ def names_of(inputs: Any, baked: Collection[str | int], places: Sequence[int], *
     return frozenset(found)
 
 
-@contextmanager
-def unchecked() -> Iterator[None]:
+def unchecked() -> AbstractContextManager[None]:
     """Take conditions on the numbers in stand-ins for granted: they only guard against wrong inputs."""
-    check_all: Any = torch._check_tensor_all_with
+    return _checks.by(True)
 
+
+def _checking(replaced: Replaced) -> Any:
     def checked(kind: Any, cond: Any, message: Any = None) -> None:
-        if not isinstance(cond, FakeTensor):
-            check_all(kind, cond, message)
+        if replaced.watcher is None or not isinstance(cond, FakeTensor):
+            replaced.found(kind, cond, message)
 
-    torch._check_tensor_all_with = checked
-    try:
-        yield
-    finally:
-        torch._check_tensor_all_with = check_all
+    return checked
+
+
+_checks = Patch(torch, "_check_tensor_all_with", _checking)

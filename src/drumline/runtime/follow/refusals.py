@@ -1,15 +1,16 @@
-"""What a followed forward may not do between its blocks, or to them: no piece would do it."""
+"""What a followed forward may not do between its blocks, or to them: no piece would do it. And where it did it."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.error_line import line_here
 
 _ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
@@ -102,3 +103,22 @@ def property_of(func: Any, access: str = "__get__") -> str:
     """Return the name of the property of tensors that a function gets or sets, if it does."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "") if name_of(func) == access else ""
     return name
+
+
+_OTHERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+
+def line_of(error: Exception) -> str:
+    """Return the line of the model's own code that an error came up in."""
+    return _own_line(traceback.extract_tb(error.__traceback__))
+
+
+def line_here() -> str:
+    """Return the line of the model's own code that runs now."""
+    return _own_line(traceback.extract_stack())
+
+
+def _own_line(frames: traceback.StackSummary) -> str:
+    own = [one for one in frames if not any(others in Path(one.filename).parents for others in _OTHERS)]
+    frame = own[-1] if own else None
+    return "" if frame is None else f", in `{frame.line}` ({Path(frame.filename).name}:{frame.lineno})"

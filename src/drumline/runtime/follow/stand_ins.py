@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.runtime.follow.ambient import BACKWARD, FORWARD
 from drumline.runtime.follow.skeleton import Meta, Skeleton
+from drumline.runtime.patches import Patch
 from drumline.runtime.values import pack, unpack
 
 Known = dict[Any, tuple[Any, tuple[int | Meta, ...]]]
@@ -37,7 +39,7 @@ class StandIns:
         key = (_kind(module), str(form), metas, around)
         if key not in self.known:
             try:
-                with _quiet(), self.skeleton.mode:
+                with _QUIET[0].by(self), _QUIET[1].by(self), self.skeleton.mode:
                     return call(*args, **kwargs)
             except ModelError:
                 raise
@@ -77,7 +79,7 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
     """Leave a module's own hooks out: they are to see stand-ins."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    kinds = (*FORWARD, *BACKWARD)
     own = {kind: vars(module)[kind] for kind in kinds}
     vars(module).update({kind: OrderedDict() for kind in kinds})
     try:
@@ -86,17 +88,11 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
         vars(module).update(own)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging that a function cannot run on stand-ins: there is another way."""
-    loggers = [logging.getLogger(f"torch._subclasses.{name}") for name in ("fake_tensor", "fake_impls")]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.disabled = False
+# Keep torch from logging that a function cannot run on stand-ins: there is another way.
+_QUIET = [
+    Patch(logging.getLogger(f"torch._subclasses.{name}"), "disabled", lambda _: True)
+    for name in ("fake_tensor", "fake_impls")
+]
 
 
 def _kind(module: nn.Module) -> str:

@@ -25,17 +25,17 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
-from drumline.runtime.blocks.contents import found_in, refuse_objects, tensors_in
-from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value, may_draw
-from drumline.runtime.follow.ambient import Ambient, refuse_backward_hooks
+from drumline.runtime.blocks.graph import Graph, may_draw
+from drumline.runtime.follow.ambient import Ambient, LocalHooks, refuse_backward_hooks
 from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
-from drumline.runtime.follow.error_line import line_here, line_of
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
-from drumline.runtime.follow.local_hooks import LocalHooks
+from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
     changes_variable,
     draws_on_host,
+    line_here,
+    line_of,
     name_of,
     property_of,
     refuse_changed,
@@ -46,8 +46,9 @@ from drumline.runtime.follow.refusals import (
 from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.follow.stand_ins import Known, StandIns
 from drumline.runtime.randomness import HostChance
-from drumline.runtime.values import pack, unpack
-from drumline.runtime.watch.surroundings import Surroundings
+from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
+from drumline.runtime.watch.watch import Surroundings
+from drumline.runtime.weights.catalogue import whole_name
 
 
 class Followed(NamedTuple):
@@ -90,14 +91,6 @@ def trace(
     return Followed(tracer.graph, tracer.attributes.read_between())
 
 
-class Unseen(ModelError):
-    """A tensor that a block made and did not return is used outside of it."""
-
-    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
-        self.block = block
-        super().__init__(error, expected=expected, fix=fix)
-
-
 class Decides(ModelError):
     """The forward decides by numbers; `inputs` are the places of those that they were made of."""
 
@@ -106,37 +99,29 @@ class Decides(ModelError):
         super().__init__(error, expected=expected, fix=fix)
 
 
-class _Tracer(TorchFunctionMode):
+class _Tracer(Notes, TorchFunctionMode):
     def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], known: Known) -> None:
-        super().__init__()
-        self.skeleton = skeleton
+        Notes.__init__(self, skeleton)
+        TorchFunctionMode.__init__(self)
         self.inside = inside
         self.stand_ins = StandIns(skeleton, known)
-        self.graph = Graph()
-        self.numbers: dict[int, int] = {}  # of values, by their tensor's id
-        self.kept: list[Any] = []  # what must live on, so that no id is taken twice
-        self.storages: dict[int, int] = {}
         self.within: list[str] = []  # the block that runs now
-        self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
         self.taken: set[int] = set()  # tensors that came in through the running block's arguments
         self.reads: set[str] = set()
         self.drawn: dict[int, bool] = {}  # random tensors made between blocks: whether evenly from 0 to 1
         self.broken = ""  # the block that failed
         self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
         self.thread = threading.get_ident()
-        self.base = _autocast(skeleton.device.type)
-        self.gradients = torch.is_grad_enabled()
         self.names = skeleton.names
         self.attributes = Attributes(skeleton.names, self._who, line_here)
         self.function = ""  # the autograd function that runs now, between blocks
-        self.is_aside = False  # whether what runs now is the watcher's own
         self.nodes = Nodes()
         self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
         self.chance = HostChance()  # where Python's random numbers stood when the last block ended
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
-            self.graph.inputs.append(self._new(tensor))
+            self.graph.inputs.append(self.new(tensor))
 
     @property
     def is_within(self) -> bool:
@@ -145,59 +130,6 @@ class _Tracer(TorchFunctionMode):
 
     def _who(self) -> int:
         return len(self.graph.calls) if self.within else BETWEEN
-
-    # ---- values ------------------------------------------------------------------------------------------------------
-
-    def _new(self, tensor: Tensor, **more: Any) -> int:
-        number = len(self.graph.values)
-        storage = id(tensor.untyped_storage())
-        self.kept += [tensor, tensor.untyped_storage()]
-        kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
-        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
-        self.numbers[id(tensor)] = number
-        return number
-
-    def _number(self, tensor: Tensor, what: str) -> int:
-        """Return a tensor's value; one that is part of the model or was there before becomes one."""
-        if id(tensor) in self.numbers:
-            return self.numbers[id(tensor)]
-        if id(tensor) in self.skeleton.states:
-            return self._new(tensor, state=self.skeleton.states[id(tensor)])
-        if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
-            if tensor.requires_grad and tensor.is_leaf:
-                raise ModelError(
-                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
-                    f"the model{self._kept_in(tensor)}",
-                    expected="what is trained to be a parameter",
-                    fix="register it: self.scale = nn.Parameter(scale)",
-                )
-            return self._new(tensor, constant=tensor)
-        if (made := self.where.get(id(tensor))) is not None:
-            block = self.graph.calls[made].block
-            self._bar(made, f"{what} uses a tensor that {block!r} made and did not return{self._kept_in(tensor)}")
-            raise Unseen(
-                self.graph.barriers[-1].reason,
-                expected="blocks that return what others use",
-                fix=f"return it from {block!r}, or use it inside",
-                block=block,
-            )
-        raise ModelError(
-            f"{what} takes a tensor that was made where it could not be followed",
-            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
-            fix="make it inside of a block: move it into a block, or register it as a buffer",
-        )
-
-    def _kept_in(self, tensor: Tensor) -> str:
-        for name, module in self.skeleton.model.named_modules():
-            for key, one in vars(module).items():
-                if one is tensor:
-                    return f" (it is kept as {name}.{key})" if name else f" (it is kept as {key})"
-        return ""
-
-    def _bar(self, first: int, reason: str) -> None:
-        self.graph.barriers.append(Barrier(first, len(self.graph.calls), reason))
-
-    # ---- calls of functions ------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -234,25 +166,25 @@ class _Tracer(TorchFunctionMode):
         if has_past and number is not None:
             made = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
             reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
-            self.graph.barriers.append(Barrier(made.get(number, 0), len(self.graph.calls), reason))
+            self.bar(made.get(number, 0), reason)
 
-    def _look(self, one: Tensor) -> None:
+    def _look(self, tensor: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
-        if id(one) in self.taken or self.where.get(id(one)) == at:
+        if id(tensor) in self.taken or self.where.get(id(tensor)) == at:
             return
-        if name := self.skeleton.states.get(id(one)):
+        if name := self.skeleton.states.get(id(tensor)):
             self.reads.add(name)
-        elif (number := self.numbers.get(id(one))) is not None:
+        elif (number := self.numbers.get(id(tensor))) is not None:
             if self.graph.is_carried(number):
                 first = max(self.graph.made_at.get(number, -1), 0)
                 del self.graph.made_at
-                self._bar(first, f"{block!r} uses a tensor that is not among its arguments{self._kept_in(one)}")
-                self.taken.add(id(one))
-        elif (made := self.where.get(id(one))) is not None:
+                self.bar(first, f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}")
+                self.taken.add(id(tensor))
+        elif (made := self.where.get(id(tensor))) is not None:
             other = self.graph.calls[made].block
-            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self._kept_in(one)}"
-            self._bar(made, reason)
-            self.taken.add(id(one))
+            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self.kept_in(tensor)}"
+            self.bar(made, reason)
+            self.taken.add(id(tensor))
 
     def _noted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if transformed():
@@ -267,7 +199,7 @@ class _Tracer(TorchFunctionMode):
             )
         for one in given:
             if id(one) in self.where and not isinstance(one, FakeTensor):
-                self._number(one, f"the model, in {name_of(func)}")  # raises, unless the block returned it
+                self.number(one, f"the model, in {name_of(func)}")  # raises, unless the block returned it
         if name_of(func) in _READS:
             self.read = tuple(given)
         versions = [version_of(one) for one in given]
@@ -278,7 +210,7 @@ class _Tracer(TorchFunctionMode):
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [given[0]]
         if changed or any(id(one) not in self.numbers for one in tensors_in(made)):
-            self._note(func, args, kwargs, made, changed)
+            self.note(func, args, kwargs, made, changed)
         self._follow_chance(func, args, made)
         return made
 
@@ -292,48 +224,6 @@ class _Tracer(TorchFunctionMode):
         if given or may_draw(func):
             evenly = func is torch.rand
             self.drawn.update((id(one), evenly) for one in tensors_in(made) if not isinstance(one, FakeTensor))
-
-    def _note(
-        self,
-        func: Callable[..., Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        made: Any,
-        changed: Sequence[Tensor] = (),
-        block: str = "",
-        reads: Sequence[str] = (),
-    ) -> None:
-        what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
-        tensors, form = pack((args, kwargs))
-        refuse_objects(form, what)
-        takes = tuple(self._number(one, what) for one in tensors)
-        for one in changed:
-            self._alone(self._number(one, what), what)
-        paths = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
-        self.graph.calls.append(
-            Call(
-                None if block else func,
-                block,
-                form,
-                takes,
-                tuple((path, self._new(one)) for path, one in paths),
-                tuple(self.numbers[id(one)] for one in changed),
-                None if (on := torch.is_grad_enabled()) is self.gradients else on,
-                None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
-                tuple(reads),
-            )
-        )
-
-    def _alone(self, changed: int, what: str) -> None:
-        """Forbid cuts between a value that is changed in place and the others that share its memory."""
-        values = self.graph.values
-        at = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
-        shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
-        if len(shared) > 1:
-            first = min(at.get(one, 0) for one in shared)
-            self._bar(first, f"{what} changes a tensor in place of which other values are views")
-
-    # ---- calls of blocks ---------------------------------------------------------------------------------------------
 
     def block(self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block and note it as one call."""
@@ -360,7 +250,7 @@ class _Tracer(TorchFunctionMode):
         refuse_marked(self._unmarked(tensors_in(made)), self.marks, f"{name!r} returns")
         with torch._C.DisableTorchFunction():
             changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
-            self._note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
+            self.note(None, args, kwargs, made, changed, block=name, reads=sorted(self.reads - own))
         return made
 
     def _begin(self, module: nn.Module, name: str) -> None:
@@ -393,12 +283,10 @@ class _Tracer(TorchFunctionMode):
                 versions = [version_of(one) for one in given]
                 made = apply(*args, **kwargs)
                 changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
-                self._note(cls.apply, args, kwargs, made, changed)
+                self.note(cls.apply, args, kwargs, made, changed)
         finally:
             self.function = ""
         return made
-
-    # ---- around it all -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self, *, train: bool) -> Iterator[None]:
@@ -433,9 +321,8 @@ class _Tracer(TorchFunctionMode):
             name = self.skeleton.names[id(module)]
             for key, buffer in module._buffers.items():
                 if name in self.inside and buffer is not before.get(key):
-                    whole = f"{name}.{key}" if name else key
                     raise ModelError(
-                        f"the model's forward puts another tensor in the place of the buffer {whole!r}",
+                        f"the model's forward puts another tensor in the place of the buffer {whole_name(name, key)!r}",
                         expected="buffers that are changed in place, between blocks",
                         fix=f"write self.{key}.copy_(...), or do it inside of a block",
                     )
@@ -445,13 +332,10 @@ class _Tracer(TorchFunctionMode):
         self._refuse_chance()
         self._refuse_variables()
         self.attributes.look()
-        self.attributes.judge(lambda call: self.graph.calls[call].block, self._bar_between)
+        self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(made)
         refuse_objects(self.graph.output_form, "the model's output")
-        self.graph.outputs = tuple(self._number(one, "the model's output") for one in tensors)
-
-    def _bar_between(self, first: int, last: int, reason: str) -> None:
-        self.graph.barriers.append(Barrier(first, last, reason))
+        self.graph.outputs = tuple(self.number(one, "the model's output") for one in tensors)
 
     def failed(self, error: Exception) -> ModelError:
         """Return the error to raise for one that came up while following."""
@@ -475,7 +359,3 @@ _COMPARES = ("lt", "le", "gt", "ge")
 
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-
-
-def _autocast(device: str) -> Autocast:
-    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

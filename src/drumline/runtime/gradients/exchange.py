@@ -24,7 +24,8 @@ from drumline.runtime.clock import Clock
 from drumline.runtime.draft import Draft
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import pack, unpack
-from drumline.runtime.weights.tied import Held, Place, Ties, places_in
+from drumline.runtime.weights.catalogue import Place, places_in
+from drumline.runtime.weights.tied import HeldTensor, Ties
 
 _BEFORE_ALL_STEPS = -1
 
@@ -163,7 +164,7 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def _meeting(tensors: Sequence[Held]) -> Action:
+def _meeting(tensors: Sequence[HeldTensor]) -> Action:
     """Return the name under which two ranks meet: that of the first stage that holds any of the tensors."""
     return Action(min(one.stages[0] for one in tensors), Op.REDUCE_GRAD)
 
@@ -220,7 +221,7 @@ class _Sums:
         self.parameters = parameters
         self.totals: dict[str, Tensor | None] = {}
 
-    def add(self, rank: int, tied: Sequence[Held], gradients: Sequence[Any]) -> None:
+    def add(self, rank: int, tied: Sequence[HeldTensor], gradients: Sequence[Any]) -> None:
         """Add the gradients of a rank, which are False where it has frozen the parameter."""
         for one, gradient in zip(tied, gradients, strict=True):
             trains = self.parameters[one.name].requires_grad

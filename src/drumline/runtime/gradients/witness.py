@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from drumline.runtime.stage import Stage
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.values import mapped
 
 
 class Witness:
@@ -20,12 +19,10 @@ class Witness:
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.output: Any = None
 
-    def adding(self, stage: Stage, microbatch: int, run: Callable[[], Any]) -> Any:
-        """Run what adds to a stage's gradients; if that is the microbatch's, note what was added."""
-        if microbatch != self.microbatch:
-            return run()
+    def adding(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+        """Run what adds to a stage's gradients, and note what was added."""
         before = {one: None if one.grad is None else one.grad.detach().clone() for one in stage.parameters}
-        made = run()
+        made = run(*given)
         for one, earlier in before.items():
             if one.grad is not None:
                 added = one.grad.detach().clone() if earlier is None else one.grad.detach() - earlier
@@ -33,21 +30,18 @@ class Witness:
                 self.gradients[one] = self.gradients[one] + on_host if one in self.gradients else on_host
         return made
 
-    @contextmanager
-    def listening(self, stage: Stage, microbatch: int) -> Iterator[None]:
-        """Note what the microbatch's loss is computed of."""
+    def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
+        """Run a stage's forward, and note what its loss is computed of."""
         loss = stage.loss
-        if loss is None or microbatch != self.microbatch:
-            yield
-            return
+        if loss is None:
+            return run(*given)
 
         def noted(output: Any, target: Any) -> Tensor | None:
-            tensors, form = pack(output)
-            self.output = unpack([one.detach().to("cpu", copy=True) for one in tensors], form)
+            self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
             return loss(output, target)
 
         stage.loss = noted
         try:
-            yield
+            return run(*given)
         finally:
             stage.loss = loss

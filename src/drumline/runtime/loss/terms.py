@@ -232,8 +232,6 @@ class Walk:
         labels = Labels(target.value, int(given["ignore_index"]), None if weight is None else weight.value)
         return Term(at, labels=labels, num_bytes=by_element.num_bytes, data=data)
 
-    # ---- what is known of a value before the step runs ---------------------------------------------------------------
-
     def is_fixed(self, value: int) -> bool:
         """Whether a value is the same in all microbatches: a constant, a parameter, or made of fixed inputs."""
         return self._comes_from(value, self.fixed)

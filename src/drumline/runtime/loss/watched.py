@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from drumline.runtime.blocks.contents import found_in, tensors_in
 from drumline.runtime.blocks.graph import Call, Graph, Value
-from drumline.runtime.values import pack
+from drumline.runtime.values import found_in, pack, tensors_in
 
 
 def watched(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> tuple[Tensor, Graph, int]:

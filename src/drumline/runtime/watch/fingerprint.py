@@ -34,14 +34,14 @@ _LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.std
 class _Same:
     """An object that is itself alone: it lives on here, so that no other one gets its id."""
 
-    __slots__ = ("one", "version")
+    __slots__ = ("itself", "version")
 
-    def __init__(self, one: Any, version: int = 0) -> None:
-        self.one = one
+    def __init__(self, itself: Any, version: int = 0) -> None:
+        self.itself = itself
         self.version = version
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.one is self.one and other.version == self.version
+        return isinstance(other, _Same) and other.itself is self.itself and other.version == self.version
 
     __hash__ = None  # type: ignore[assignment]
 

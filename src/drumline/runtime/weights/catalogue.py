@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +17,57 @@ from torch import Tensor, nn
 from drumline.runtime.blocks.cut import Block
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A slot of a module for a parameter or a buffer."""
+class Place(NamedTuple):
+    """A slot of a module for a parameter or a buffer, and its name in the unsplit model."""
 
+    name: str
     module: nn.Module
-    slot: str
+    key: str
+    is_parameter: bool
 
     @property
-    def table(self) -> dict[str, Tensor | None]:
+    def table(self) -> dict[str, Any]:
         """The module's table that the slot is in."""
-        tables: tuple[dict[str, Tensor | None], ...] = (self.module._parameters, self.module._buffers)  # type: ignore[assignment]
-        return next(table for table in tables if self.slot in table)
+        return self.module._parameters if self.is_parameter else self.module._buffers
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is there now."""
+        return self.table.get(self.key)
 
     @property
     def saved(self) -> bool:
         """Whether what stands here belongs to the state that is saved."""
-        return self.slot not in self.module._non_persistent_buffers_set
+        return self.key not in self.module._non_persistent_buffers_set
+
+
+def places_in(block: Block) -> Iterator[Place]:
+    """Yield the places of a block's tensors, one that stands in several places once for each.
+
+    >>> layer = nn.Linear(2, 2, bias=False)
+    >>> [place.name for place in places_in(Block("3", nn.Sequential(layer, layer)))]
+    ['3.0.weight', '3.1.weight']
+    """
+    prefix = block.name if block.prefix is None else block.prefix
+    for path, module in block.module.named_modules(prefix=prefix, remove_duplicate=False):
+        for is_parameter, table in ((True, module._parameters), (False, module._buffers)):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield Place(whole_name(path, key), module, key, is_parameter)
+
+
+def whole_name(path: str, key: str) -> str:
+    """Return the name of what a module at a path holds; the model's own path is empty.
+
+    >>> whole_name("layers.0", "weight"), whole_name("", "weight")
+    ('layers.0.weight', 'weight')
+    """
+    return f"{path}.{key}" if path else key
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return a model's parameters and then its buffers, each under every name that it has."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +101,7 @@ class Entry:
     def put(self, tensor: Tensor) -> None:
         """Let another tensor stand in all places."""
         for place in self.places:
-            place.table[place.slot] = tensor
+            place.table[place.key] = tensor
         self.tensor = tensor
 
 
@@ -82,32 +117,25 @@ class Catalogue:
     def __init__(self, blocks: Sequence[Block], root: nn.Module | None = None) -> None:
         self.root = root
         self.blocks = list(blocks)
-        tops = [] if root is None else [("", root)]
-        tops += [(block.name if block.prefix is None else block.prefix, block.module) for block in blocks]
         self.modules: dict[nn.Module, str] = {}  # by first name, parents first
         found: dict[int, Entry] = {}
-        for prefix, top in tops:
-            for path, module in top.named_modules(prefix=prefix, remove_duplicate=False):
-                known = self.modules.setdefault(module, path)
-                for slot, tensor in _direct(module):
-                    entry = found.setdefault(id(tensor), Entry(tensor))
-                    name = f"{path}.{slot}" if path else slot
-                    if name not in entry.names:
-                        entry.names.append(name)
-                    if known == path and Place(module, slot) not in entry.places:
-                        entry.places.append(Place(module, slot))
+        for top in [*([] if root is None else [Block("", root)]), *blocks]:
+            prefix = top.name if top.prefix is None else top.prefix
+            for path, module in top.module.named_modules(prefix=prefix, remove_duplicate=False):
+                self.modules.setdefault(module, path)
+            for place in places_in(top):
+                assert place.tensor is not None
+                entry = found.setdefault(id(place.tensor), Entry(place.tensor))
+                if place.name not in entry.names:
+                    entry.names.append(place.name)
+                if place.name == whole_name(self.modules[place.module], place.key) and place not in entry.places:
+                    entry.places.append(place)
         self.entries = list(found.values())
 
     def of(self, blocks: Iterable[Block]) -> list[Entry]:
         """Return the entries that some of the blocks hold."""
-        held = {id(one) for block in blocks for module in block.module.modules() for _, one in _direct(module)}
+        held = {id(place.tensor) for block in blocks for place in places_in(block)}
         return [entry for entry in self.entries if id(entry.tensor) in held]
-
-
-def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module holds itself."""
-    for table in (module._parameters, module._buffers):
-        yield from ((slot, one) for slot, one in table.items() if one is not None)
 
 
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import Piece
-from drumline.runtime.follow.local_hooks import KINDS
+from drumline.runtime.follow.ambient import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, fingerprint
-from drumline.runtime.weights.tied import Ties, places_in
+from drumline.runtime.weights.catalogue import places_in
+from drumline.runtime.weights.tied import Ties
 
 Table = dict[str, Any]
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *KINDS})
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *HOOKS})
 
 
 class Copies:
@@ -69,7 +70,7 @@ class Copies:
             self._modules.append((original, ours))
             if not isinstance(original, Piece):  # which is not the user's
                 space, copied = vars(original), vars(ours)
-                copied.update({kind: space[kind] for kind in KINDS if kind in space})  # hooks come and go for both
+                copied.update({kind: space[kind] for kind in HOOKS if kind in space})  # hooks come and go for both
                 self._attributes.append((block.name, space, copied, _plain(space), _changing(space)))
             for theirs, own in ((original._parameters, ours._parameters), (original._buffers, ours._buffers)):
                 common = frozenset(key for key, tensor in theirs.items() if tensor is own[key])
@@ -88,7 +89,7 @@ class Copies:
     def _follow_attributes(self, at: int) -> None:
         block, theirs, own, plain, changing = self._attributes[at]
         now = _plain(theirs)
-        if not _same(now, plain):
+        if fingerprint(now) != fingerprint(plain):
             for key in plain.keys() - now.keys():
                 own.pop(key, None)
             own.update((key, one) for key, one in now.items() if key not in plain or plain[key] is not one)
@@ -115,10 +116,6 @@ class Copies:
                 elif tensor is not None and id(own[key]) not in done:
                     done.add(id(own[key]))
                     _follow(own[key], tensor)
-
-
-def _same(one: Table, other: Table) -> bool:
-    return one == other and list(map(type, one.values())) == list(map(type, other.values()))
 
 
 def _plain(attributes: Table) -> Table:

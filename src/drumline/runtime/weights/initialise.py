@@ -95,7 +95,7 @@ class _Run:
         """Take over buffers that an initialiser exchanged for others."""
         for entry in self.owned.get(module, ()):
             place = entry.places[0]
-            found = place.table[place.slot]
+            found = place.table[place.key]
             if found is not None and found is not entry.tensor:
                 made = found.to(self.device)
                 self.entries[id(made)] = entry

@@ -24,7 +24,6 @@ class Conversion:
     """Several tensors of files that are made into one or more of the model's, all at once."""
 
     names: tuple[str, ...]
-    sources: tuple[Stored, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
 
@@ -42,24 +41,24 @@ class Sources:
 
 def sources_of(stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None) -> Sources:
     """Return where the model's tensors of these names come from."""
-    found = Sources()
+    sources = Sources()
     rules = _rules(root)
     if rules is not None:
-        left = rules.sort(stored, names, found)
+        left = rules.sort(stored, names, sources)
     else:
         prefix = getattr(root, "base_model_prefix", "")
-        left = _prefixed(stored, names, found, [prefix] if isinstance(prefix, str) and prefix else None)
-    found.unused = [stored[name] for name in left]
-    return found
+        left = _prefixed(stored, names, sources, [prefix] if isinstance(prefix, str) and prefix else None)
+    sources.unused = [stored[name] for name in left]
+    return sources
 
 
 def _prefixed(
-    stored: Mapping[str, Stored], names: Collection[str], found: Sources, prefixes: Sequence[str] | None
+    stored: Mapping[str, Stored], names: Collection[str], sources: Sources, prefixes: Sequence[str] | None
 ) -> list[str]:
     """Match names as they are, then those left over with one prefix put on or taken off; returns what is left."""
-    found.plain.update({name: one for name, one in stored.items() if name in names})
+    sources.plain.update({name: one for name, one in stored.items() if name in names})
     left = [name for name in stored if name not in names]
-    known = set(names) - set(found.plain)
+    known = set(names) - set(sources.plain)
     if not left or not known:
         return left
     on = prefixes or [name.split(".")[0] for name in known]
@@ -71,7 +70,7 @@ def _prefixed(
         return {name: old for name, old in renamed.items() if name in known}
 
     best = max((changed(*change) for change in changes), key=len, default={})
-    found.plain.update({name: stored[old] for name, old in best.items()})
+    sources.plain.update({name: stored[old] for name, old in best.items()})
     return [name for name in left if name not in set(best.values())]
 
 
@@ -84,7 +83,7 @@ class _Rules:
     renamings: list[Any]
     converters: list[Any]
 
-    def sort(self, stored: Mapping[str, Stored], names: Collection[str], found: Sources) -> list[str]:
+    def sort(self, stored: Mapping[str, Stored], names: Collection[str], sources: Sources) -> list[str]:
         """Find each tensor's place in the model, as transformers does; returns the names without one."""
         places = dict.fromkeys(names, True)
         left: list[str] = []
@@ -94,13 +93,13 @@ class _Rules:
             if target not in places:
                 left.append(name)
             elif pattern is None:
-                found.plain.setdefault(target, stored[name])
+                sources.plain.setdefault(target, stored[name])
             else:
                 converter = next(one for one in self.converters if pattern in one.source_patterns)
                 groups.setdefault(target, (converter, []))[1].append((pattern, stored[name]))
-        for target, (converter, sources) in groups.items():
-            conversion = self._conversion(target, converter, sources)
-            found.converted.update(dict.fromkeys(conversion.names, conversion))
+        for target, (converter, parts) in groups.items():
+            conversion = self._conversion(target, converter, parts)
+            sources.converted.update(dict.fromkeys(conversion.names, conversion))
         return left
 
     def _target(self, name: str, places: Mapping[str, bool]) -> tuple[str, str | None]:
@@ -126,7 +125,7 @@ class _Rules:
                 raise ModelError(f"{target!r} cannot be made from {listed}, ...: {error}") from error
             return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
-        return Conversion(names, tuple(stored for _, stored in sources), make)
+        return Conversion(names, make)
 
 
 def _rules(root: nn.Module | None) -> _Rules | None:

@@ -10,54 +10,20 @@ them. Every other rank has a copy, which is kept equal to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.placement import Placement
 from drumline.runtime.blocks.cut import Block
-
-
-def _all_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-class Place(NamedTuple):
-    """Where a module keeps a parameter or a buffer."""
-
-    name: str  # in the unsplit model
-    module: nn.Module
-    key: str
-    is_parameter: bool
-
-    @property
-    def tensor(self) -> Tensor | None:
-        """What is there now."""
-        return (self.module._parameters if self.is_parameter else self.module._buffers).get(self.key)
-
-
-def places_in(block: Block) -> Iterator[Place]:
-    """Yield the places of a block's tensors, one that stands in several places once for each.
-
-    >>> layer = nn.Linear(2, 2, bias=False)
-    >>> [place.name for place in places_in(Block("3", nn.Sequential(layer, layer)))]
-    ['3.0.weight', '3.1.weight']
-    """
-    prefix = block.name if block.prefix is None else block.prefix
-    for path, module in block.module.named_modules(prefix=prefix, remove_duplicate=False):
-        for is_parameter, table in ((True, module._parameters), (False, module._buffers)):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    yield Place(f"{path}.{key}" if path else key, module, key, is_parameter)
+from drumline.runtime.weights.catalogue import Place, named_tensors, places_in
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A parameter or buffer of the model: its names, the stages and ranks that hold it, and the rank whose it is."""
 
     names: tuple[str, ...]
@@ -98,7 +64,7 @@ class Ties:
         self.placement = placement
         self._known: dict[int, list[str]] = {}  # the model's own names, which blocks need not have all of
         if isinstance(model, nn.Module):
-            for name, one in _all_named(model):
+            for name, one in named_tensors(model):
                 self._known.setdefault(id(one), []).append(name)
         found: dict[int, list[tuple[int, Place]]] = {}
         for stage, blocks in enumerate(cuts):
@@ -108,10 +74,10 @@ class Ties:
         self._by_name = {name: one for one in self.tensors for name in one.names}
         self._refuse_statistics(cuts)
 
-    def _held(self, where: Sequence[tuple[int, Place]]) -> Held:
+    def _held(self, where: Sequence[tuple[int, Place]]) -> HeldTensor:
         stages = tuple(dict.fromkeys(stage for stage, _ in where))
         known = self._known.get(id(where[0][1].tensor), [])
-        return Held(
+        return HeldTensor(
             tuple(dict.fromkeys((*known, *(place.name for _, place in where)))),
             stages,
             tuple(sorted({rank for stage in stages for rank in self.placement.ranks_of(stage)})),
@@ -141,7 +107,7 @@ class Ties:
         """Every directed pair of ranks that hold a tensor of several stages."""
         return sorted({edge for one in self.tensors if one.is_tied for edge in permutations(one.ranks, 2)})
 
-    def find(self, name: str) -> Held | None:
+    def find(self, name: str) -> HeldTensor | None:
         """Return the tensor of this name, by whichever of its names, if it was there when the model was cut."""
         return self._by_name.get(name)
 
@@ -155,7 +121,7 @@ class Ties:
         held = self._by_name.get(name)
         return self.placement.homes[stage] if held is None else held.home
 
-    def copied(self, rank: int) -> list[Held]:
+    def copied(self, rank: int) -> list[HeldTensor]:
         """Return the tensors of a rank that other ranks hold too, in the unsplit model's order."""
         return [one for one in self.tensors if one.is_copied and rank in one.ranks]
 

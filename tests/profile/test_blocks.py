@@ -15,7 +15,7 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.cut.partition import rank_bytes
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Layer, Profile, Times
-from drumline.profile.layers import _told_apart, profile
+from drumline.profile.blocks import _told_apart, profile
 from drumline.schedules import generate
 from some import some
 from torch_models import WIDTH, data, mlp

@@ -1,7 +1,16 @@
-"""Buffers that a forward changes (running statistics) under recomputation: changed once per microbatch, not twice.
+"""Blocks that run twice: what the first run leaves out, and the buffers (running statistics) that it changes.
 
-Before a forward that will be recomputed, the buffers that forwards are known to change are copied. The recomputation
-runs on those copies, so it sees what the first run saw, and afterwards the current ones are put back untouched.
+A checkpointed segment runs twice, and both runs must compute the same bits. Some kernels and modules ask whether
+gradients are on: oneDNN's LSTM takes another kernel on x86, a transformer layer in eval mode takes a fused one on every
+processor, and Python code may branch. So the first run records a graph like the second, but saves no tensor in it:
+
+    torch.no_grad()    other kernels, nothing saved
+    discarding()       the kernels of training, nothing saved
+    torch.enable_grad  the kernels of training, everything saved
+
+Buffers are changed once per microbatch, not twice. Before a forward that will be recomputed, the buffers that forwards
+are known to change are copied. The recomputation runs on those copies, so it sees what the first run saw, and
+afterwards the current ones are put back untouched.
 
 Which buffers change is seen by comparing their values over the first forward in each mode (training or not), and their
 versions ever after. Normalisations are always taken to change theirs: they do so behind the versions' back.
@@ -11,9 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import ModelError
 
@@ -114,3 +125,37 @@ class Buffers:
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(self._at(index)), self._at(index)._version) for index in range(len(self.places))]
+
+
+class GraphNeeded(BaseException):
+    """Ends a forward that takes a gradient of its own; a model's own `except Exception` must not catch it."""
+
+
+def _discard(tensor: Tensor) -> None:
+    """Save nothing."""
+
+
+def _missing(saved: None) -> NoReturn:
+    raise GraphNeeded(
+        "a gradient is asked of the first run of a recomputed block, which keeps no graph; "
+        "return the tensor from the block instead of keeping it in an attribute"
+    )
+
+
+@contextmanager
+def discarding() -> Iterator[None]:
+    """Record a graph in which no tensor is saved; a forward that needs one raises GraphNeeded.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> with discarding():
+    ...     loss = (weight * weight).sum()
+    >>> loss.requires_grad
+    True
+    """
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(_discard, _missing):
+            yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise GraphNeeded from error  # torch.func's gradients refuse such hooks

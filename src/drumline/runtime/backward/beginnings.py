@@ -1,0 +1,150 @@
+"""What a stage's graph begins with, and gradients that would go astray there.
+
+Parameters that a block uses without holding them: its gradient would go where nobody looks, so it is refused. A head
+that reaches its embedding through a list or a closure hides that the two share a weight. In one process that works; on
+another rank the weight would be a copy that nothing keeps up to date. The graph of a first forward shows it.
+
+So does a tensor that another stage made and left in an attribute, such as a router's loss that is read by `loss_fn`: by
+then it may be that of another microbatch, and its gradient has no way back.
+
+What a stage received: a gradient that a forward takes with respect to one of several such tensors would miss what
+reaches the others from it in the stages before, and is refused: by a hook on the tensor, when it arrives there, or when
+autograd says that the tensor wants none. Of which tensors it was asked is read off torch's own frames. Nothing of
+torch's is replaced for that, and a stage that receives one tensor has nothing to look after.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from drumline.core.errors import ModelError
+
+
+def begun(tensor: Tensor) -> Tensor:
+    """Mark a tensor as the beginning of a stage's graph, where a gradient ends that belongs to this stage alone."""
+    tensor.__dict__["is_beginning"] = True
+    return tensor
+
+
+def leaves_of(roots: Sequence[GradientEdge]) -> Iterator[Tensor]:
+    """Yield the tensors that a graph begins with.
+
+    >>> from torch.autograd.graph import get_gradient_edge
+    >>> x = nn.Parameter(nn.Linear(2, 2).weight)
+    >>> [one is x for one in leaves_of([get_gradient_edge(x * 3)])]
+    [True]
+    """
+    seen: set[Node] = set()
+    todo: list[Node | None] = [root.node for root in roots]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        todo += [one for one, _ in node.next_functions]
+
+
+def refuse_foreign(
+    roots: Sequence[GradientEdge], own: Iterable[nn.Parameter], names: Sequence[str], begins: Iterable[Tensor]
+) -> None:
+    """Refuse a graph that begins with a parameter which is not among `own`, or with what others begin with.
+
+    `names` are the blocks that made it, `begins` what their graph may begin with.
+    """
+    known = {id(one) for one in (*own, *begins)}
+    for leaf in leaves_of(roots):
+        if id(leaf) in known:
+            continue
+        one_of = f"one of the blocks {', '.join(names)}" if names else "the loss"
+        if isinstance(leaf, nn.Parameter):
+            raise ModelError(
+                f"{one_of} uses a parameter of shape {tuple(leaf.shape)} that it does not hold",
+                expected="every parameter as an attribute of the module that uses it, tied or not",
+                fix="tie it openly: head.weight = embedding.weight; a tensor that another block made from it is to "
+                "be returned by that block",
+            )
+        if getattr(leaf, "is_beginning", False):
+            raise ModelError(
+                f"{one_of}, or the loss, uses a tensor that blocks of another stage made and did not return",
+                expected="blocks and a loss that take all they use from what the block before returns",
+                fix="return it from the block that makes it, as (x, aux), and hand it on",
+            )
+
+
+_ASKING = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Refuse gradients with respect to one of several received tensors inside.
+
+    >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> with looked_after([x, y]):
+    ...     _ = torch.autograd.grad((x * y).sum(), x)
+    Traceback (most recent call last):
+    drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the stage ...
+    """
+    return _several(received) if len(received) > 1 else _NOTHING
+
+
+@contextmanager
+def _several(received: Sequence[Tensor]) -> Iterator[None]:
+    apart = [one for one in received if one.is_floating_point() or one.is_complex()]
+    if len(apart) < 2:
+        yield
+        return
+
+    def arrived(gradient: Tensor) -> None:
+        if _is_asked(_callers(), apart):
+            raise _refusal(len(apart))
+
+    without = [one for one in apart if not one.requires_grad]
+    hooks = [one.register_hook(arrived) for one in apart if one.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except RuntimeError as error:
+        if _is_asked((frame for frame, _ in traceback.walk_tb(error.__traceback__)), apart):
+            raise _refusal(len(apart)) from error
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not torch.is_grad_enabled() and any(one.requires_grad for one in without):
+        raise _refusal(len(apart))  # nobody trains here, so a gradient of it was taken
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_asked(frames: Iterable[FrameType], tensors: Sequence[Tensor]) -> bool:
+    """Whether a call of autograd among the frames asks for the gradient of one of the tensors."""
+    asked: list[Any] = []
+    for frame in frames:
+        if frame.f_code in _ASKING:
+            inputs = frame.f_locals.get("inputs")
+            asked += [inputs] if isinstance(inputs, Tensor) else inputs or ()
+    return any(one is other for one in asked for other in tensors)
+
+
+def _refusal(number: int) -> ModelError:
+    return ModelError(
+        f"a block takes the gradient of one of {number} tensors that it received from the stage before",
+        expected="none: what reaches the other tensors from this one in earlier stages would be missing",
+        fix="take it in the block that makes the tensor; or of x = x.view_as(x), if the others do not depend on it",
+    )

@@ -1,0 +1,306 @@
+"""What the pieces of a model do: written for each kind of input that comes along, from the graph of its forward.
+
+A graph belongs to one kind of input: structure, shapes, plain values and mode. Another kind is followed anew, and cut
+before the same blocks. A piece takes the values that are alive before it and returns those alive after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, pairwise
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError
+from drumline.runtime.blocks.emit import Emitter
+from drumline.runtime.blocks.graph import Crossing, Graph, crossings
+from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
+from drumline.runtime.follow.numbers import packed
+from drumline.runtime.follow.skeleton import Meta, Skeleton
+from drumline.runtime.follow.stand_ins import Known
+from drumline.runtime.follow.tracing import trace
+from drumline.runtime.loss.counts import Counts
+from drumline.runtime.loss.sheet import Sheet, scale
+from drumline.runtime.loss.terms import Terms, Walk, loss_place
+from drumline.runtime.values import pack, plain_in, refuse_objects
+from drumline.runtime.watch.watch import Watch
+
+
+class Inputs(NamedTuple):
+    """What the model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class Kind(NamedTuple):
+    """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
+
+    form: Any
+    shapes: Shapes
+    train: bool
+    strides: tuple[tuple[int, ...], ...] | None = None  # unless all inputs are contiguous
+    autocast: torch.dtype | None = None
+    types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
+
+    @classmethod
+    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return the kind of some inputs, as things are here, and the tensors in them.
+
+        >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
+        >>> one == other
+        False
+        """
+        tensors, form = pack((inputs.args, inputs.kwargs))
+        shapes = tuple((one.shape, one.dtype) for one in tensors)
+        plain = all(one.is_contiguous() for one in tensors)
+        on = torch.is_autocast_enabled(device.type)
+        kind = cls(
+            form,
+            shapes,
+            train,
+            None if plain else tuple(one.stride() for one in tensors),
+            torch.get_autocast_dtype(device.type) if on else None,
+            " ".join(type(one).__name__ for one in plain_in(form)),
+        )
+        return kind, tensors
+
+    @property
+    def metas(self) -> list[Meta]:
+        """What is known of the input tensors."""
+        strides = self.strides or (None,) * len(self.shapes)
+        return [Meta(shape, dtype, one) for (shape, dtype), one in zip(self.shapes, strides, strict=True)]
+
+
+class Live(NamedTuple):
+    """What one piece hands to the next: all values alive, or of these only what travels."""
+
+    kind: Kind
+    sealed: bool
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What a piece does for one kind of input."""
+
+    run: Callable[..., Any]
+    resume: Callable[..., Any]  # from what travelled
+    sent: tuple[int, ...]  # which of the values that the piece returns travel on
+
+
+class Holder(Protocol):
+    """Who was lent buffers of the model."""
+
+    def exchange(self, name: str, buffer: Tensor) -> None:
+        """Take another tensor for a buffer that it was lent, if it was."""
+
+
+class Loss(NamedTuple):
+    """What the model's own loss is made of, for one kind of input."""
+
+    walk: Walk
+    terms: Terms
+    counts: Counts
+    pieces: tuple[int, ...]  # that make the parts
+
+
+@dataclass(eq=False)
+class Script:
+    """What every piece of a model does, for every kind of input that has come along."""
+
+    skeleton: Skeleton
+    inside: frozenset[str]
+    names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
+    _known: Known = field(default_factory=dict)
+    _codes: dict[Kind, list[Code]] = field(default_factory=dict)
+    _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
+    _pieces: list[ref[Holder]] = field(default_factory=list)
+    watch: Watch | None = None
+    epoch: int = 0
+    baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
+    unused: frozenset[str] = frozenset()  # parameters that the forward never uses
+    sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
+    _losses: dict[Kind, Loss | None] = field(default_factory=dict)
+    # By kind of input, what was written, as ranks compare it.
+    written: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.names)
+
+    def __deepcopy__(self, memo: Any) -> Script:
+        return self
+
+    def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
+        """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
+        return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
+
+    def graph(self, kind: Kind) -> Graph:
+        """Follow the model's forward on inputs of a kind."""
+        followed = trace(
+            self.skeleton,
+            self.inside,
+            kind.form,
+            kind.metas,
+            train=kind.train,
+            known=self._known,
+            autocast=kind.autocast,
+        )
+        if self.watch is not None:
+            self.watch.read(followed.attributes)
+        return followed.graph
+
+    def look_after(self, model: nn.Module, pieces: Sequence[Holder]) -> None:
+        """Follow what becomes of the model that the pieces were made from."""
+        self._model, self._pieces = ref(model), [ref(one) for one in pieces]
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that the pieces were made from, as long as it is there."""
+        return None if self._model is None else self._model()
+
+    def begin(self) -> None:
+        """Take the model's parameters and buffers for what they should be, once all are in place."""
+        if self.watch is not None:
+            self.watch.begin()
+
+    def renew(self) -> bool:
+        """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
+        model = self.model
+        if model is None or self.watch is None:
+            return False
+        for name, buffer in self.watch.exchanged():
+            for piece in (one for seen in self._pieces if (one := seen()) is not None):
+                piece.exchange(name, buffer)
+        if not self.watch.has_changed():
+            return False
+        self.skeleton = Skeleton(model, self.skeleton.device)
+        self._codes.clear()
+        self._losses.clear()
+        self._known.clear()
+        self.epoch += 1
+        return True
+
+    def codes(self, kind: Kind) -> list[Code]:
+        """Return what every piece does for inputs of a kind."""
+        try:
+            found = self._codes.get(kind)
+        except TypeError:
+            refuse_objects(kind.form, "the model")
+            raise
+        if found is None:
+            graph = self.graph(kind)
+            found = self.write(kind, graph, self._starts(graph))
+        return found
+
+    def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
+        """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
+        self._losses[kind] = loss = loss_of(graph, kind, starts)
+        if loss is not None:
+            scale(graph, loss.terms, self.sheet)
+        found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
+        return found
+
+    def loss(self, kind: Kind) -> Loss | None:
+        """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
+        self.codes(kind)
+        return self._losses[kind]
+
+    def _starts(self, graph: Graph) -> list[int]:
+        """Return the call with which each piece begins, in a graph of another kind of input."""
+        at = {name: call for call, name in named_calls(graph)}
+        missing = [name for name in self.names if name not in at]
+        order = [at[name] for name in self.names if name in at]
+        if missing or order != sorted(order):
+            raise ModelError(
+                f"for this input the model does not call {missing[0]!r}"
+                if missing
+                else "for this input the model calls its blocks in another order",
+                expected=f"the blocks that it was cut at: {', '.join(self.names)}",
+                fix="pass example=, a batch as step will get it",
+            )
+        return [0, *order[1:]]
+
+    def _written(self, graph: Graph, starts: Sequence[int], kind: str) -> list[Code]:
+        bounds = [*starts, len(graph.calls)]
+        names = Names(graph)
+        crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
+        cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
+        self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            for name in states_of(graph, range(start, end)) - self._states[number]:
+                raise ModelError(
+                    f"for this input the model uses {name!r} in {self.names[number]!r}",
+                    expected="the parameters that it uses for the inputs that it was cut with",
+                    fix="pass example=, a batch as step will get it",
+                )
+        return [
+            self._code(graph, cut, range(start, end), after)
+            for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
+        ]
+
+    def _code(self, graph: Graph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
+        emitter = Emitter(graph, "piece._callees[{!r}]".format, _state)
+        if after is None:
+            kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
+        else:
+            kept = after.whole
+            returns = f"({''.join(f'v{value}, ' for value in kept)})"
+        write = partial(emitter.function, returns=returns, kept=kept)
+        run = write(cut.whole, calls)
+        resume = write(cut.sent, [*cut.again, *calls]) if cut.again else run
+        sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
+        return Code(run, resume, sent)
+
+    def lent(self, states: Sequence[Collection[str]]) -> None:
+        """Note which parameters and buffers each piece holds for use between blocks."""
+        self._states = [frozenset(one) for one in states]
+
+
+def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+    """Return what the loss in a model's output is made of; None where there is none."""
+    place = loss_place(graph.output_form, len(graph.outputs))
+    if place is None or not graph.outputs:
+        return None
+    fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
+    walk = Walk(graph, graph.inputs, fixed)
+    terms = walk.terms(graph.outputs[place])
+    pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
+    return Loss(walk, terms, Counts(graph, terms, _state), pieces)
+
+
+def _state(name: str) -> str:
+    last = name.rpartition(".")[2]
+    return f"getattr(piece._homes[{name!r}], {last!r})"
+
+
+def states_of(graph: Graph, calls: range) -> set[str]:
+    """Return the parameters and buffers that calls use and that no block of theirs brings along."""
+    found: set[str] = set()
+    for at in calls:
+        call = graph.calls[at]
+        found.update(call.reads, (graph.values[one].state for one in call.takes))
+    return found - {""}
+
+
+def named_calls(graph: Graph) -> list[tuple[int, str]]:
+    """Return the calls of blocks with their names; the second call of `x` is `x#2`."""
+    seen: dict[str, count[int]] = {}
+    found = []
+    for at, call in enumerate(graph.calls):
+        if call.block:
+            number = next(seen.setdefault(call.block, count(1)))
+            found.append((at, call.block if number == 1 else f"{call.block}#{number}"))
+    return found

@@ -1,0 +1,139 @@
+"""What is noted of a forward that is followed: its values, the calls that make them, and where no cut may stand.
+
+A tensor is a value of the graph: an input, made by a call, part of the model's state, or there before. One that a block
+made and did not return is none, and using it elsewhere is refused, or bars cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from drumline.core.errors import ModelError
+from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value
+from drumline.runtime.follow.skeleton import Skeleton
+from drumline.runtime.values import found_in, pack, refuse_objects
+from drumline.runtime.weights.catalogue import whole_name
+
+
+class Unseen(ModelError):
+    """A tensor that a block made and did not return is used outside of it."""
+
+    def __init__(self, error: str, *, expected: str = "", fix: str = "", block: str = "") -> None:
+        self.block = block
+        super().__init__(error, expected=expected, fix=fix)
+
+
+class Notes:
+    """The graph of a forward in the making."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        self.graph = Graph()
+        self.numbers: dict[int, int] = {}  # of values, by their tensor's id
+        self.kept: list[Any] = []  # what must live on, so that no id is taken twice
+        self.storages: dict[int, int] = {}
+        self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
+        self.base = _autocast(skeleton.device.type)
+        self.gradients = torch.is_grad_enabled()
+
+    def new(self, tensor: Tensor, **more: Any) -> int:
+        """Return the number of a new value."""
+        number = len(self.graph.values)
+        storage = id(tensor.untyped_storage())
+        self.kept += [tensor, tensor.untyped_storage()]
+        kind = f"{tensor.dtype}{tuple(tensor.shape)}".removeprefix("torch.")
+        self.graph.values.append(Value(tensor.nbytes, self.storages.setdefault(storage, number), kind=kind, **more))
+        self.numbers[id(tensor)] = number
+        return number
+
+    def number(self, tensor: Tensor, what: str) -> int:
+        """Return a tensor's value; one that is part of the model or was there before becomes one."""
+        if id(tensor) in self.numbers:
+            return self.numbers[id(tensor)]
+        if id(tensor) in self.skeleton.states:
+            return self.new(tensor, state=self.skeleton.states[id(tensor)])
+        if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
+            if tensor.requires_grad and tensor.is_leaf:
+                raise ModelError(
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
+                    f"the model{self.kept_in(tensor)}",
+                    expected="what is trained to be a parameter",
+                    fix="register it: self.scale = nn.Parameter(scale)",
+                )
+            return self.new(tensor, constant=tensor)
+        if (made := self.where.get(id(tensor))) is not None:
+            block = self.graph.calls[made].block
+            self.bar(made, f"{what} uses a tensor that {block!r} made and did not return{self.kept_in(tensor)}")
+            raise Unseen(
+                self.graph.barriers[-1].reason,
+                expected="blocks that return what others use",
+                fix=f"return it from {block!r}, or use it inside",
+                block=block,
+            )
+        raise ModelError(
+            f"{what} takes a tensor that was made where it could not be followed",
+            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
+            fix="make it inside of a block: move it into a block, or register it as a buffer",
+        )
+
+    def kept_in(self, tensor: Tensor) -> str:
+        """Return in words where the model keeps a tensor, if it does."""
+        for name, module in self.skeleton.model.named_modules():
+            for key, one in vars(module).items():
+                if one is tensor:
+                    return f" (it is kept as {whole_name(name, key)})"
+        return ""
+
+    def bar(self, first: int, reason: str, last: int | None = None) -> None:
+        """Let no cut stand after call `first` and up to call `last`, the next one unless given."""
+        self.graph.barriers.append(Barrier(first, len(self.graph.calls) if last is None else last, reason))
+
+    def note(
+        self,
+        func: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+        changed: Sequence[Tensor] = (),
+        block: str = "",
+        reads: Sequence[str] = (),
+    ) -> None:
+        """Note a call, of a function or of a block, with what it took, made and changed."""
+        what = f"{block!r}" if block else f"the model, in {getattr(func, '__name__', func)}"
+        tensors, form = pack((args, kwargs))
+        refuse_objects(form, what)
+        takes = tuple(self.number(one, what) for one in tensors)
+        for one in changed:
+            self._alone(self.number(one, what), what)
+        paths = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
+        self.graph.calls.append(
+            Call(
+                None if block else func,
+                block,
+                form,
+                takes,
+                tuple((path, self.new(one)) for path, one in paths),
+                tuple(self.numbers[id(one)] for one in changed),
+                None if (on := torch.is_grad_enabled()) is self.gradients else on,
+                None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
+                tuple(reads),
+            )
+        )
+
+    def _alone(self, changed: int, what: str) -> None:
+        """Forbid cuts between a value that is changed in place and the others that share its memory."""
+        values = self.graph.values
+        at = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
+        shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
+        if len(shared) > 1:
+            first = min(at.get(one, 0) for one in shared)
+            self.bar(first, f"{what} changes a tensor in place of which other values are views")
+
+
+def _autocast(device: str) -> Autocast:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

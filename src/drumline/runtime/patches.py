@@ -1,0 +1,112 @@
+"""Attributes of torch that are replaced while something is watched, and are what they were as soon as nothing is.
+
+Pipelines of several threads may watch at once, one inside of another too, and a user may have replaced the same
+attribute before, or do so meanwhile. So it is replaced once for all of them, each call goes to the innermost watcher of
+its own thread and then to what stood there before, and that is put back when the last one is done:
+
+    thread 0   by(a) ──────────────────────► done          what was found is kept with the replacement
+    thread 1            by(b) ──────────────────────► done  here it is put back, unless somebody else replaced it by now
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import setitem
+from typing import Any
+
+_lock = threading.Lock()
+_INHERITED: Any = object()
+
+
+class Replaced:
+    """What stands in a place for a while, and what was found there: raw, as the owner has it, or what it inherits."""
+
+    __slots__ = ("count", "found", "of_thread", "raw", "stand_in")
+
+    def __init__(self, owner: Any, name: Any, raw: Any) -> None:
+        self.raw = raw
+        self.found = getattr(owner, name) if raw is _INHERITED else raw
+        self.stand_in: Any = None
+        self.count = 0  # of those that watch
+        self.of_thread = threading.local()  # those of each thread, the innermost last
+
+    @property
+    def watcher(self) -> Any:
+        """The innermost watcher of this thread, None if there is none."""
+        watchers = getattr(self.of_thread, "watchers", None)
+        return watchers[-1] if watchers else None
+
+
+class Patch:
+    """An attribute, or an entry of a dict, that `make(replaced)` stands in for while anybody watches.
+
+    >>> class Engine:
+    ...     def run(self): return 1
+    >>> def louder(replaced):
+    ...     return lambda self: replaced.found(self) + (replaced.watcher or 0)
+    >>> patch = Patch(Engine, "run", louder)
+    >>> with patch.by(10):
+    ...     inside = Engine().run()
+    >>> inside, Engine().run()
+    (11, 1)
+    """
+
+    def __init__(self, owner: Any, name: Any, make: Callable[[Replaced], Any]) -> None:
+        self.owner = owner
+        self.name = name
+        self._make = make
+        self._space: Any = owner if isinstance(owner, dict) else vars(owner)
+        self._put = partial(setitem if isinstance(owner, dict) else setattr, owner, name)
+        self._now: Replaced | None = None
+        self._last: Replaced | None = None  # used again as long as the same is found
+
+    @property
+    def watcher(self) -> Any:
+        """The innermost watcher of this thread, None if there is none."""
+        return None if self._now is None else self._now.watcher
+
+    def enter(self, watcher: Any) -> None:
+        """Let calls of this thread come by a watcher, until `leave`."""
+        with _lock:
+            now = self._now
+            if now is None:
+                raw, now = self._space.get(self.name, _INHERITED), self._last
+                if now is None or now.raw is not raw:
+                    now = self._last = Replaced(self.owner, self.name, raw)
+                    now.stand_in = self._make(now)
+                self._put(now.stand_in)
+                self._now = now
+            now.count += 1
+        try:
+            now.of_thread.watchers.append(watcher)
+        except AttributeError:
+            now.of_thread.watchers = [watcher]
+
+    def leave(self) -> None:
+        """Let the innermost watcher of this thread go."""
+        now = self._now
+        assert now is not None, f"nobody watches {self.name}"
+        now.of_thread.watchers.pop()
+        with _lock:
+            now.count -= 1
+            if not now.count:
+                self._now = None
+                # What somebody put over ours meanwhile stays; below it ours has no watcher left, and only hands on.
+                if self._space.get(self.name) is not now.stand_in:
+                    self._last = None
+                elif now.raw is _INHERITED:
+                    delattr(self.owner, self.name)
+                else:
+                    self._put(now.raw)
+
+    @contextmanager
+    def by(self, watcher: Any) -> Iterator[None]:
+        """Let calls of this thread come by a watcher inside."""
+        self.enter(watcher)
+        try:
+            yield
+        finally:
+            self.leave()

@@ -1,0 +1,99 @@
+"""The way of a microbatch from `Pipeline.step` to the module's own call: few frames of ours, each with a purpose."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import drumline
+from drumline.pipeline.pipeline import Pipeline
+from torch_models import data
+
+pytestmark = pytest.mark.torch
+OURS = str(Path(drumline.__file__).parent)
+MOST = 8  # from Pipeline.step, counted, to the module's own call
+
+
+def frames_of_ours() -> list[str]:
+    """Return the functions of ours that led here, the outermost first."""
+    found: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(OURS):
+            found.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return found[::-1]
+
+
+class Counts(nn.Module):
+    """Notes how it was reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.ways: list[list[str]] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.ways.append(frames_of_ours())
+        return self.layer(x)
+
+
+def ways(schedule: str) -> list[list[str]]:
+    blocks = [Counts() for _ in range(4)]
+    model, loss_fn = nn.Sequential(*blocks), functional.mse_loss
+    pipe = Pipeline(model, loss_fn=loss_fn, schedule=schedule, num_microbatches=4, num_ranks=2)
+    batch, target = data(8)
+    pipe.step(batch, target=target)  # may run what it does not know yet twice
+    for block in blocks:
+        block.ways.clear()
+    pipe.step(batch, target=target)
+    return [way for block in blocks for way in block.ways]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_an_unsplit_forward_passes_few_frames(schedule: str) -> None:
+    found = ways(schedule)
+    assert len(found) == 16
+    for way in found:
+        assert way[0] == "Pipeline.step"
+        assert way[-3:] == ["Executor.run", "Stage.forward", "Segment.run"]
+        assert len(way) <= MOST
+
+
+def test_a_split_forward_goes_straight_on_from_its_stage() -> None:
+    for way in ways("zb-h1"):
+        assert way[-5:] == ["Executor.run", "Stage.forward", "Stage._taped", "Segment.recorded", "Segment.run"]
+
+
+def test_a_piece_of_a_followed_model_adds_one_frame() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers[1](self.layers[0](x)) + x
+
+    layers = [Counts(), Counts()]
+    model = Skips()
+    pipe = Pipeline(
+        model,
+        loss_fn=functional.mse_loss,
+        num_microbatches=2,
+        num_ranks=2,
+        example=torch.zeros(4, 6),
+        check_model=False,
+    )
+    for layer in layers:
+        layer.ways.clear()
+    batch, target = data(4)
+    pipe.step(batch, target=target)
+    found = [way for layer in layers for way in layer.ways]
+    assert found
+    assert all(way[-3:] == ["Stage.forward", "Segment.run", "Piece.forward"] for way in found)

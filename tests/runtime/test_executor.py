@@ -1,0 +1,140 @@
+"""The executor by itself: which jobs a row becomes, what it waits for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drumline.core.errors import ProgramError
+from drumline.core.lower import lower
+from drumline.core.program import Program
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.channel.in_process import Hub, take_turns
+from drumline.runtime.clock import NoClock
+from drumline.runtime.draft import Draft
+from drumline.runtime.executor import Executor, Step
+from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.randomness import Randomness
+from drumline.runtime.stage import Stage
+from drumline.schedules import generate
+
+pytestmark = pytest.mark.torch
+WIDTH, MICROBATCHES = 3, 4
+
+
+def layers(number: int) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(number)]
+
+
+def executors(program: Program, model: list[nn.Linear], *, merge: bool = False) -> tuple[Hub, list[Executor]]:
+    program = lower(program, ahead=2)
+    hub = Hub(program.num_ranks)
+    last = program.num_stages - 1
+    made = []
+    for channel in hub.channels():
+        stages = {
+            index: Stage(
+                index,
+                [Block(str(index), model[index])],
+                Randomness(0, torch.device("cpu")),
+                loss=functional.mse_loss if index == last else None,
+                split=range(MICROBATCHES) if "I" in program.format() else (),
+            )
+            for index in program.placement.stages_of(channel.rank)
+        }
+        made.append(Executor(program, channel.rank, stages, channel, NoClock(), merge_weight_gradients=merge))
+    return hub, made
+
+
+def step_on(batch: Tensor, target: Tensor, *, train: bool = True) -> Step:
+    return Step(
+        0,
+        inputs=batch.chunk(MICROBATCHES),
+        targets=target.chunk(MICROBATCHES),
+        shares=[torch.tensor(1 / MICROBATCHES)] * MICROBATCHES,
+        train=train,
+    )
+
+
+def run(hub: Hub, made: list[Executor], step: Step) -> list[Draft]:
+    drafts = [Draft(one.rank) for one in made]
+    take_turns(hub, [one.run(step, draft) for one, draft in zip(made, drafts, strict=True)])
+    return drafts
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_a_row_computes_what_one_process_does_and_leaves_nothing_behind(schedule: str, merge: bool) -> None:
+    program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
+    model = layers(program.num_stages)
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    loss = functional.mse_loss(nn.Sequential(*model)(batch), target)
+    torch.autograd.backward(loss)
+    expected = [one.grad for layer in model for one in layer.parameters()]
+    for layer in model:
+        layer.zero_grad()
+    hub, made = executors(program, model, merge=merge)
+    step = step_on(batch, target)
+    run(hub, made, step)
+    torch.testing.assert_close(torch.stack([step.losses[one] for one in range(MICROBATCHES)]).mean(), loss.detach())
+    for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(one.grad, gradient)
+    for executor in made:
+        assert not executor.arrived
+        assert not executor._made
+        assert not executor._gradients
+        assert executor.current is None
+        assert not any(stage.held for stage in executor.stages.values())
+
+
+def test_forwards_alone_return_outputs_and_losses() -> None:
+    forwards = Program.parse("0F0,0F1,0F2,0F3\n1F0,1F1,1F2,1F3")
+    model = layers(2)
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    hub, made = executors(forwards, model)
+    step = step_on(batch, target, train=False)
+    run(hub, made, step)
+    whole = nn.Sequential(*model)
+    for at, (given, wanted) in enumerate(zip(batch.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)):
+        torch.testing.assert_close(step.outputs[at], whole(given))
+        torch.testing.assert_close(step.losses[at], functional.mse_loss(whole(given), wanted))
+
+
+def test_what_a_row_does_is_noted_action_by_action() -> None:
+    program = generate("1f1b", num_ranks=2, num_microbatches=MICROBATCHES)
+    hub, made = executors(program, layers(2))
+    drafts = run(hub, made, step_on(torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
+    assert [len(one.starts) for one in drafts] == [2 * MICROBATCHES] * 2
+    assert drafts[0].held == [1, 2, 1, 2, 1, 2, 1, 0]
+    assert drafts[1].held == [1, 0] * MICROBATCHES
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_witness_sees_one_microbatchs_gradients_and_output(schedule: str, merge: bool) -> None:
+    program = generate(schedule, num_ranks=2, num_microbatches=MICROBATCHES)
+    model = layers(2)
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    hub, made = executors(program, model, merge=merge)
+    for executor in made:
+        executor.witness = Witness(1)
+    run(hub, made, step_on(batch, target))
+    for layer in model:
+        layer.zero_grad()
+    output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[1])
+    torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[1]) / MICROBATCHES)
+    for executor, layer in zip(made, model, strict=True):
+        assert executor.witness is not None
+        for one in layer.parameters():
+            torch.testing.assert_close(executor.witness.gradients[one], one.grad)
+    assert made[1].witness is not None
+    torch.testing.assert_close(made[1].witness.output, output.detach())
+
+
+def test_an_action_that_no_row_of_ours_has_is_refused_by_name() -> None:
+    program = Program.parse("0UNSHARD,0F0,0B0")
+    with pytest.raises(ProgramError, match="rank 0's row has 0UNSHARD"):
+        Executor(program, 0, {}, Hub(1).channels()[0], NoClock())
