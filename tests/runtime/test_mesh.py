@@ -198,11 +198,11 @@ def others_do(*runs: Callable[[Callable[[], bool]], object]) -> Iterator[None]:
             thread.join()
 
 
-def waiting(mesh: Mesh, what: Any, needs: tuple[int, ...]) -> Callable[[Callable[[], bool]], object]:
+def waiting(mesh: ControlMesh, what: Any, needs: tuple[int, ...]) -> Callable[[Callable[[], bool]], object]:
     return lambda over: mesh.wait(over, what, deadline(), needs=lambda: needs, every_ms=5)
 
 
-def too_late(mesh: Mesh, peers: Sequence[Mesh], needs: int) -> str:
+def too_late(mesh: ControlMesh, peers: Sequence[ControlMesh], needs: int) -> str:
     """Return what a rank says whose wait is over at once, when those peers wait as well."""
     while any(one._waiting is None for one in peers):
         time.sleep(0.001)
@@ -214,7 +214,7 @@ def too_late(mesh: Mesh, peers: Sequence[Mesh], needs: int) -> str:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give answers all the time that a busy machine may need."""
-    monkeypatch.setattr(limits, "GRACE", 100.0)
+    monkeypatch.setattr(mesh_module, "GRACE", 100.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -252,7 +252,7 @@ def test_a_rank_that_waits_for_nobody_says_so(meshes: Meshes) -> None:
 
 
 def test_a_rank_that_does_not_answer_ends_the_chain(meshes: Meshes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "GRACE", 0.01)
+    monkeypatch.setattr(mesh_module, "GRACE", 0.01)
     first, _, _ = meshes()
     assert "(rank 1 does not answer: it computes or hangs)" in too_late(first, (), 1)
 
