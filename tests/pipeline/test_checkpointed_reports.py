@@ -107,8 +107,11 @@ def test_bytes_of_a_checkpointed_run_predict_those_of_another_number_of_microbat
     other = simulate(dl.generate("gpipe", num_ranks=2, num_microbatches=NUM_MICROBATCHES), costs)
     assert [one.peak_stash_bytes for one in other.memory] == expected_peaks("gpipe", "full")
     measured = dl.read_run(tmp_path / "run").timeline(0)
+    seconds = measured.median_seconds()
+    # A backward that runs its forward again cannot take less than that; on a busy machine a median may say so.
+    seconds["backward_input"] = [*map(max, seconds["backward_input"], seconds["forward"])]
     again = simulate(measured.program, costs)
-    assert again.busy == pytest.approx(simulate(measured.program, dl.Costs(**measured.median_seconds())).busy)
+    assert again.busy == pytest.approx(simulate(measured.program, dl.Costs(**seconds)).busy)
 
 
 def test_a_record_without_bytes_within_actions_is_not_weighed(tmp_path: Path) -> None:
