@@ -68,7 +68,7 @@ def test_an_unsplit_forward_passes_few_frames(schedule: str) -> None:
 
 def test_a_split_forward_goes_straight_on_from_its_stage() -> None:
     for way in ways("zb-h1"):
-        assert way[-5:] == ["Executor.run", "Stage.forward", "Stage._taped", "Segment.recorded", "Segment.run"]
+        assert way[-5:] == ["Executor.run", "Stage.forward", "Stage._with_graph", "Segment.recorded", "Segment.run"]
 
 
 def test_a_piece_of_a_followed_model_adds_one_frame() -> None:

@@ -129,8 +129,8 @@ class Stage:
                 else:
                     loss = None if segment is not self.segments[-1] else self._loss_of(microbatch, target)
                     if microbatch in self.split:
-                        value = self._taped(segment, this, microbatch, loss)
-                    else:
+                        value = self._with_graph(segment, this, microbatch, loss)
+                    else:  # the same without a call: this is where most of a schedule's forwards come by
                         with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
                             made = segment.run(this.value(), microbatch, self.randomness)
                             value = segment.ended(this, made if loss is None else loss(made))
@@ -153,11 +153,13 @@ class Stage:
         made = None if target is None else self.loss(value, target)
         return value, None if made is None else self.precision.full(made)
 
-    def _taped(self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None) -> Any:
-        """Run a segment whose weight gradients are left to W; what is compiled leaves them there by itself."""
-        this.tape = Tape()
+    def _with_graph(
+        self, segment: Segment, this: Pass, microbatch: int, loss: Callable[[Any], Tensor] | None = None
+    ) -> Any:
+        """Run a segment with its graph; weight gradients of what is split are left to W, by compiled code itself."""
+        this.tape = Tape() if microbatch in self.split else None
         with torch.enable_grad():
-            if segment.compiled is None:
+            if this.tape is not None and segment.compiled is None:
                 return segment.ended(this, segment.recorded(this, this.tape, microbatch, self.randomness, loss))
             with looked_after(this.leaves if segment.receives else ()):
                 made = segment.run(this.value(), microbatch, self.randomness)
@@ -262,11 +264,7 @@ class Stage:
         if this.again:
             drawn = nullcontext() if this.chance is None else this.chance.again()
             with segment.buffers.as_they_were(this.buffers), self.precision.autocast, drawn:
-                if microbatch in self.split:
-                    self._taped(segment, this, microbatch)
-                else:
-                    with torch.enable_grad(), looked_after(this.leaves if segment.receives else ()):
-                        segment.ended(this, segment.run(this.value(), microbatch, self.randomness))
+                self._with_graph(segment, this, microbatch)
             this.buffers, this.chance = {}, None
             this.again = False
             if self.at_peak is not None:
