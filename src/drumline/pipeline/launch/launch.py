@@ -110,6 +110,8 @@ def _check(
 def _packed(task: Task) -> Parts:
     try:
         return by_value.dumps(task)
+    except LaunchError:
+        raise
     except Exception as error:
         named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
         named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
