@@ -133,15 +133,15 @@ PIPELINE = (
     ),
     Bug(
         "loss-may-be-nan",
-        "pipeline/pipeline.py",
+        "pipeline/step.py",
         "            checked.append(parts)\n",
         "",
         "A loss that is NaN while all gradients are finite goes unnoticed.",
     ),
     Bug(
         "reached-for-ever",
-        "pipeline/pipeline.py",
-        "            self._ledger.unused.begin()\n",
+        "pipeline/step.py",
+        "            self.ledger.unused.begin()\n",
         "",
         "After parameters were exchanged or freed nobody looks whether the loss reaches them.",
     ),

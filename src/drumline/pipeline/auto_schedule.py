@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 from drumline.core.costs import Costs, Edge
@@ -22,8 +22,12 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Ledger
+from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
+from drumline.runtime.executor import Step
 
 AUTO = "auto"
 _WARM_UPS, _MEASURED = 2, 5
@@ -62,32 +66,35 @@ class Searched:
         return None if self.after is None else 1 - self.after / self.before
 
 
-@dataclass
-class AutoSchedule:
-    """Counts steps, and says which program to take up before one of them."""
+class AutoSchedule(Observer):
+    """Counts steps, and has the engine take up another program before one of them."""
 
-    searched: Searched | None = None
-    _seen: list[Measured] = field(default_factory=list)
-    _changed: int | None = None  # the first step of the program that was found
-    _is_over: bool = False
+    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, settle: Callable[[], None]) -> None:
+        self.searched: Searched | None = None
+        self._crew, self._ledger, self._frozen, self._engine, self._settle = crew, ledger, frozen, engine, settle
+        self._seen: list[Measured] = []
+        self._changed: int | None = None  # the first step of the program that was found
+        self._is_over = False
 
-    def before_step(self, number: int, ledger: Ledger, crew: Crew, program: Program) -> Program | None:
-        """Look back at the step before `number`; return the program to go on with where that changes."""
+    def called(self, step: Step) -> None:
+        """Look back at the step before this one, and change the program if it is time."""
         if self._is_over:
-            return None
-        begun = number - (self._changed or 0)
-        if begun > _WARM_UPS and crew.rank == 0:
-            self._seen.append(ledger.timeline())
-        if begun < _WARM_UPS + _MEASURED:
-            return None
-        if self._changed is not None:
-            self._conclude(crew)
-            return None
-        return self._found(number, crew, program)
+            return
+        with self._crew.together("the search for a program"):
+            begun = step.number - (self._changed or 0)
+            if begun > _WARM_UPS and self._crew.rank == 0:
+                self._seen.append(self._ledger.timeline())
+            if begun < _WARM_UPS + _MEASURED:
+                return
+            if self._changed is not None:
+                self._conclude()
+            elif (program := self._better(step.number)) is not None:
+                self._settle()
+                self._engine.take_up(self._frozen.pruned(program))
 
-    def _found(self, number: int, crew: Crew, program: Program) -> Program | None:
+    def _better(self, number: int) -> Program | None:
         """Let rank 0 search, and return on all ranks what it found; None where nothing better was."""
-        mine = None
+        mine, crew, program = None, self._crew, self._frozen.program
         if crew.rank == 0:
             costs = median_costs(self._seen)
             now = simulate(program, costs)
@@ -109,10 +116,10 @@ class AutoSchedule:
         self._seen, self._changed, self._is_over = [], number, told is None
         return told
 
-    def _conclude(self, crew: Crew) -> None:
+    def _conclude(self) -> None:
         """Say what was gained."""
         self._is_over = True
-        if crew.rank == 0:
+        if self._crew.rank == 0:
             assert self.searched is not None, "the program was changed to one that was found"
             self.searched.after = median(one.makespan for one in self._seen)
             gained = self.searched.gained or 0.0

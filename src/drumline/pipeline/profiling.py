@@ -29,13 +29,13 @@ from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.handling import Handling, ends_of
 from drumline.core.measured.measured import Measured
-from drumline.pipeline.arguments import device_named
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.model.config_file import check_config, is_config, material_from_config
 from drumline.pipeline.model.file import Maker, Material, check_source, material_from
+from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, Link, ModelProfile, merged

@@ -6,30 +6,40 @@ if so lets that pipeline settle its last step first, which raises NonFiniteError
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-_guarded: defaultdict[int, WeakSet[Guard]] = defaultdict(WeakSet)  # by parameter
+_guarded: Any = WeakTensorKeyDictionary()  # parameter -> WeakSet[Guard]
 _found: WeakKeyDictionary[Optimizer, WeakSet[Guard]] = WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-class Guard:
-    """Calls `before` and `after` with any optimizer that holds one of `parameters`, around each of its steps."""
+class Guarded(Protocol):
+    """What is told of every step of an optimizer that holds one of its parameters."""
 
-    def __init__(
-        self, parameters: list[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
-    ) -> None:
-        self.before = before
-        self.after = after
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Hear of it before anything is updated; raises to keep the optimizer from it."""
+
+    def after_update(self) -> None:
+        """Hear that all was updated."""
+
+
+class Guard:
+    """Stands between optimizers and the parameters of a pipeline, which it is told to `watch`."""
+
+    def __init__(self, guarded: Guarded) -> None:
+        self.guarded = guarded
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Have each step of any optimizer told that holds one of these, besides those from before."""
         for parameter in parameters:
-            _guarded[id(parameter)].add(self)
+            _guarded.setdefault(parameter, WeakSet()).add(self)
         _found.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -39,11 +49,11 @@ class Guard:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _found:
         held = [one for group in optimizer.param_groups for one in group["params"]]
-        _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(id(one), ()))
+        _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(one, ()))
     for guard in list(_found[optimizer]):
-        guard.before(optimizer)
+        guard.guarded.before_update(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for guard in list(_found.get(optimizer, ())):
-        guard.after(optimizer)
+        guard.guarded.after_update()

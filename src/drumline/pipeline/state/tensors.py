@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.state import named as state
-from drumline.runtime.executor import Executor
+from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
 from drumline.runtime.weights.copies import Copies
@@ -18,7 +19,7 @@ from drumline.runtime.weights.tied import Ties
 Named = list[tuple[str, nn.Parameter]]
 
 
-class Holdings:
+class Holdings(Observer):
     """The tensors of this process's ranks; `copies` are those of ranks that take turns here."""
 
     def __init__(self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies]) -> None:
@@ -26,6 +27,8 @@ class Holdings:
         self.crew = crew
         self.executors = executors
         self.copies = copies
+        self._named: Named | None = None
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of steps before the one that runs
 
     def share(self) -> None:
         """Give all copies of whatever several ranks hold the values that its home has."""
@@ -38,10 +41,24 @@ class Holdings:
         for copies in self.copies:
             copies.follow()
 
+    def renew(self) -> None:
+        """Look anew: parameters were exchanged."""
+        self._named = None
+
     def named_parameters(self) -> Named:
         """Return the parameters that are the user's; copies in one process are not, since they follow others."""
-        each = [self._on(executor, at_home=self.crew.alone) for executor in self.executors]
-        return [pair for named in each for pair in named]
+        if self._named is None:
+            each = [self._on(executor, at_home=self.crew.alone) for executor in self.executors]
+            self._named = [pair for named in each for pair in named]
+        return self._named
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the same without their names."""
+        return [one for _, one in self.named_parameters()]
+
+    def has_gradients(self) -> bool:
+        """Return whether any of them has a gradient."""
+        return any(one.grad is not None for _, one in self.named_parameters())
 
     def norms(self, norm_type: float) -> list[dict[str, float]]:
         """Return, rank by rank, the gradient norms of the parameters whose home it is."""
@@ -60,20 +77,20 @@ class Holdings:
 
     # ---- gradients of earlier steps ----------------------------------------------------------------------------------
 
-    def put_aside(self, users: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    def begin(self, step: Step) -> None:
         """Take earlier steps' gradients away from what several ranks hold: only this step's are exchanged."""
         exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
-        kept = set(users) if exchanged else set()
-        before = [(one, one.grad) for one in exchanged if one in kept]
+        kept = set(self.parameters()) if exchanged else set()
+        self._earlier = [(one, one.grad) for one in exchanged if one in kept]
         for one in exchanged:
             one.grad = None
-        return before
 
-    def put_back(self, before: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    def end(self, step: Step) -> None:
         """Add this step's gradients to the earlier ones."""
-        for parameter, earlier in before:
+        for parameter, earlier in self._earlier:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = []
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

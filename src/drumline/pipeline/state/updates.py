@@ -16,18 +16,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.state.masters import Masters
 from drumline.pipeline.state.optimizer_state import Named, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
+from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
 
 
-class Updates:
+class Updates(Observer):
     """What stands between this process's gradients and its optimizers."""
 
-    def __init__(self, precision: Precision, *, master_weights: bool, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, precision: Precision, holdings: Holdings, *, master_weights: bool, settle: Callable[[], None]
+    ) -> None:
         self.precision = precision
+        self.holdings = holdings
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
         self._settle = settle
@@ -47,17 +52,20 @@ class Updates:
                     fix="use model.float(), or master_weights=True",
                 )
 
-    def begin(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+    def begin(self, step: Step) -> None:
         """Before a step: set its scale; earlier steps' gradients are scaled alike, for new ones to be added to them."""
         if self.scaler is not None:
             step.scale = self.scaler.scale
-            multiplied([one.grad for one in parameters if one.grad is not None], self.scaler.scale)
+            self._multiply(self.scaler.scale)
 
-    def end(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+    def end(self, step: Step) -> None:
         """After a step: unscale the gradients."""
         if self.scaler is not None:
-            multiplied([one.grad for one in parameters if one.grad is not None], 1.0 / step.scale)
+            self._multiply(1.0 / step.scale)
             self.scaler.ran(step.number)
+
+    def _multiply(self, factor: float) -> None:
+        multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would pass the scaler or the masters by."""
