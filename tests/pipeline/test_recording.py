@@ -89,7 +89,7 @@ def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypat
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("drumline.pipeline.record.description.version", missing)
+    monkeypatch.setattr("drumline.pipeline.record.run_folder.version", missing)
     pipeline(record=tmp_path).close()
     assert dl.read_run(tmp_path).config["drumline"] == "unknown"
 

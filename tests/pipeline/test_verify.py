@@ -21,7 +21,7 @@ from drumline.core.errors import (
     ScheduleError,
     UsageError,
 )
-from drumline.pipeline.model.file import Material
+from drumline.pipeline.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.step import StepResult
 from drumline.pipeline.verify.verify import Verification, difference, verify

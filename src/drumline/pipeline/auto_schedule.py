@@ -156,17 +156,18 @@ def median_costs(timelines: Sequence[Measured]) -> Costs:
     )
 
 
-def _said(found: Searched, program: Program) -> str:
+def _said(searched: Searched, program: Program) -> str:
+    before, after = searched.predicted_before * 1e3, searched.predicted * 1e3
     return (
-        f"schedule: a program was found for the measured stages; simulated, a step takes {found.predicted * 1e3:.1f} ms"
-        f" instead of {found.predicted_before * 1e3:.1f} by {program.name} ({-found.predicted_gain:+.1%}), in the same"
-        f" memory; no program takes less than {found.bound * 1e3:.1f}"
+        f"schedule: a program was found for the measured stages; simulated, a step takes {after:.1f} ms"
+        f" instead of {before:.1f} by {program.name} ({-searched.predicted_gain:+.1%}), in the same"
+        f" memory; no program takes less than {searched.bound * 1e3:.1f}"
     )
 
 
-def _kept(found: Searched, program: Program) -> str:
+def _kept(searched: Searched, program: Program) -> str:
     return (
         f"schedule: {program.name} is kept: the best program found for the measured stages takes"
-        f" {found.predicted * 1e3:.1f} ms instead of {found.predicted_before * 1e3:.1f}, and none takes less than"
-        f" {found.bound * 1e3:.1f}"
+        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f}, and none takes less than"
+        f" {searched.bound * 1e3:.1f}"
     )

@@ -15,7 +15,7 @@ from drumline.pipeline.auto_schedule import Searched
 from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.step import Call, StepResult, output_of
+from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.model_check import Checked
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
@@ -72,9 +72,8 @@ class Pipeline:
 
     @made_with(Options)
     def __init__(self, options: Options) -> None:
-        parts = set_up(options.decided())
-        self.device, self.balance = parts.device, parts.balance
-        self._run, self._auto = parts.run, parts.auto
+        self._run = set_up(options.decided())
+        self.device, self.balance = self._run.intake.device, self._run.balance
         self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
         self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
 
@@ -112,7 +111,7 @@ class Pipeline:
         name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
         `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
         """
-        call, step = Call(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
+        call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
         self._run.refuse(step)
         self._run.catch_up(step)
         self._run.check_before(step, call)
@@ -133,7 +132,7 @@ class Pipeline:
         wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
         with self._recording.during("evaluate"):
             self._run.catch_up(step)
-            tally = self._run.run(step, Call(batch, named, target))
+            tally = self._run.run(step, CalledWith(batch, named, target))
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
 
     def settle(self) -> None:
@@ -167,7 +166,7 @@ class Pipeline:
     @property
     def searched(self) -> Searched | None:
         """With schedule="auto" on rank 0, what was found and gained; None as long as nothing was searched."""
-        return None if self._auto is None else self._auto.searched
+        return None if self._run.auto is None else self._run.auto.searched
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
-from drumline.pipeline.assembly import Assembly
-from drumline.pipeline.auto_cut import ChosenCut
+from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
-from drumline.pipeline.balance import Balance
+from drumline.pipeline.balance import Balance, ChosenCut
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.loss.loss_module import loss_block
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.record.recording import Recording
@@ -49,17 +47,8 @@ from drumline.runtime.weights.tied import Ties
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
-class Parts(NamedTuple):
-    """What a pipeline consists of on this process."""
-
-    run: StepRun
-    auto: AutoSchedule | None
-    device: torch.device
-    balance: Balance | None
-
-
-def set_up(options: Options) -> Parts:
-    """Return the parts, connected to those of all other ranks; raises alike on all of them."""
+def set_up(options: Options) -> StepRun:
+    """Return what runs the steps, connected to those of all other ranks; raises alike on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
     program, problem = attempt(
@@ -82,7 +71,7 @@ def set_up(options: Options) -> Parts:
         # A rank that was given something wrong connects all the same, so that the others learn of it.
         if program is None:
             raise problem
-        return _SetUp(options, device, crew, program).parts()
+        return _SetUp(options, device, crew, program).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ class _SetUp:
     crew: Crew
     program: Program
 
-    def parts(self) -> Parts:
+    def run(self) -> StepRun:
         given, crew = self.options, self.crew
         intake = Intake(
             given.loss_fn,
@@ -131,11 +120,10 @@ class _SetUp:
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
         auto = AutoSchedule(crew, ledger, frozen, engine, settle) if given.schedule == AUTO else None
         observers = [*([] if auto is None else [auto]), holdings, updates, shared, recording]
-        run = StepRun(
+        return StepRun(
             crew, ledger, intake, frozen, engine, holdings, updates, recording, settle, watched, followed, check,
-            observers, given.check_finite,
+            observers, auto, balance, given.check_finite,
         )  # fmt: skip
-        return Parts(run, auto, self.device, balance)
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
         """Return the check of the first step, once all ranks agree on the model's code and graph."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
+from drumline.pipeline.auto_schedule import AutoSchedule
+from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
@@ -42,7 +44,7 @@ from drumline.runtime.gradients.finite import all_finite
 from drumline.runtime.values import joined
 
 
-class Call(NamedTuple):
+class CalledWith(NamedTuple):
     """What a step was called with."""
 
     batch: tuple[Any, ...]
@@ -86,7 +88,7 @@ class Settle:
             self.ledger.settle(until=None, gradients_left=self.holdings.has_gradients)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepRun:
     """What a pipeline consists of on this process; runs its steps."""
 
@@ -103,12 +105,16 @@ class StepRun:
     followed: Followed
     check: ModelCheck
     observers: Sequence[Observer]
+    auto: AutoSchedule | None
+    balance: Balance | None
     check_finite: bool
     guard: Guard = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "guard", Guard(self))
-        self.guard.watch(self.holdings.parameters())
+        self.guard = self._guarded()
+
+    def _guarded(self) -> Guard:
+        return Guard(self.holdings.parameters(), self.before_update, self.after_update)
 
     # ---- before a step -----------------------------------------------------------------------------------------------
 
@@ -133,10 +139,10 @@ class StepRun:
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
-            self.guard.watch(self.holdings.parameters())
+            self.guard = self._guarded()
             self.ledger.unused.begin()
 
-    def check_before(self, step: Step, call: Call) -> None:
+    def check_before(self, step: Step, call: CalledWith) -> None:
         """Run a microbatch of the first step through the model by itself, for the step to be held against."""
         if not self.check.is_pending and step.number:
             return
@@ -164,7 +170,7 @@ class StepRun:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: Step, call: Call) -> Tally:
+    def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return what will be heard of it on all of them."""
         observers = self.observers if step.train else ()
         for observer in observers:
@@ -179,7 +185,7 @@ class StepRun:
                 observer.end(step)
             return self._tell(step, given)
 
-    def _take(self, step: Step, call: Call) -> None:
+    def _take(self, step: Step, call: CalledWith) -> None:
         intake, engine = self.intake, self.engine
         if step.train:
             self.frozen.check_still(engine.stages())
@@ -188,7 +194,7 @@ class StepRun:
         if not replays or intake.counts_labels:  # a step like the last one weighs what that did
             intake.cut(step)
 
-    def _given(self, call: Call) -> Given | None:
+    def _given(self, call: CalledWith) -> Given | None:
         """Return what the other ranks compare their batches with; ranks of one process have one."""
         return None if self.crew.alone else Given.of((call.batch, call.named), call.target)
 
@@ -241,7 +247,7 @@ class StepRun:
         self.settle()
         self.recording.enter("update")
 
-    def after_update(self) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         """Measure the update up to here."""
         self.recording.leave()
 

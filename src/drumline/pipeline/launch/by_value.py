@@ -34,7 +34,6 @@ from typing import Any, ClassVar
 
 from drumline.core.errors import LaunchError
 from drumline.pipeline.launch.by_name import codes, content_of, global_values, goes_by_name, is_importable
-from drumline.pipeline.launch.storages import Storages
 
 try:
     from cloudpickle import cloudpickle
@@ -43,6 +42,7 @@ except ImportError:
 
 _Base: Any = cloudpickle.Pickler if cloudpickle else pickle.Pickler
 _HEAP_TYPE = 1 << 9
+_SMALL_BYTES = 4096  # of a buffer that is not worth a part of its own
 
 # Classes that came from another process, by cloudpickle's name for each; those of the second set lack their attributes.
 _received: set[str] = set()
@@ -121,13 +121,13 @@ class _Pickler(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._namespaces: dict[int, _Namespace] = {}
-        self._storages = Storages()
+        self._storages: dict[int, Any] = {}  # each is written once
         self._sources = sources
         self._reply = reply
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, type | FunctionType):
-            return self._storages.reduce(obj) if type(obj).__module__ == "torch.storage" else NotImplemented
+            return self._storage(obj) if type(obj).__module__ == "torch.storage" else NotImplemented
         if goes_by_name(obj):
             return NotImplemented
         if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:  # C code made it, such as the type of None
@@ -175,6 +175,24 @@ class _Pickler(_Base):  # type: ignore[misc]
             body = {name: vars(cls)[name] for name in ("__slots__", "__orig_bases__") if name in vars(cls)}
             args = *args[:2], cls.__bases__, {**args[3], **body, "__qualname__": cls.__qualname__}, *args[4:]
         return _class_shell, (token, make, args), (token, attributes, members), None, None, _fill_class
+
+    def _storage(self, storage: Any) -> Any:
+        """Write the CPU's memory as buffers beside the stream; two views of one memory stay two views.
+
+        torch writes a tensor as its storage and how it lies in there, and a storage as a file within the pickle, copied
+        three times over: only that second half is done otherwise here.
+        """
+        import torch
+
+        untyped: Any = getattr(storage, "_untyped_storage", storage)
+        if untyped.device.type != "cpu":
+            return NotImplemented
+        if isinstance(storage, torch.UntypedStorage):
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            return _untyped, (data.tobytes() if data.nbytes < _SMALL_BYTES else pickle.PickleBuffer(data),)
+        if isinstance(storage, torch.storage.TypedStorage):
+            return _typed, (self._storages.setdefault(untyped._cdata, untyped), storage.dtype)
+        return NotImplemented
 
     def _keep_source(self, code: CodeType) -> None:
         """Carry the lines of a notebook cell along, so that the other process shows them in its tracebacks."""
@@ -254,3 +272,20 @@ def _show_in_main(obj: Any) -> None:
     """Let plain pickle and `typing.get_type_hints` find, here too, what stood in the sender's __main__."""
     if obj.__module__ == "__main__" and obj.__name__ == obj.__qualname__ and obj.__name__.isidentifier():
         vars(sys.modules["__main__"]).setdefault(obj.__name__, obj)
+
+
+def _untyped(data: Any) -> Any:
+    import torch
+
+    size = memoryview(data).nbytes
+    made = torch.empty(size, dtype=torch.uint8)
+    if size:
+        made.numpy()[:] = memoryview(data)
+    return made.untyped_storage()
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    from torch import storage
+
+    made: Any = storage.TypedStorage
+    return made(wrap_storage=untyped, dtype=dtype, _internal=True)

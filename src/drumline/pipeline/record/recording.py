@@ -11,6 +11,7 @@ step is told and written with the next one.
 from __future__ import annotations
 
 import atexit
+import math
 import secrets
 import time
 import weakref
@@ -20,18 +21,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.align import Dial
+from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.description import config_of, environment_of, plan_of
 from drumline.pipeline.record.gaps import Between
-from drumline.pipeline.record.metrics import line_of
-from drumline.pipeline.record.run_folder import RunFolder, problem
+from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import END, LEAVE, Draft
@@ -228,3 +230,24 @@ _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 def _close_all() -> None:
     for recording in list(_open):
         recording.close()
+
+
+def line_of(tally: Tally, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
+    """Return the metrics of a step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
+    found: dict[str, Any] = {"loss_metrics/global_avg_loss": tally.loss, **noted}
+    records = tally.known_records
+    if records is not None:
+        found |= step_metrics(tally.program, records, dials)
+        seconds = found["time_metrics/end_to_end(s)"]
+        rows, tokens = (max(getattr(one, what) for one in tally.told) for what in ("num_rows", "num_tokens"))
+        if rows:
+            found["throughput(rows/s)"] = rows / seconds
+        if tokens:
+            found["throughput(tps)"] = tokens / seconds / len(records)  # of each device, as torchtitan has it
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as JSON has it, which knows neither tensors nor what is not finite."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number

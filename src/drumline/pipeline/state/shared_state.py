@@ -74,10 +74,10 @@ class Shared(Observer):
                 )
         self._before = []
 
-    def _refuse(self, one: _Kept) -> None:
-        stages = ", ".join(map(str, one.held.stages))
+    def _refuse(self, kept: _Kept) -> None:
+        stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
-            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {stages} hold",
+            f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
             expected="buffers that change to belong to one stage, which sees all microbatches in order",
             fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
         )
