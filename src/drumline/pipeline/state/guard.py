@@ -1,22 +1,22 @@
 """Keeps optimizers from stepping on gradients that are not finite on some rank.
 
 torch lets one hook run before any optimizer's step. It looks whether the optimizer holds parameters of a pipeline, and
-if so lets that pipeline settle its last step first, which raises NonFiniteError on every rank if any saw a NaN.
+if so lets that pipeline settle its last step first, which raises NonFiniteError on every rank if any saw a NaN. The
+hook is registered beside those of others, and stays: without a pipeline it finds nothing to do.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_guarded: defaultdict[int, WeakSet[Guard]] = defaultdict(WeakSet)  # by parameter
-_found: WeakKeyDictionary[Optimizer, WeakSet[Guard]] = WeakKeyDictionary()
+_guards: WeakSet[Guard] = WeakSet()
+_found: WeakKeyDictionary[Optimizer, tuple[int, list[ref[Guard]]]] = WeakKeyDictionary()  # by number of parameters
 _hooks: list[Any] = []
 
 
@@ -24,26 +24,36 @@ class Guard:
     """Calls `before` and `after` with any optimizer that holds one of `parameters`, around each of its steps."""
 
     def __init__(
-        self, parameters: list[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+        self, parameters: Sequence[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
     ) -> None:
         self.before = before
         self.after = after
-        for parameter in parameters:
-            _guarded[id(parameter)].add(self)
+        self._parameters = [ref(one) for one in parameters]  # not ids: those of the dead are given to others
+        _guards.add(self)
         _found.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
 
+    def guards(self, held: Collection[int]) -> bool:
+        """Whether any of its parameters, as far as they live, is among those with these ids, which live too."""
+        return any(id(one) in held for seen in self._parameters if (one := seen()) is not None)
+
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _found:
-        held = [one for group in optimizer.param_groups for one in group["params"]]
-        _found[optimizer] = WeakSet(guard for one in held for guard in _guarded.get(id(one), ()))
-    for guard in list(_found[optimizer]):
+    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer not in _found or _found[optimizer][0] != size:
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        _found[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held)]
+    for guard in _found_for(optimizer):
         guard.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for guard in list(_found.get(optimizer, ())):
+    for guard in _found_for(optimizer):
         guard.after(optimizer)
+
+
+def _found_for(optimizer: Optimizer) -> list[Guard]:
+    _, guards = _found.get(optimizer, (0, ()))
+    return [guard for seen in guards if (guard := seen()) is not None]
