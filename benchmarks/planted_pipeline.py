@@ -56,9 +56,9 @@ PIPELINE = (
     ),
     Bug(
         "weighed-in-every-step",
-        "pipeline/record/recording.py",
-        "            executor.scale = None\n",
-        "            pass\n",
+        "pipeline/engine.py",
+        "                executor.scale = None\n",
+        "                pass\n",
         "A run that is recorded weighs what it holds in every step, not in the first alone.",
     ),
     Bug(
@@ -85,13 +85,13 @@ PIPELINE = (
     Bug(
         "earlier-gradients-unscaled",
         "pipeline/state/updates.py",
-        "multiplied([one.grad for one in parameters if one.grad is not None], self.scaler.scale)",
-        "multiplied([one.grad for one in parameters if one.grad is not None], 1.0)",
+        "self._multiply(self.scaler.scale)",
+        "self._multiply(1.0)",
         "Gradients of an earlier step are divided by the scale a second time.",
     ),
     Bug(
         "masters-rounded",
-        "pipeline/state/masters.py",
+        "pipeline/state/updates.py",
         "            copy.grad = None\n            self._seen[parameter] = _mark(parameter)\n",
         "            copy.grad = None\n",
         "Copies take over the rounded parameters after every step, and lose small updates.",
@@ -133,15 +133,15 @@ PIPELINE = (
     ),
     Bug(
         "loss-may-be-nan",
-        "pipeline/pipeline.py",
+        "pipeline/step.py",
         "            checked.append(parts)\n",
         "",
         "A loss that is NaN while all gradients are finite goes unnoticed.",
     ),
     Bug(
         "reached-for-ever",
-        "pipeline/pipeline.py",
-        "            self._ledger.unused.begin()\n",
+        "pipeline/step.py",
+        "            self.ledger.unused.begin()\n",
         "",
         "After parameters were exchanged or freed nobody looks whether the loss reaches them.",
     ),
@@ -196,7 +196,7 @@ PIPELINE = (
     ),
     Bug(
         "throughput-of-all-devices",
-        "pipeline/record/metrics.py",
+        "pipeline/record/recording.py",
         'found["throughput(tps)"] = tokens / seconds / len(records)',
         'found["throughput(tps)"] = tokens / seconds',
         "Tokens per second are those of all devices, where torchtitan's are of each.",
@@ -217,7 +217,7 @@ PIPELINE = (
     ),
     Bug(
         "different-names-different-values",
-        "pipeline/state/named.py",
+        "pipeline/state/tensors.py",
         "for other, value in zip(names[1:], values[1:], strict=True):",
         "for other, value in zip(names[2:], values[2:], strict=True):",
         "A state in which two names of one tensor disagree is taken.",

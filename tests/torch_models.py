@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from drumline.core.program import Program
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.verify.reference import reference_step
 from drumline.runtime.blocks.cut import blocks_of, cut
 from drumline.runtime.randomness import Randomness
 from drumline.schedules import find, generate
 from names import NAMES
+from reference_step import reference_step
 
 SYNCHRONOUS = tuple(name for name in NAMES if name not in ("pipedream", "pipedream-2bw", "forward-only"))
 TWO_WAYS = ("dualpipe", "chimera")

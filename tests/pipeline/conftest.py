@@ -18,4 +18,4 @@ def warm_ranks() -> Iterator[WarmRanks]:
 def ranks_start_warm(request: pytest.FixtureRequest, warm_ranks: WarmRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `launch` fork its ranks; what tests starting itself says `cold_ranks`."""
     if request.node.get_closest_marker("cold_ranks") is None:
-        monkeypatch.setattr("drumline.pipeline.launch.ranks.subprocess", warm_ranks)
+        monkeypatch.setattr("drumline.pipeline.launch.processes.subprocess", warm_ranks)

@@ -53,6 +53,9 @@ def sets_a_global():
     global scale
     scale = scale + 1
     return scale
+def a_class_inside_uses_a_global():
+    class Inside: tripled = 3 * scale
+    return Inside.tripled
 square = lambda x=4: x * x
 triple = functools.partial(uses_a_global, 10, y=0)
 
@@ -94,6 +97,7 @@ class Point:
 def uses_a_dataclass():
     moved = dataclasses.replace(Point(1, ["a"]), y=2)
     return repr(moved), [f.name for f in dataclasses.fields(Point)], Point(1) < Point(2), Point(1) == Point(1)
+def keeps_the_marks_of_dataclasses(): return dataclasses.fields(Point)[0].default is dataclasses.MISSING
 @dataclass(slots=True)
 class Slotted:
     a: int = 1
@@ -148,6 +152,7 @@ EXPECTED: dict[str, Any] = {
     "shares_a_variable": 2,
     "comprehends": [0, 3, 6],
     "sets_a_global": 4,
+    "a_class_inside_uses_a_global": 9,
     "square": 16,
     "triple": 30,
     "uses_a_cache": 1548008755920,
@@ -157,6 +162,7 @@ EXPECTED: dict[str, Any] = {
     "method": "child of base 5",
     "refers_to_itself": True,
     "uses_a_dataclass": ("Point(x=1, tags=['a'], y=2)", ["x", "tags", "y"], True, True),
+    "keeps_the_marks_of_dataclasses": True,
     "uses_slots": (5, False),
     "uses_enums": (True, "RED", True, "BLUE!", ["RED", "CRIMSON", "BLUE"], 5, 3),
     "uses_abc": (1, True),
@@ -364,3 +370,29 @@ def test_blame_names_the_whole_way(cells: dict[str, Any]) -> None:
     )
     assert blame(lock, "argument 0") == "argument 0, a lock: cannot pickle '_thread.lock' object"
     assert blame([1, 2], "argument 1") == ""
+
+
+WITHOUT_CLOUDPICKLE = """
+import sys
+sys.modules["cloudpickle"] = None
+from functools import partial
+from drumline.core.errors import LaunchError
+from drumline.pipeline.launch import by_value
+from drumline.pipeline.launch.launch import launch
+print(by_value.loads(by_value.dumps(partial(max, 1, 2)))())
+def own(): return 1
+try:
+    launch(own)
+except LaunchError as error:
+    print(error)
+"""
+
+
+def test_without_cloudpickle_functions_must_be_importable_and_the_error_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CLOUDPICKLE], capture_output=True, text=True, check=True)
+    value, error = done.stdout.splitlines()
+    assert value == "2"
+    assert error == (
+        "the ranks cannot import own of __main__, and cloudpickle is not installed; "
+        "move it to a module of its own, or install cloudpickle, which sends it as it is"
+    )

@@ -18,7 +18,7 @@ from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import edges_of
 from drumline.pipeline.record.gaps import Between
-from drumline.pipeline.record.metrics import line_of
+from drumline.pipeline.record.recording import line_of
 from drumline.pipeline.record.tally import Tally, Told
 from drumline.pipeline.state.frozen import Frozen
 from drumline.runtime.blocks.cut import Block

@@ -280,7 +280,7 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
 
     monkeypatch.setattr("drumline.pipeline.launch.launch.time", Hurried(tmp_path))
     monkeypatch.setattr(
-        "drumline.pipeline.launch.ranks._SECONDS_TO_SHOW_STACKS", 200.0
+        "drumline.pipeline.launch.processes._SECONDS_TO_SHOW_STACKS", 200.0
     )  # it ends when all have shown them
     with pytest.raises(WaitTimeout, match=r"^ranks 0, 1 did not finish within 5000 s"):
         launch(fn, timeout=5000)

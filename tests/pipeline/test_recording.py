@@ -88,7 +88,7 @@ def test_a_version_that_is_not_installed_is_no_trouble(tmp_path: Path, monkeypat
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("drumline.pipeline.record.description.version", missing)
+    monkeypatch.setattr("drumline.pipeline.record.run_folder.version", missing)
     pipeline(record=tmp_path).close()
     assert dl.read_run(tmp_path).config["drumline"] == "unknown"
 
@@ -144,12 +144,12 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(
 ) -> None:
     with pipeline(record=tmp_path) as pipe:
         train(pipe, 1)
-        pipe._recording.flush()
+        pipe._recording.failed()
         assert pipe._recording.folder is not None
         pipe._recording.folder._files["rank1.jsonl"].close()
         pipe._recording.folder._files["rank1.jsonl"] = FileIO("/dev/full", "w")
         train(pipe, 1)
-        pipe._recording.flush()
+        pipe._recording.failed()
         train(pipe, 2)
     assert "is recorded no further" in capsys.readouterr().err
     run = dl.read_run(tmp_path)
@@ -335,7 +335,7 @@ def test_a_run_that_nobody_closes_is_whole_when_the_pipeline_is_gone(tmp_path: P
 def record_and_die(folder: str) -> None:
     pipe = pipeline(record=folder)
     train(pipe, 3)
-    pipe._recording.flush()  # as if a second had passed
+    pipe._recording.failed()  # as if a second had passed
     train(pipe, 2)
     if pipe.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,9 +21,9 @@ from drumline.core.errors import (
     ScheduleError,
     UsageError,
 )
-from drumline.pipeline.model.file import Material
+from drumline.pipeline.model.sources import Material
 from drumline.pipeline.pipeline import Pipeline
-from drumline.pipeline.result import StepResult
+from drumline.pipeline.step import StepResult
 from drumline.pipeline.verify.verify import Verification, difference, verify
 from drumline.schedules import generate
 from faults import FAULTS

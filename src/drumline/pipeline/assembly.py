@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
 from drumline.pipeline import transports
-from drumline.pipeline.loss.loss_module import LossHolder, held_loss
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
@@ -182,3 +182,32 @@ def _difference(first: Any, second: Any) -> str:
             return f"{len(first)} and {len(second)} entries"
         first, second = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
     return f"{first!s:.80} and {second!s:.80}"
+
+
+class LossHolder(nn.Module):
+    """Stands behind the last block and hands on what that returns; it holds the loss, which runs behind it."""
+
+    def __init__(self, loss_fn: nn.Module) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, value: Any) -> Any:
+        """Return the value as it is."""
+        return value
+
+
+def loss_block(loss_fn: Any) -> tuple[Block, ...]:
+    """Return the block that holds a loss's parameters and buffers, if it has any.
+
+    >>> [name for name, _ in loss_block(nn.Linear(1, 1))[0].named_parameters()], loss_block(nn.MSELoss())
+    (['loss_fn.weight', 'loss_fn.bias'], ())
+    """
+    if not isinstance(loss_fn, nn.Module) or not any(True for _ in loss_fn.parameters()):
+        return ()
+    return (Block("loss_fn", LossHolder(loss_fn), prefix=""),)
+
+
+def held_loss(loss: Any, block: Block) -> Any:
+    """Return a stage's loss: by the module that its last block holds, which in a second copy of a stage is a copy."""
+    module = block.module
+    return partial(loss, fn=module.loss_fn) if loss is not None and isinstance(module, LossHolder) else loss

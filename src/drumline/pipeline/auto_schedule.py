@@ -11,7 +11,8 @@ Gradients are exact before and after: a program only orders the work.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 from drumline.core.measured.costs import costs_of
@@ -20,8 +21,12 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.tally import Ledger
+from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
+from drumline.runtime.executor import Step
 from drumline.schedules import schedules
 
 AUTO = "auto"
@@ -62,32 +67,35 @@ class Searched:
         return None if self.after is None else 1 - self.after / self.before
 
 
-@dataclass
-class AutoSchedule:
-    """Counts steps, and says which program to take up before one of them."""
+class AutoSchedule(Observer):
+    """Counts steps, and has the engine take up another program before one of them."""
 
-    searched: Searched | None = None
-    _seen: list[Measured] = field(default_factory=list)
-    _changed: int | None = None  # the first step of the program that was found
-    _is_over: bool = False
+    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, settle: Callable[[], None]) -> None:
+        self.searched: Searched | None = None
+        self._crew, self._ledger, self._frozen, self._engine, self._settle = crew, ledger, frozen, engine, settle
+        self._seen: list[Measured] = []
+        self._changed: int | None = None  # the first step of the program that was found
+        self._is_over = False
 
-    def before_step(self, number: int, ledger: Ledger, crew: Crew, program: Program) -> Program | None:
-        """Look back at the step before `number`; return the program to go on with where that changes."""
+    def called(self, step: Step) -> None:
+        """Look back at the step before this one, and change the program if it is time."""
         if self._is_over:
-            return None
-        begun = number - (self._changed or 0)
-        if begun > _WARM_UPS and crew.rank == 0:
-            self._seen.append(ledger.timeline())
-        if begun < _WARM_UPS + _MEASURED:
-            return None
-        if self._changed is not None:
-            self._conclude(crew)
-            return None
-        return self._found(number, crew, program)
+            return
+        with self._crew.together("the search for a program"):
+            begun = step.number - (self._changed or 0)
+            if begun > _WARM_UPS and self._crew.rank == 0:
+                self._seen.append(self._ledger.timeline())
+            if begun < _WARM_UPS + _MEASURED:
+                return
+            if self._changed is not None:
+                self._conclude()
+            elif (program := self._better(step.number)) is not None:
+                self._settle()
+                self._engine.take_up(self._frozen.pruned(program))
 
-    def _found(self, number: int, crew: Crew, program: Program) -> Program | None:
+    def _better(self, number: int) -> Program | None:
         """Let rank 0 search, and return on all ranks what it found; None where nothing better was."""
-        mine = None
+        mine, crew, program = None, self._crew, self._frozen.program
         if crew.rank == 0:
             costs = costs_of(self._seen, quickest=True)
             now = simulate(program, costs)
@@ -109,10 +117,10 @@ class AutoSchedule:
         self._seen, self._changed, self._is_over = [], number, told is None
         return told
 
-    def _conclude(self, crew: Crew) -> None:
+    def _conclude(self) -> None:
         """Say what was gained."""
         self._is_over = True
-        if crew.rank == 0:
+        if self._crew.rank == 0:
             assert self.searched is not None, "the program was changed to one that was found"
             self.searched.after = median(one.makespan for one in self._seen)
             gained = self.searched.gained or 0.0
@@ -123,17 +131,18 @@ class AutoSchedule:
             )
 
 
-def _said(found: Searched, program: Program) -> str:
+def _said(searched: Searched, program: Program) -> str:
+    before, after = searched.predicted_before * 1e3, searched.predicted * 1e3
     return (
-        f"schedule: a program was found for the measured stages; simulated, a step takes {found.predicted * 1e3:.1f} ms"
-        f" instead of {found.predicted_before * 1e3:.1f} by {program.name} ({-found.predicted_gain:+.1%}), in the same"
-        f" memory; no program takes less than {found.bound * 1e3:.1f}"
+        f"schedule: a program was found for the measured stages; simulated, a step takes {after:.1f} ms"
+        f" instead of {before:.1f} by {program.name} ({-searched.predicted_gain:+.1%}), in the same"
+        f" memory; no program takes less than {searched.bound * 1e3:.1f}"
     )
 
 
-def _kept(found: Searched, program: Program) -> str:
+def _kept(searched: Searched, program: Program) -> str:
     return (
         f"schedule: {program.name} is kept: the best program found for the measured stages takes"
-        f" {found.predicted * 1e3:.1f} ms instead of {found.predicted_before * 1e3:.1f}, and none takes less than"
-        f" {found.bound * 1e3:.1f}"
+        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f}, and none takes less than"
+        f" {searched.bound * 1e3:.1f}"
     )

@@ -1,8 +1,9 @@
-"""Where to cut: every block is measured on this device, and the best cut for a schedule is chosen."""
+"""Where to cut: every block is measured on this device, with an example of a batch, and the best cut is chosen."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +16,27 @@ from torch import Tensor
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.errors import DrumlineError
+from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.pipeline import transports
 from drumline.pipeline.assembly import device_of
+from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.cut.chain import Partition
+from drumline.plan.cut.peaks import held_by
 from drumline.plan.cut.timed import TimedCuts
 from drumline.plan.device.blocks import Profile
+from drumline.plan.device.model_profile import refuse_other
+from drumline.plan.device.plan import Plan
 from drumline.profile.blocks import profile
+from drumline.profile.identity import identity_of
 from drumline.report.table import table
-from drumline.runtime.blocks.cut import Block, Model
+from drumline.runtime.blocks.cut import Block, Model, cut
+from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 
@@ -39,6 +46,7 @@ _SECONDS = {
     Op.BACKWARD_INPUT: "backward_input",
     Op.BACKWARD_WEIGHT: "backward_weight",
 }
+_SECONDS_TO_MEASURE = 10.0  # beyond the first run of everything
 
 
 @dataclass(frozen=True)
@@ -166,45 +174,47 @@ def balance(
         num_microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
     )
-    device = device_of(model)
+    intake = Intake(loss_fn, None, device_of(model), num_microbatches=program.num_microbatches)
 
     def measured() -> Balance:
-        def first(value: Any, what: str) -> Any:
-            return moved(intake.cut_batch(value, what=what)[0], device)
-
-        blocks = blocks_for(model, batch, device, num_microbatches=program.num_microbatches)
-        intake = Intake(loss_fn, None, device, num_microbatches=program.num_microbatches)
+        blocks = blocks_for(model, batch, intake.device, num_microbatches=program.num_microbatches)
         intake.follow(model)
-        microbatch = first(example_inputs(model, batch), "the batch")
-        wanted = microbatch if intake.own else None if target is None else first(target, "the target")
-        return balanced(
+        return _balanced(
             blocks,
             program,
-            microbatch,
-            target=wanted,
+            intake,
+            (example_inputs(model, batch), "the batch"),
+            (target, "the target"),
             loss_fn=intake.loss if intake.has_loss else None,
             max_bytes=max_bytes,
             optimizer_states=optimizer_states,
             num_runs=num_runs,
         )
 
-    return _of_rank_0(measured) if transports.started_by_launcher() else measured()
+    return _of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
 
 
-def balanced(
+def _balanced(
     blocks: Sequence[Block],
     program: Program,
-    microbatch: Any,
+    intake: Intake,
+    batch: tuple[Any, str],
+    target: tuple[Any, str],
     *,
-    target: Any,
     loss_fn: Loss | None,
     max_bytes: float | None = None,
     optimizer_states: int = 2,
     num_runs: int = 10,
     seconds: float | None = None,
 ) -> Balance:
-    """Measure blocks with one microbatch, and return the best cut for a program."""
-    found = profile(blocks, microbatch, target=target, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
+    """Measure blocks with the first microbatch of what is given by its name, and return the best cut for a program."""
+
+    def first(value: Any, what: str) -> Any:
+        return moved(intake.cut_batch(value, what=what)[0], intake.device)
+
+    microbatch = first(*batch)
+    wanted = microbatch if intake.own else None if target[0] is None else first(*target)
+    found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
     cuts = TimedCuts(
         found.blocks(split=_splits(program), optimizer_states=optimizer_states),
         program,
@@ -216,24 +226,93 @@ def balanced(
     return Balance(cuts.pruned(chosen.counts), found, chosen, optimizer_states)
 
 
-def _of_rank_0(measured: Callable[[], Balance]) -> Balance:
+def _gathered(value: object) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
+def _of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], list[Any]]) -> Balance:
     """Measure on all ranks at once and return what rank 0 found, or raise what any of them raised."""
     mine: Balance | DrumlineError
-    dist.barrier()
+    gathered(None)
     try:
         mine = measured()
     except DrumlineError as error:
         mine = error
-    told: list[Balance | DrumlineError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    told = gathered(mine)
     for one in told:
         if isinstance(one, DrumlineError):
             raise one
-    assert isinstance(told[0], Balance)
-    return told[0]
+    found: Balance = told[0]
+    return found
 
 
 def _splits(program: Program) -> bool:
     """Whether most backwards of the program are split into I and W."""
     ops = [part.op for part in program.work()]
     return ops.count(Op.BACKWARD_INPUT) > ops.count(Op.BACKWARD)
+
+
+def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
+    """Whether the cut is to be found by measurement.
+
+    >>> is_asked(None, None, None), is_asked(None, None, [1.0]), is_asked([2, 2], None, [1.0])
+    (False, True, False)
+    """
+    if balance == "auto" and example is None:
+        raise ModelError(
+            "balance is 'auto' and there is no example",
+            expected="a batch to measure the blocks with",
+            fix="pass example=, a batch as step will get it, and example_target= if there is a loss_fn",
+        )
+    return balance == "auto" or (balance is None and cuts is None and example is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenCut:
+    """Where the stages of a model are to begin, and what is known of it to decide that."""
+
+    model: Model
+    example: Any
+    target: Any
+    intake: Intake
+    precision: Precision
+    plan: Plan | None = None
+
+    def stages(
+        self, crew: Crew, program: Program, balance: Sequence[int] | str | None, cuts: Sequence[str] | None
+    ) -> tuple[list[tuple[Block, ...]], Balance | None]:
+        """Return every stage's blocks, and what they were measured to take where measuring was asked for."""
+        device, microbatches = self.intake.device, program.num_microbatches
+        split = self.intake.split
+        blocks = blocks_for(self.model, self.example, device, num_microbatches=microbatches, cuts=cuts, split=split)
+        measured = None
+        if self.plan is not None:
+            refuse_other(self.plan.model, identity_of(blocks, type(self.model).__name__), "the plan")
+        elif is_asked(balance, cuts, self.example):
+            with self.precision.autocast:
+                measured = self._measured(crew, program, blocks)
+            balance = None if measured is None else measured.counts
+        return cut(blocks, program.num_stages, balance, cuts, held=held_by(program)), measured
+
+    def _measured(self, crew: Crew, program: Program, blocks: Sequence[Block]) -> Balance | None:
+        """Measure the blocks on all ranks at once and return rank 0's best cut, which it also prints; None on meta."""
+        if any(one.is_meta for block in blocks for one in block.module.parameters()):
+            return None
+        for block in blocks:
+            block.module.to(self.intake.device)
+        measured = partial(
+            _balanced,
+            blocks,
+            program,
+            self.intake,
+            (example_inputs(self.model, self.example), "the example"),
+            (self.target, "the example's target"),
+            loss_fn=self.intake.loss if self.intake.own or (self.intake.has_loss and self.target is not None) else None,
+            seconds=_SECONDS_TO_MEASURE,
+        )
+        found = _of_rank_0(measured, lambda value: crew.all_told("balance", [value] * len(crew.channels)))
+        if crew.rank == 0:
+            print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+        return found

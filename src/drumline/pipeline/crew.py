@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ import torch
 from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import edges_of
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.in_process import Hub, take_turns
+
+Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
 
 _scopes = itertools.count()
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()
@@ -42,9 +46,9 @@ class Crew:
         self.hub = hub
         self.timeout = timeout
         self.over = ""  # why nothing more can be done together
-        self.current: Callable[[], str] = lambda: ""  # what this process is at, for errors
-        self.while_waiting: Callable[[], None] = lambda: None  # what can be done when there is nothing else to do
-        self.at_failure: Callable[[], None] = lambda: None
+        # Runs this process's ranks through their rows, waiting where they have to.
+        self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
+        self._observers: list[Observer] = []
         self._topics = itertools.count()
         if hub is None:
             _open.add(self)
@@ -101,13 +105,14 @@ class Crew:
         for channel in self.channels:
             channel.connect(edges)
 
-    def drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
-        """Run this process's ranks through their rows, waiting where they have to."""
-        if self.hub is not None:
-            take_turns(self.hub, runs)
-            return
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer whenever this process waits or fails."""
+        self._observers.append(observer)
+
+    def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         for wait in runs[0]:
-            self.while_waiting()
+            for observer in self._observers:
+                observer.waiting()
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
@@ -133,15 +138,19 @@ class Crew:
             channel.compare_clocks(self._deadline())
 
     @contextmanager
-    def together(self, during: str) -> Iterator[None]:
-        """Let every rank know if this one fails; with several processes nothing more can be done after that."""
+    def together(self, during: str, action: Callable[[], str] = str) -> Iterator[None]:
+        """Let every rank know if this one fails; with several processes nothing more can be done after that.
+
+        `action` returns what this process is at, if it is in the middle of a step.
+        """
         if self.over:
             raise RunError(f"this pipeline cannot be used any more: {self.over}", fix="make a new one on all ranks")
         try:
             yield
         except BaseException as error:
-            at = self.current() or during
-            self.at_failure()
+            at = action() or during
+            for observer in self._observers:
+                observer.failed()
             for channel in self.channels:
                 channel.abort(error, at)
             if not self.alone:

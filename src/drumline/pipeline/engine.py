@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,15 +15,17 @@ from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.programs import forwards_of
-from drumline.pipeline.record.recording import Recording
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
+from drumline.runtime.clock import NoClock
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.weights.copies import Copies
+
+Weighs = Literal["never", "first", "always"]  # the steps in which executors weigh what they hold
 
 
 class Engine:
@@ -31,19 +35,19 @@ class Engine:
         self,
         crew: Crew,
         assembly: Assembly,
-        recording: Recording,
         *,
         ahead: int,
         merge: bool,
-        weigh: bool,
+        measure: bool,
+        weigh: Weighs,
         capture: bool,
     ) -> None:
         self._crew = crew
-        self._recording = recording
         self._ahead = ahead
+        self._weigh = weigh
         self.assembly = assembly
         self.copies = self._copies()  # by rank, where all live in this process
-        self.executors = [self._executor(channel, merge, weigh) for channel in crew.channels]
+        self.executors = [self._executor(channel, merge, measure) for channel in crew.channels]
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self.evaluators = self._evaluators()
         self.captured = self._capture() if capture else None
@@ -55,16 +59,16 @@ class Engine:
         ties, cuts = self.assembly.ties, self.assembly.cuts
         return {one.rank: Copies(one.rank, ties, cuts) for one in self._crew.channels}
 
-    def _executor(self, channel: Channel, merge: bool, weigh: bool) -> Executor:
+    def _executor(self, channel: Channel, merge: bool, measure: bool) -> Executor:
         stages = self.assembly.stages_of(channel.rank, self.copies.get(channel.rank))
         return Executor(
             self.assembly.program,
             channel.rank,
             stages,
             channel,
-            self._recording.clock(clock_for(self.assembly.device)),
+            clock_for(self.assembly.device) if measure else NoClock(),
             merge_weight_gradients=merge,
-            scale=Scale(stages.values()) if weigh else None,
+            scale=None if self._weigh == "never" else Scale(stages.values()),
             ties=self.assembly.ties,
         )
 
@@ -89,32 +93,42 @@ class Engine:
         self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
         self.captured = None if self.captured is None else self._capture()
 
+    def replays(self, step: Step) -> bool:
+        """Return whether a step is one that was captured, so that it need not be cut; asks all other ranks."""
+        return self.captured is not None and self.captured.fits(step)
+
     def run(self, step: Step, drafts: Sequence[Draft]) -> None:
         """Run every rank of this process through its row, that of a step without training in eval mode."""
-        self.assembly.randomness.step = step.number
-        if not step.train:
-            self._evaluate(step)
-        elif self.captured is not None:
+        assembly, executors = self.assembly, self.executors
+        assembly.randomness.step = step.number
+        if step.train and self.captured is not None:
             self.captured.run(step, drafts, self._crew.drive)
         else:
-            self._drive(self.executors, step, drafts)
+            if not step.train:
+                executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
+            with (
+                nullcontext() if step.train else self._evaluating(),
+                assembly.randomness.kept_aside(),
+                # A backward that runs in this very thread saves handing it to another and back, for every action.
+                torch.autograd.set_multithreading_enabled(False),
+                assembly.precision.step(),
+            ):
+                self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
+        if step.train and self._weigh == "first":
+            for executor in executors:
+                executor.scale = None
 
-    def _evaluate(self, step: Step) -> None:
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         blocks = (block for stage in self.stages() for block in stage.blocks)
         training = [module for block in blocks for module in block.module.modules() if module.training]
         for module in training:
             module.training = False
         try:
-            self._drive(self.evaluators, step, [Draft(executor.rank) for executor in self.evaluators])
+            yield
         finally:
             for module in training:
                 module.training = True
-
-    def _drive(self, executors: Sequence[Executor], step: Step, drafts: Sequence[Draft]) -> None:
-        # A backward that runs in this very thread saves handing it to another and back, for every action.
-        kept = self.assembly.precision.step()
-        with self.assembly.randomness.kept_aside(), torch.autograd.set_multithreading_enabled(False), kept:
-            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages of this process, second copies included."""

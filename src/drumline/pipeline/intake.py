@@ -168,18 +168,18 @@ class Intake:
             return nullcontext()
         return Multiplying(loss.walk.graph, loss.terms, factors, plan.model)
 
-    def _take_shares(self, step: Step, found: Weighing | None) -> None:
+    def _take_shares(self, step: Step, weighing: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""
-        self.is_open = found is None
-        if found is None:
-            found = Weighing(shares([float(one) for one in self._rows]))
-        step.shares = self._shares_of(list(found.shares))
+        self.is_open = weighing is None
+        if weighing is None:
+            weighing = Weighing(shares([float(one) for one in self._rows]))
+        step.shares = self._shares_of(list(weighing.shares))
         step.targets = [
             one if isinstance(share, Tensor) or share else _NOTHING
-            for one, share in zip(step.targets, found.shares, strict=True)
+            for one, share in zip(step.targets, weighing.shares, strict=True)
         ]
         if self._own_shares is not None:
-            self._own_shares.script.sheet.fill(found.factors)
+            self._own_shares.script.sheet.fill(weighing.factors)
 
     def _shares_of(self, weights: list[float | Tensor]) -> Sequence[Tensor]:
         """Return each microbatch's share of the loss as a tensor, kept as long as they stay the same."""

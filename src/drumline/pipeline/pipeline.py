@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import ModelError, RunError, UsageError
+from drumline.core.errors import UsageError
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
-from drumline.pipeline.assembly import Checkpointing
-from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, Searched
-from drumline.pipeline.record.tally import Ledger, Tally, Told
-from drumline.pipeline.result import StepResult
-from drumline.pipeline.setup import Options, set_up
-from drumline.pipeline.state.guard import Guard
+from drumline.pipeline.auto_schedule import Searched
+from drumline.pipeline.options import Options, made_with
+from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.verify.agreement import Followed, Given, begun
+from drumline.pipeline.step import CalledWith, StepResult, output_of
 from drumline.pipeline.verify.model_check import Checked
-from drumline.plan.device.plan import Plan
-from drumline.plan.device.planner import Planned
-from drumline.runtime.backward.compiled import Compile
-from drumline.runtime.batch import Split, counted_in
-from drumline.runtime.blocks.cut import Model
-from drumline.runtime.channel.channel import step_topic
-from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
-from drumline.runtime.gradients.clip import all_finite
-from drumline.runtime.values import joined
-from drumline.runtime.weights.files import Weights
 
 T = TypeVar("T")
 
@@ -85,55 +70,22 @@ class Pipeline:
     - `record`: True keeps the last step's timeline, False records nothing, a folder gets the whole run.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        loss_fn: Callable[..., Tensor] | None = None,
-        schedule: str | Path | Program | None = None,
-        num_microbatches: int | None = None,
-        num_ranks: int | None = None,
-        stages_per_rank: int | None = None,
-        balance: Sequence[int] | str | None = None,
-        cuts: Sequence[str] | None = None,
-        plan: Plan | Planned | str | Path | None = None,
-        example: Any = None,
-        example_target: Any = None,
-        weights: str | Path | Weights | None = None,
-        checkpoint: Checkpointing = "none",
-        loss_weight: Callable[[Any], float | Tensor] | None = None,
-        split: Split | None = None,
-        unused: str = "warn",
-        transport: str = "auto",
-        device: torch.device | str | None = None,
-        seed: int = 0,
-        precision: str = "fp32",
-        master_weights: bool = False,
-        check_finite: bool = True,
-        check_model: bool = True,
-        merge_weight_gradients: bool = False,
-        timeout: float = 300.0,
-        ahead: int = 2,
-        capture: bool = False,
-        weigh: bool = False,
-        compile: Compile = False,  # noqa: A002 - as torch calls it
-        record: bool | str | Path = True,
-    ) -> None:
-        options = Options.checked(locals())
-        self.check_finite = check_finite
-        self._number = 0  # of the next step
-        self._ledger = Ledger(unused)
-        self._named: list[tuple[str, nn.Parameter]] | None = None
-        self._auto = AutoSchedule() if options.schedule == AUTO else None
-        parts = set_up(options, self._ledger, self.settle)
-        self.device, self.program, self.balance = parts.device, parts.program, parts.balance
-        self._crew, self._intake, self._frozen = parts.crew, parts.intake, parts.frozen
-        self._updates, self._recording = parts.updates, parts.recording
-        self._engine, self._holdings, self._check = parts.engine, parts.holdings, parts.check
-        self._watched, self._shared = parts.watched, parts.shared
-        self._followed = Followed(block for stage in self._engine.stages() for block in stage.blocks)
-        self._guard = self._guarded()
-        self._ledger.unused.known = parts.unused if self.rank == 0 else None
+    @made_with(Options)
+    def __init__(self, options: Options) -> None:
+        self._run = set_up(options.decided())
+        self.device, self.balance = self._run.intake.device, self._run.balance
+        self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
+        self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
+
+    @property
+    def program(self) -> Program:
+        """What the ranks run, without backwards for what is frozen; with schedule="auto", another one some day."""
+        return self._run.frozen.program
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether a loss or gradient that is not finite keeps all ranks' optimizers from stepping."""
+        return self._run.check_finite
 
     @property
     def num_ranks(self) -> int:
@@ -159,173 +111,36 @@ class Pipeline:
         name. Only ranks with the first stage need it, only those with the last need `target`. With `outputs`,
         `result.output` is what the last stage made, detached, on ranks that hold it; None on others.
         """
-        _check_switch(outputs)
-        if outputs and self._engine.captured is not None:
-            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
-        if not self._intake.has_loss:
-            raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
-        if torch.is_inference_mode_enabled():
-            raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
-        if self._auto is not None:
-            with self._crew.together("the search for a program"):
-                found = self._auto.before_step(self._number, self._ledger, self._crew, self.program)
-                if found is not None:
-                    self.settle()
-                    self.program = self._frozen.pruned(found)
-                    self._engine.take_up(self.program)
-        self._check.refuse()
-        self._frozen.check_trains()
-        self._settle(until=self._number - 2)  # raises alike on all ranks, which may go on afterwards
-        self._renew()
-        if self._check.is_pending or self._number == 0:
-            self._check_first(batch, target, named)
-        drafts = self._recording.begin(self._number)
-        step = Step(self._number, wants_outputs=outputs)
-        with self._crew.together("the start of a step"):
-            self._frozen.check_still(self._engine.stages())
-            self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
-            captured = self._engine.captured
-            fits = captured is not None and captured.fits(step)
-            given = self._given(batch, named, target)
-            if not fits or self._intake.counts_labels:  # a step like the last one weighs what that did
-                self._intake.cut(step)
-            before = self._holdings.put_aside(list(self.parameters()))
-            self._updates.begin(step, self.parameters())
-            self._shared.before()
-            self._engine.run(step, drafts)
-            self._recording.ran(drafts)
-            self._shared.after()
-            self._updates.end(step, self.parameters())
-            self._holdings.put_back(before)
-            tally = self._told(step, drafts, given())
-        if self._check.is_pending:
-            self._compare_first(step)
-        return StepResult(step.number, lambda: tally.loss, _output(step))
-
-    def _check_first(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any]) -> None:
-        """Run a microbatch through the model by itself, for the first step to be held against."""
-        recorded = self._recording.during("check") if self._check.is_pending else nullcontext()  # a chain has none
-        with recorded, self._crew.together("the check of the model"):
-            self._check.agree_on_weights()
-            scale = 1.0 if self.scaler is None else self.scaler.scale
-            self._check.before(self._number, self._intake.called(batch, named), target, scale)
-
-    def _compare_first(self, step: Step) -> None:
-        try:
-            self._check.after(step)
-        finally:
-            if (found := self._check.checked) is not None:
-                self._recording.note(
-                    **{
-                        "check_metrics/seconds": found.seconds,
-                        "check_metrics/parameters": found.num_parameters,
-                        "check_metrics/wrong": len(found.wrong),
-                    }
-                )
+        call, step = CalledWith(batch, named, target), Step(self._ledger.number, wants_outputs=_switched(outputs))
+        self._run.refuse(step)
+        self._run.catch_up(step)
+        self._run.check_before(step, call)
+        tally = self._run.run(step, call)
+        self._run.check_after(step)
+        return StepResult(step.number, lambda: tally.loss, output_of(step))
 
     @property
     def checked(self) -> Checked | None:
         """What the check of the first step compared, what it cost and what it left out; None before it."""
-        return self._check.checked
+        return self._run.check.checked
 
     def eval_step(self, *batch: Any, target: Any = None, outputs: Any = True, **named: Any) -> StepResult:
         """Run the forwards alone, in eval mode and without gradients.
 
         `result.output` is there with the last stage, unless `outputs` is off.
         """
-        _check_switch(outputs)
+        wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
         with self._recording.during("evaluate"):
-            return self._evaluated(batch, target, named, outputs)
-
-    def _evaluated(self, batch: tuple[Any, ...], target: Any, named: dict[str, Any], outputs: bool) -> StepResult:
-        self._settle(until=self._number - 2)
-        self._renew()
-        step = Step(self._number, train=False)
-        with self._crew.together("the start of a step"):
-            self._intake.take(step, self._intake.called(batch, named), target, self._engine.ends, self.rank)
-            self._intake.cut(step)
-            given = self._given(batch, named, target)
-            self._engine.run(step, [])
-            tally = self._told(step, [], given())
-        return StepResult(step.number, lambda: tally.loss, _output(step) if outputs else None)
-
-    def _renew(self) -> None:
-        """Follow what happened to the model and its parameters since the last step."""
-        with self._crew.together("the start of a step"):
-            self._watched.look()
-        self._holdings.follow()
-        if self._engine.renew():
-            self._named = None
-            self._updates.follow(self._engine.parameters())
-            self._guard = self._guarded()
-            self._ledger.unused.begin()
-
-    def _guarded(self) -> Guard:
-        return Guard(list(self.parameters()), self._before_update, lambda optimizer: self._recording.leave())
-
-    # ---- the end of a step -------------------------------------------------------------------------------------------
-
-    def _given(self, batch: tuple[Any, ...], named: dict[str, Any], target: Any) -> Callable[[], Given | None]:
-        """Return what says what other ranks compare their batches with; ranks of one process have one."""
-        return (lambda: None) if self._crew.alone else begun((batch, named), target)
-
-    def _told(self, step: Step, drafts: Sequence[Draft], given: Given | None) -> Tally:
-        """Tell all ranks how the step went here; returns what will be heard of all of them."""
-        alone = self._crew.alone
-        told = Told(sorted(step.losses))
-        checked = [one.grad for one in self.parameters() if one.grad is not None]
-        if told.microbatches:
-            losses = torch.stack([step.losses[one] for one in told.microbatches])
-            parts = losses * torch.stack([step.shares[one] for one in told.microbatches]).to(losses.dtype)
-            checked.append(parts)
-            told.dtype = str(losses.dtype).removeprefix("torch.")
-            told.losses = parts.unbind() if alone else parts.tolist()
-        if step.train and (self.check_finite or self.scaler is not None):
-            told.scale = None if self.scaler is None else step.scale
-            finite = all_finite(checked)
-            told.finite = finite if alone else bool(finite)
-        if step.train and self._ledger.unused.looks:
-            told.unreached = [name for name, one in self.named_parameters() if one.requires_grad and one.grad is None]
-        each = [told] + [Told() for _ in self._crew.channels[1:]]
-        told.num_rows, told.num_tokens = counted_in(step.batch)
-        told.train, told.given, told.followed = step.train, given, self._followed.fresh()
-        for one in each:
-            one.train = step.train
-        topic = step_topic(step.number)
-        tally = Tally(step.number, lambda: self._crew.heard(topic), self.program, self.scaler)
-        if alone and self._recording.is_on:
-            tally.own = lambda: self._recording.settled(drafts)
-        if step.train:
-            self._recording.ended(drafts)
-        with self._recording.during("tell"):
-            if step.train:
-                self._recording.fill(each, drafts)
-            self._crew.tell(topic, each)
-        self._ledger.add(tally, trained=step.train, alone=alone)
-        if step.train:
-            with self._recording.during("write"):
-                self._recording.add(tally, each)
-        self._number += 1
-        return tally
+            self._run.catch_up(step)
+            tally = self._run.run(step, CalledWith(batch, named, target))
+            return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
 
     def settle(self) -> None:
         """Hear how the steps so far went on all ranks, and raise if one must not be built on.
 
         Optimizers do this before they step; call it before changing parameters by hand.
         """
-        self._settle(until=None)
-
-    def _settle(self, *, until: int | None) -> None:
-        with self._recording.during("hear") if until is None else nullcontext():
-            self._ledger.settle(
-                until=until, gradients_left=lambda: any(one.grad is not None for one in self.parameters())
-            )
-
-    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updates.check(optimizer)
-        self._check.refuse()
-        self.settle()
-        self._recording.enter("update")
+        self._run.settle()
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -351,7 +166,7 @@ class Pipeline:
     @property
     def searched(self) -> Searched | None:
         """With schedule="auto" on rank 0, what was found and gained; None as long as nothing was searched."""
-        return None if self._auto is None else self._auto.searched
+        return None if self._run.auto is None else self._run.auto.searched
 
     def timeline(self) -> Measured:
         """Return what the last training step did on all ranks, as it was measured."""
@@ -386,13 +201,11 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the names of the unsplit model; a tied one once, by its first name."""
-        if self._named is None:
-            self._named = self._holdings.named_parameters()
-        return iter(self._named)
+        return iter(self._holdings.named_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this process's parameters."""
-        return (one for _, one in self.named_parameters())
+        return iter(self._holdings.parameters())
 
     def zero_grad(self) -> None:
         """Forget this process's gradients."""
@@ -413,7 +226,7 @@ class Pipeline:
         Names of other stages are left alone; a tied tensor may stand under any of its names, and reaches all owners.
         """
         self._holdings.load_state_dict(mapping)
-        self._check.loaded(mapping)
+        self._run.check.loaded(mapping)
 
     def close(self) -> None:
         """Take leave of the other ranks; nothing is left behind but a run that was recorded."""
@@ -427,14 +240,8 @@ class Pipeline:
         self.close()
 
 
-def _check_switch(outputs: Any) -> None:
+def _switched(outputs: Any) -> bool:
     # Not declared as a bool, so that type checkers take step(**batch) with a dict of tensors.
     if not isinstance(outputs, bool):
         raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return what is made")
-
-
-def _output(step: Step) -> Any:
-    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it."""
-    order = sorted(step.outputs)
-    shares = [step.shares[one] for one in order] if len(step.shares) else []
-    return joined([step.outputs[one] for one in order], shares) if order else None
+    return outputs

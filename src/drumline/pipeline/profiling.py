@@ -29,13 +29,20 @@ from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
 from drumline.core.measured.handling import Handling, ends_of
 from drumline.core.measured.measured import Measured
-from drumline.pipeline.arguments import device_named
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.model.config_file import check_config, is_config, material_from_config
-from drumline.pipeline.model.file import Maker, Material, check_source, material_from
+from drumline.pipeline.model.sources import (
+    Maker,
+    Material,
+    check_config,
+    check_source,
+    is_config,
+    material_from,
+    material_from_config,
+)
+from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import Identity, ModelProfile, ProfiledLink, merged
@@ -57,7 +64,7 @@ _MICROBATCHES = 8  # of the pipelines whose handling is measured
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProfileSettings:
     """What is to be measured."""
 
     source: str | Maker
@@ -124,7 +131,7 @@ def profile_model(
     if isinstance(source, str):
         (check_config if is_config(source) else check_source)(source)
     device_named(device)
-    settings = Settings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
+    settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
     told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
     first = told[0]
     by_size = zip(sizes, zip(*(one.profiles for one in told), strict=True), strict=True)
@@ -143,7 +150,7 @@ def profile_model(
     )
 
 
-def _measured(settings: Settings) -> Seen:
+def _measured(settings: ProfileSettings) -> Seen:
     """Measure everything on this rank."""
     material = settings.material()
     device = device_named(settings.device) or torch.device("cpu")
@@ -157,7 +164,7 @@ def _measured(settings: Settings) -> Seen:
     identity = identity_of(blocks, type(material.model).__name__)
     intake = Intake(material.loss_fn, None, device, num_microbatches=1)
     intake.follow(material.model)
-    say = _say if settings.shows and dist.get_rank() == 0 else _nothing
+    say = _say if settings.shows and dist.get_rank() == 0 else lambda what: None
     profiles = _blocks(blocks, inputs, material, intake, settings, say)
     say("messages between ranks")
     links = _links(device)
@@ -170,8 +177,8 @@ def _measured(settings: Settings) -> Seen:
         identity,
         profiles,
         links,
-        [(size, told) for size, told, _ in handling],
-        [*((float(size), end) for size, _, end in handling), *ends],
+        handling,
+        [*((size, told.end) for size, told in handling), *ends],
         paces,
         device_name(device) or f"{device.type}, {platform.machine()}",
         transport,
@@ -183,7 +190,7 @@ def _blocks(
     inputs: Any,
     material: Material,
     intake: Intake,
-    settings: Settings,
+    settings: ProfileSettings,
     say: Callable[[str], None],
 ) -> list[Profile]:
     """Return the blocks at every size; sizes take turns, so that what disturbs the machine disturbs all of them."""
@@ -235,15 +242,14 @@ class _Scaled(nn.Module):
         return value * self.weight
 
 
-def _handled(size: int, device: torch.device) -> tuple[int, Handling, float]:
-    """Return the handling of messages of so many bytes, and the end of a step with hardly any gradients."""
+def _handled(size: int, device: torch.device) -> tuple[float, Handling]:
+    """Return how many bytes messages of this size have, and their handling in steps with hardly any gradients."""
     width = max(size // 4, 1)
     light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
     batch = torch.ones(_MICROBATCHES, width, device=device)
     with Pipeline(light, loss_fn=functional.mse_loss, schedule=DEFAULT, num_microbatches=_MICROBATCHES) as pipe:
         seen = _timelines(pipe, lambda: pipe.step(batch, target=batch), _HANDLED_STEPS)
-    told = Handling.measured(seen)
-    return 4 * width, told, told.end
+    return 4.0 * width, Handling.measured(seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +339,3 @@ def _rows(value: Any, count: int) -> Any:
 
 def _say(what: str) -> None:
     print(f"profile: {what} ...", file=sys.stderr, flush=True)
-
-
-def _nothing(what: str) -> None:
-    """Say nothing."""

@@ -1,31 +1,27 @@
 """From what a user gives to an engine that runs: looked at, cut, agreed upon and connected, alike on all ranks.
 
-options ──► program ──► crew ──► stages ──► assembly ──► recording, engine, holdings
+options ──► program ──► crew ──► stages ──► assembly ──► engine ──► holdings, recording ──► steps
 │ from here on a rank that fails tells all others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drumline.core.lower import lower
 from drumline.core.program import Program
-from drumline.pipeline import arguments, assembly, transports
-from drumline.pipeline.assembly import Assembly, Checkpointing
-from drumline.pipeline.auto_cut import ChosenCut
-from drumline.pipeline.auto_schedule import AUTO, first_schedule
-from drumline.pipeline.balance import Balance
+from drumline.pipeline import assembly, transports
+from drumline.pipeline.assembly import Assembly, loss_block
+from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
+from drumline.pipeline.balance import Balance, ChosenCut
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.intake import Intake
-from drumline.pipeline.loss.loss_module import loss_block
-from drumline.pipeline.planned import planned
+from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
@@ -35,100 +31,26 @@ from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.unused import unused_in
 from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.verify.agreement import agree_on_lines, code_of, first_difference, plan_of, weights_of
+from drumline.pipeline.step import Settle, StepRun
+from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
 from drumline.plan.device.plan import Plan
-from drumline.runtime.backward.compiled import Compile, compiler_for
-from drumline.runtime.batch import Split
-from drumline.runtime.blocks.cut import Block, Model
+from drumline.runtime.backward.compiled import compiler_for
+from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.weights.files import Weights
 from drumline.runtime.weights.tied import Ties
-from drumline.schedules import DEFAULT
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
 _ALIKE = ("check_finite", "check_model", "master_weights", "merge_weight_gradients", "capture", "ahead")
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a pipeline is made with; `Pipeline` says what each means."""
-
-    model: Model
-    loss_fn: Callable[..., Tensor] | None
-    schedule: str | Path | Program
-    num_microbatches: int | None
-    num_ranks: int | None
-    stages_per_rank: int | None
-    balance: Sequence[int] | str | None
-    cuts: Sequence[str] | None
-    plan: Plan | None
-    example: Any
-    example_target: Any
-    weights: str | Path | Weights | None
-    checkpoint: Checkpointing
-    loss_weight: Callable[[Any], float | Tensor] | None
-    split: Split | None
-    unused: str
-    transport: str
-    device: torch.device | str | None
-    seed: int
-    precision: str
-    master_weights: bool
-    check_finite: bool
-    check_model: bool
-    merge_weight_gradients: bool
-    timeout: float
-    ahead: int
-    capture: bool
-    weigh: bool
-    compile: Compile
-    record: bool | str | Path
-
-    @staticmethod
-    def checked(given: Mapping[str, Any]) -> Options:
-        """Return what was given, or what its plan decides, every argument of its kind and in its range."""
-        settings = {one.name: given[one.name] for one in fields(Options)}
-        settings["plan"] = decided = planned(given)
-        if decided is not None:
-            settings |= {"num_ranks": decided.num_ranks, **decided.pipeline_settings}
-        elif settings["schedule"] is None:
-            settings["schedule"] = DEFAULT
-        arguments.check(settings)
-        transports.check(settings["transport"])
-        return Options(**settings)
-
-    def settings(self) -> dict[str, Any]:
-        """Return all of it by name; of a plan, what it decides."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a pipeline consists of on this process."""
-
-    device: torch.device
-    crew: Crew
-    intake: Intake
-    program: Program
-    balance: Balance | None
-    frozen: Frozen
-    updates: Updates
-    recording: Recording
-    engine: Engine
-    holdings: Holdings
-    watched: Watched
-    shared: Shared
-    unused: frozenset[str]  # the names of parameters that the model's forward never uses, where it was followed
-    check: ModelCheck
-
-
-def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Parts:
-    """Return the parts, connected to those of all other ranks; raises alike on all of them."""
-    device = arguments.device_named(options.device) or assembly.device_of(options.model)
+def set_up(options: Options) -> StepRun:
+    """Return what runs the steps, connected to those of all other ranks; raises alike on all of them."""
+    assert options.schedule is not None, "options that were decided"
+    device = device_named(options.device) or assembly.device_of(options.model)
     program, problem = attempt(
         program_for,
         first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
@@ -149,7 +71,7 @@ def set_up(options: Options, ledger: Ledger, settle: Callable[[], None]) -> Part
         # A rank that was given something wrong connects all the same, so that the others learn of it.
         if program is None:
             raise problem
-        return _SetUp(options, device, crew, program).parts(ledger, settle)
+        return _SetUp(options, device, crew, program).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +81,7 @@ class _SetUp:
     crew: Crew
     program: Program
 
-    def parts(self, ledger: Ledger, settle: Callable[[], None]) -> Parts:
+    def run(self) -> StepRun:
         given, crew = self.options, self.crew
         intake = Intake(
             given.loss_fn,
@@ -178,12 +100,16 @@ class _SetUp:
         copied = {name for one in assembled.ties.tensors if one.is_copied for name in one.names}
         # What several ranks hold is given its home's values, whatever the others were given.
         check = self._check(stages, intake, {name: one for name, one in values.items() if name not in copied})
-        updates = Updates(numbers, master_weights=given.master_weights, settle=settle)
-        recording = Recording(given.record, crew, ledger)
-        recording.describe(given.settings(), frozen.program, assembled, balance)
-        engine = self._engine(assembled, recording)
+        engine = self._engine(assembled)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
-        intake.precise = any(one.dtype is torch.float64 for _, one in holdings.named_parameters())
+        ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
+        recording = Recording(given.record, crew, ledger, [one.clock for one in engine.executors])
+        if recording.folder is not None:
+            crew.observe(recording)
+            recording.describe(given.settings(), frozen.program, assembled, balance)
+        settle = Settle(ledger, recording, holdings)
+        updates = Updates(numbers, holdings, master_weights=given.master_weights, settle=settle)
+        intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)
         updates.follow(engine.parameters())
@@ -191,9 +117,12 @@ class _SetUp:
         watched.begin()
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
-        return Parts(
-            self.device, crew, intake, frozen.program, balance, frozen, updates, recording, engine, holdings,
-            watched, shared, unused_in(stages), check,
+        followed = Followed(block for stage in engine.stages() for block in stage.blocks)
+        auto = AutoSchedule(crew, ledger, frozen, engine, settle) if given.schedule == AUTO else None
+        observers = [*([] if auto is None else [auto]), holdings, updates, shared, recording]
+        return StepRun(
+            crew, ledger, intake, frozen, engine, holdings, updates, recording, settle, watched, followed, check,
+            observers, auto, balance, given.check_finite,
         )  # fmt: skip
 
     def _check(self, stages: Sequence[Sequence[Block]], intake: Intake, values: dict[str, bytes]) -> ModelCheck:
@@ -215,6 +144,7 @@ class _SetUp:
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
+        assert given.plan is None or isinstance(given.plan, Plan), "options that were decided"
         chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers, given.plan)
         stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
         intake.weigh_by(stages)
@@ -245,21 +175,19 @@ class _SetUp:
         self.crew.connect(assembled.ties.edges)
         return assembled
 
-    def _engine(self, assembled: Assembly, recording: Recording) -> Engine:
+    def _engine(self, assembled: Assembly) -> Engine:
         """Return what runs the program on this process's ranks."""
         given = self.options
-        engine = Engine(
+        has_folder = not isinstance(given.record, bool)
+        return Engine(
             self.crew,
             assembled,
-            recording,
             ahead=given.ahead,
             merge=given.merge_weight_gradients,
-            weigh=given.weigh or (recording.folder is not None and not given.compile),  # the first step, unless all
+            measure=given.record is not False,
+            weigh="always" if given.weigh else "first" if has_folder and not given.compile else "never",
             capture=given.capture,
         )
-        self.crew.current = lambda: engine.action
-        recording.follow(engine.executors, weigh=given.weigh)
-        return engine
 
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise, alike on all ranks, unless all were given the same."""

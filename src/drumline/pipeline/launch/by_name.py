@@ -1,4 +1,4 @@
-"""Which functions and classes another process can import, and what code uses of the modules around it."""
+"""Which functions and classes another process can import, and what a function uses of those around it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 from collections.abc import Iterator
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 _GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
@@ -18,10 +18,10 @@ def goes_by_name(obj: Any) -> bool:
     >>> goes_by_name(functools.wraps), goes_by_name(lambda: 0)
     (True, False)
     """
-    found: Any = sys.modules.get(obj.__module__ or "")
+    holder: Any = sys.modules.get(obj.__module__ or "")
     for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj and is_importable(obj.__module__)
+        holder = getattr(holder, part, None)
+    return holder is obj and is_importable(obj.__module__)
 
 
 def is_importable(name: str) -> bool:
@@ -49,30 +49,23 @@ def _finds(name: str, origin: str | None, path: tuple[str, ...] | None, _sys_pat
     return any(spec is not None and spec.origin == origin for spec in specs)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield some code and that of all functions and classes inside it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            yield from _codes(const)
+            yield from codes(const)
 
 
 def global_values(fn: FunctionType) -> dict[str, Any]:
     """Return the globals that a function and the functions inside it use, as far as they exist.
 
     >>> sorted(global_values(global_values))
-    ['_GLOBAL_OPS', '_codes', 'dis']
+    ['_GLOBAL_OPS', 'codes', 'dis']
     """
-    used = (one for code in _codes(fn.__code__) for one in dis.get_instructions(code) if one.opname in _GLOBAL_OPS)
-    names = dict.fromkeys(one.argval for one in used)
+    steps = (step for code in codes(fn.__code__) for step in dis.get_instructions(code))
+    names = dict.fromkeys(step.argval for step in steps if step.opname in _GLOBAL_OPS)
     return {name: fn.__globals__[name] for name in names if name in fn.__globals__}
-
-
-def used_submodules(module: ModuleType, code: CodeType) -> list[str]:
-    """Return the submodules that code reaches as attributes: `import a.b` binds only a, and a need not import b."""
-    words = {name for one in _codes(code) for name in one.co_names}
-    ahead = module.__name__ + "."
-    below = [name for name in list(sys.modules) if name.startswith(ahead)]
-    return [name for name in below if words.issuperset(name[len(ahead) :].split(".")) and is_importable(name)]
 
 
 def content_of(cell: CellType) -> tuple[Any, ...]:

@@ -8,41 +8,43 @@ its captured variables and its defaults; a class with its attributes. All else t
 >>> loads(dumps(counter(41)))()
 42
 
-An object that refers to itself is made in two steps: a shell that the rest can refer to, then its content.
-
-    fact = lambda n: n * fact(n - 1)     shell(code) ──► fill(globals = {fact: that shell})
-
-A class keeps its identity: what a rank returns is an instance of the sender's own class, not of a copy.
+cloudpickle takes functions and classes apart; where it is not installed, they must be importable. Completed here is
+what it loses: the variable that two closures share, slots, enums as their authors wrote them, caches, the globals of a
+class inside a function, `__main__`. A class keeps its identity: what a rank returns is an instance of the sender's own
+class, not of a copy.
 """
 
 from __future__ import annotations
 
 import builtins
+import copyreg
+import dataclasses
 import enum
+import functools
 import importlib
 import io
 import linecache
 import os
 import pickle
 import sys
-import types
-import uuid
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, ClassVar
 
-from drumline.pipeline.launch.by_name import content_of, global_values, goes_by_name, is_importable, used_submodules
-from drumline.pipeline.launch.reducers import REDUCERS
-from drumline.pipeline.launch.storages import Storages
+from drumline.core.errors import LaunchError
+from drumline.pipeline.launch.by_name import codes, content_of, global_values, goes_by_name, is_importable
 
+try:
+    from cloudpickle import cloudpickle
+except ImportError:
+    cloudpickle = None
+
+_Base: Any = cloudpickle.Pickler if cloudpickle else pickle.Pickler
 _HEAP_TYPE = 1 << 9
-_MADE_WITH_THE_CLASS = {"__module__", "__qualname__", "__slots__", "__orig_bases__"}
-_NOT_CARRIED = _MADE_WITH_THE_CLASS | {"__dict__", "__weakref__", "_abc_impl"}
+_SMALL_BYTES = 4096  # of a buffer that is not worth a part of its own
 
-# Which class is meant, in every process that it travelled to.
-_tokens: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()
+# Classes that came from another process, by cloudpickle's name for each; those of the second set lack their attributes.
 _received: set[str] = set()
 _unfilled: set[str] = set()
 
@@ -67,72 +69,130 @@ def loads(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
     return value
 
 
-class _Pickler(pickle.Pickler):
+def _module(module: ModuleType) -> Any:
+    known = module.__name__ == "__main__" or is_importable(module.__name__)
+    if sys.modules.get(module.__name__) is not module or not known:
+        raise pickle.PicklingError(f"module {module.__name__} cannot be imported under its name")
+    return importlib.import_module, (module.__name__,)
+
+
+def _cached(fn: Any) -> Any:
+    if goes_by_name(fn):
+        return fn.__qualname__
+    return _make_cached, (fn.__wrapped__, fn.cache_parameters())
+
+
+def _make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _make_cached_property(fn: Callable[..., Any], name: str) -> Any:
+    made: functools.cached_property[Any] = functools.cached_property(fn)
+    made.__set_name__(object, name)
+    return made
+
+
+def _make_cell() -> CellType:
+    return CellType()
+
+
+def _dataclasses_own(sentinel: object) -> Any:
+    """Dataclasses compare their sentinels by identity, so they go by name."""
+    return next(name for name, value in vars(dataclasses).items() if value is sentinel)
+
+
+_SENTINELS = ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    ModuleType: _module,
+    CellType: lambda _: (_make_cell, ()),  # its functions fill it: it may hold one of them
+    functools.cached_property: lambda cached: (_make_cached_property, (cached.func, cached.attrname)),
+    type(functools.lru_cache(len)): _cached,
+    **{type(getattr(dataclasses, name)): _dataclasses_own for name in _SENTINELS},
+}
+
+
+class _Pickler(_Base):  # type: ignore[misc]
+    dispatch_table: ClassVar[Any] = ChainMap(
+        _REDUCERS, cloudpickle.Pickler.dispatch_table if cloudpickle else copyreg.dispatch_table
+    )
+
     def __init__(
         self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], sources: dict[str, list[str]], reply: bool
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._namespaces: dict[int, _Namespace] = {}
-        self._storages = Storages()
+        self._storages: dict[int, Any] = {}  # each is written once
         self._sources = sources
         self._reply = reply
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type):
-            return self._class(obj)
-        if isinstance(obj, FunctionType):
-            return self._function(obj)
-        kind = type(obj)
-        if kind.__module__ == "torch.storage":
-            return self._storages.reduce(obj)
-        reduce = REDUCERS.get(kind)
-        return NotImplemented if reduce is None else reduce(obj)
+        if not isinstance(obj, type | FunctionType):
+            return self._storage(obj) if type(obj).__module__ == "torch.storage" else NotImplemented
+        if goes_by_name(obj):
+            return NotImplemented
+        if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:  # C code made it, such as the type of None
+            return NotImplemented if cloudpickle is None else super().reducer_override(obj)
+        if cloudpickle is None:
+            raise LaunchError(
+                f"the ranks cannot import {obj.__qualname__} of {obj.__module__}, and cloudpickle is not installed",
+                fix="move it to a module of its own, or install cloudpickle, which sends it as it is",
+            )
+        return self._class(obj) if isinstance(obj, type) else self._function(obj)
 
     def _function(self, fn: FunctionType) -> Any:
-        if goes_by_name(fn):
-            return NotImplemented
         self._keep_source(fn.__code__)
         space = self._namespaces.setdefault(id(fn.__globals__), _Namespace(fn.__globals__))
-        used = {} if space.is_importable else global_values(fn)
-        cells = fn.__closure__ or ()
-        contents = [content_of(cell) for cell in cells]
-        modules = [one for one in (*used.values(), *(it[0] for it in contents if it)) if isinstance(one, ModuleType)]
-        state = {
-            "globals": used,
-            "contents": contents,
-            "imports": [name for module in modules for name in used_submodules(module, fn.__code__)],
-            "attributes": {name: getattr(fn, name) for name in _FUNCTION_ATTRIBUTES if hasattr(fn, name)},
-            "dict": fn.__dict__,
+        contents = [content_of(cell) for cell in fn.__closure__ or ()]
+        values = [*global_values(fn).values(), *(value for content in contents for value in content)]
+        make, _, (own, slots), *_ = self._dynamic_function_reduce(fn)
+        slots |= {
+            "__closure__": None,
+            "__globals__": {},
+            "__type_params__": getattr(fn, "__type_params__", ()),
+            "_cloudpickle_submodules": [
+                module.__name__
+                for code in codes(fn.__code__)
+                for module in cloudpickle._find_imported_submodules(code, values)
+                if is_importable(module.__name__)
+            ],
         }
-        shell = fn.__code__, space, fn.__name__, cells
-        return _function_shell, shell, state, None, None, _fill_function
+        used = {} if space.is_importable else global_values(fn)
+        shell = fn.__code__, space, fn.__name__, None, fn.__closure__
+        return make, shell, (own, slots, used, contents), None, None, _fill_function
 
     def _class(self, cls: type) -> Any:
-        if not cls.__flags__ & _HEAP_TYPE or goes_by_name(cls):
-            return NotImplemented
-        token = _token(cls)
+        token = cloudpickle._get_or_create_tracker_id(cls)
         if self._reply and token in _received:
             return _known_class, (token,)
-        attributes = dict(vars(cls))
-        body = {name: attributes[name] for name in _MADE_WITH_THE_CLASS if name in attributes}
-        body["__qualname__"] = cls.__qualname__
+        make, args, (attributes, _), *_ = cloudpickle._dynamic_class_reduce(cls)
+        attributes = {name: value for name, value in vars(cls).items() if name in attributes.keys() - {"_abc_impl"}}
         members: dict[str, Any] = {}
         if issubclass(cls, enum.Enum):
-            members = {name: member._value_ for name, member in cls.__members__.items()}
-            attributes = {name: one for name, one in attributes.items() if _of_enum_body(name, one, members)}
-        state = {
-            "token": token,
-            "attributes": {name: one for name, one in attributes.items() if _is_carried(name, one)},
-            "members": {name: dict(vars(getattr(cls, name))) for name in members},
-        }
-        return (
-            _class_shell,
-            (token, type(cls), cls.__name__, cls.__bases__, body, members),
-            state,
-            None,
-            None,
-            _fill_class,
-        )
+            members = {name: dict(vars(member)) for name, member in cls.__members__.items()}
+            attributes = {name: value for name, value in attributes.items() if _of_enum_body(name, value, members)}
+            args = *args[:3], {name: member["_value_"] for name, member in members.items()}, *args[4:]
+        else:
+            body = {name: vars(cls)[name] for name in ("__slots__", "__orig_bases__") if name in vars(cls)}
+            args = *args[:2], cls.__bases__, {**args[3], **body, "__qualname__": cls.__qualname__}, *args[4:]
+        return _class_shell, (token, make, args), (token, attributes, members), None, None, _fill_class
+
+    def _storage(self, storage: Any) -> Any:
+        """Write the CPU's memory as buffers beside the stream; two views of one memory stay two views.
+
+        torch writes a tensor as its storage and how it lies in there, and a storage as a file within the pickle, copied
+        three times over: only that second half is done otherwise here.
+        """
+        import torch
+
+        untyped: Any = getattr(storage, "_untyped_storage", storage)
+        if untyped.device.type != "cpu":
+            return NotImplemented
+        if isinstance(storage, torch.UntypedStorage):
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            return _untyped, (data.tobytes() if data.nbytes < _SMALL_BYTES else pickle.PickleBuffer(data),)
+        if isinstance(storage, torch.storage.TypedStorage):
+            return _typed, (self._storages.setdefault(untyped._cdata, untyped), storage.dtype)
+        return NotImplemented
 
     def _keep_source(self, code: CodeType) -> None:
         """Carry the lines of a notebook cell along, so that the other process shows them in its tracebacks."""
@@ -145,7 +205,6 @@ class _Namespace:
     """The globals of some functions: a module's, or a dict that is nobody's."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
         self.name = values.get("__name__", "__main__")
         module = sys.modules.get(self.name)
         self.is_module = module is not None and vars(module) is values
@@ -164,76 +223,47 @@ def _make_namespace(name: str, is_module: bool, is_importable: bool) -> dict[str
     return vars(module)
 
 
-_FUNCTION_ATTRIBUTES = (
-    *("__defaults__", "__kwdefaults__", "__annotations__", "__doc__"),
-    *("__module__", "__qualname__", "__type_params__"),
-)
-
-
-def _function_shell(code: CodeType, space: dict[str, Any], name: str, cells: tuple[CellType, ...]) -> FunctionType:
-    return FunctionType(code, space, name, None, cells)
-
-
-def _fill_function(fn: FunctionType, state: dict[str, Any]) -> None:
-    for name in state["imports"]:
+def _fill_function(fn: FunctionType, state: tuple[Any, Any, dict[str, Any], list[tuple[Any, ...]]]) -> None:
+    own, slots, used, contents = state
+    for name in slots["_cloudpickle_submodules"]:
         importlib.import_module(name)
     # What is there already stays: loading never changes a variable of this process's own __main__.
-    for name, value in state["globals"].items():
+    for name, value in used.items():
         fn.__globals__.setdefault(name, value)
-    for cell, content in zip(fn.__closure__ or (), state["contents"], strict=True):
+    for cell, content in zip(fn.__closure__ or (), contents, strict=True):
         if content:
             cell.cell_contents = content[0]
-    for name, value in state["attributes"].items():
-        setattr(fn, name, value)
-    fn.__dict__.update(state["dict"])
+    cloudpickle._function_setstate(fn, (own, slots))
     _show_in_main(fn)
 
 
-def _token(cls: type) -> str:
-    token = _tokens.setdefault(cls, uuid.uuid4().hex)
-    _classes[token] = cls
-    return token
-
-
-def _known_class(token: str) -> type:
-    return _classes[token]
-
-
-def _is_carried(name: str, one: object) -> bool:
-    slot = isinstance(one, types.MemberDescriptorType | types.GetSetDescriptorType)
-    return name not in _NOT_CARRIED and not slot
-
-
-def _of_enum_body(name: str, one: object, members: dict[str, Any]) -> bool:
+def _of_enum_body(name: str, value: object, members: dict[str, Any]) -> bool:
     """Tell what the author of an enum wrote from what its metaclass added."""
     if name in members or (name.startswith("_") and not name.startswith("__") and name.endswith("_")):
         return False
-    return not name.startswith("__") or (isinstance(one, FunctionType) and not goes_by_name(one))
+    return not name.startswith("__") or (isinstance(value, FunctionType) and not goes_by_name(value))
 
 
-def _class_shell(
-    token: str, kind: Any, name: str, bases: tuple[type, ...], body: dict[str, Any], members: dict[str, Any]
-) -> type:
-    known = _classes.get(token)
-    if known is not None:
-        return known
-    space: Any = kind.__prepare__(name, bases)
-    for key, value in (*body.items(), *members.items()):
-        space[key] = value
-    cls: type = kind(name, bases, space)
-    _tokens[cls], _classes[token] = token, cls
-    _received.add(token)
-    _unfilled.add(token)
-    return cls
+def _known_class(token: str) -> Any:
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[token]
 
 
-def _fill_class(cls: type, state: dict[str, Any]) -> None:
-    if state["token"] not in _unfilled:
+def _class_shell(token: str, make: Callable[..., type], args: tuple[Any, ...]) -> Any:
+    if token not in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID:
+        _received.add(token)
+        _unfilled.add(token)
+        return make(*args)
+    return _known_class(token)
+
+
+def _fill_class(cls: type, state: tuple[str, dict[str, Any], dict[str, dict[str, Any]]]) -> None:
+    token, attributes, members = state
+    if token not in _unfilled:
         return
-    _unfilled.discard(state["token"])
-    for name, value in state["attributes"].items():
+    _unfilled.discard(token)
+    for name, value in attributes.items():
         type.__setattr__(cls, name, value)
-    for name, values in state["members"].items():
+    for name, values in members.items():
         vars(getattr(cls, name)).update(values)
     _show_in_main(cls)
 
@@ -242,3 +272,20 @@ def _show_in_main(obj: Any) -> None:
     """Let plain pickle and `typing.get_type_hints` find, here too, what stood in the sender's __main__."""
     if obj.__module__ == "__main__" and obj.__name__ == obj.__qualname__ and obj.__name__.isidentifier():
         vars(sys.modules["__main__"]).setdefault(obj.__name__, obj)
+
+
+def _untyped(data: Any) -> Any:
+    import torch
+
+    size = memoryview(data).nbytes
+    made = torch.empty(size, dtype=torch.uint8)
+    if size:
+        made.numpy()[:] = memoryview(data)
+    return made.untyped_storage()
+
+
+def _typed(untyped: Any, dtype: Any) -> Any:
+    from torch import storage
+
+    made: Any = storage.TypedStorage
+    return made(wrap_storage=untyped, dtype=dtype, _internal=True)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTimeout, counted
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
-from drumline.pipeline.launch.ranks import Ranks
+from drumline.pipeline.launch.processes import Processes
 from drumline.pipeline.launch.wire import Failure, Parts
 from drumline.pipeline.launch.worker import Task
 
@@ -60,7 +60,7 @@ def launch(
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     task = _packed(Task(fn, args, kwargs))
     limit = None if timeout is None else time.monotonic() + timeout
-    with socket.create_server(("127.0.0.1", 0)) as listener, Ranks() as ranks:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks:
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ranks.start(
@@ -110,6 +110,8 @@ def _check(
 def _packed(task: Task) -> Parts:
     try:
         return by_value.dumps(task)
+    except LaunchError:
+        raise
     except Exception as error:
         named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
         named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
@@ -172,7 +174,7 @@ def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks
         del store  # closes it; an error's traceback would keep it
 
 
-def _wait(ranks: Ranks, limit: float | None, timeout: float | None) -> dict[int, Failure]:
+def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[int, Failure]:
     """Return once all ranks have finished, or a short while after the first that failed."""
     failed_at: float | None = None
     while not all(rank.is_finished for rank in ranks):

@@ -11,57 +11,65 @@ step is told and written with the next one.
 from __future__ import annotations
 
 import atexit
+import math
 import secrets
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.align import Dial
+from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.record.description import config_of, environment_of, plan_of
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.gaps import Between
-from drumline.pipeline.record.metrics import line_of
-from drumline.pipeline.record.run_folder import RunFolder, problem
+from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
-from drumline.runtime.clock import Clock, NoClock
+from drumline.runtime.clock import Clock
 from drumline.runtime.draft import END, LEAVE, Draft
-from drumline.runtime.executor import Executor
+from drumline.runtime.executor import Step
 
 T = TypeVar("T")
 _ENDED: Any = object()
 _SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
 
 
-class Recording:
+class Recording(Observer):
     """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
 
-    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger) -> None:
+    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger, clocks: Sequence[Clock]) -> None:
         self._ledger = ledger
         self.is_on = record is not False
         self.folder: RunFolder | None = None
+        self.drafts: Sequence[Draft] = ()  # of the step that runs
         self._crew = crew
         self._ranks = [channel.rank for channel in crew.channels]
-        self._executors: Sequence[Executor] = ()  # those that weigh what they hold in the first step alone
-        self._clocks: Sequence[Clock] = ()
+        self._clocks = clocks
         self._has_clocks = False  # more than one: ranks on several hosts
         self._dials: tuple[Dial, ...] = ()  # how they are read, and until when
         self._read_until = 0.0
-        self._between = Between(())
+        self._between = Between(clocks)
         self._late: Sequence[Draft] = ()  # of the last step, where the device had not passed it
         self._unwritten: list[Record] = []
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written
         if not isinstance(record, bool):
             self.folder = self._opened(Path(record))
-            crew.while_waiting, crew.at_failure = self.write, self.flush
             _open.add(self)
+        if self.is_on:
+            numbers = crew.all_told("clocks", [clock.number for clock in clocks])
+            self._has_clocks = len(set(numbers)) > 1
+        if self._has_clocks:
+            crew.compare_clocks()
 
     def _opened(self, path: Path) -> RunFolder:
         """Begin a run, on all ranks or on none."""
@@ -78,51 +86,36 @@ class Recording:
         self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
     ) -> None:
         """Write what is known before the first step; all ranks call it."""
-        if self.folder is not None:
-            own = environment_of(assembly.device)
-            told = self._crew.all_told("environment", [own] * len(self._crew.channels))
-            if 0 in self._ranks:
-                plan = plan_of(program, assembly, balance)
-                self.folder.describe(program, config_of(settings), plan, {"ranks": told})
-
-    def clock(self, clock: Clock) -> Clock:
-        """Return the clock that an executor is to use."""
-        return clock if self.is_on else NoClock()
-
-    def follow(self, executors: Sequence[Executor], *, weigh: bool) -> None:
-        """Measure from here on; without `weigh`, executors that can are to weigh what they hold in one step only."""
-        self._executors = [] if weigh else executors
-        self._clocks = [executor.clock for executor in executors]
-        self._between = Between(self._clocks)
-        if self.is_on:
-            numbers = self._crew.all_told("clocks", [clock.number for clock in self._clocks])
-            self._has_clocks = len(set(numbers)) > 1
-        if self._has_clocks:
-            self._crew.compare_clocks()
+        own = environment_of(assembly.device)
+        told = self._crew.all_told("environment", [own] * len(self._crew.channels))
+        if 0 in self._ranks and self.folder is not None:
+            plan = plan_of(program, assembly, balance)
+            self.folder.describe(program, config_of(settings), plan, {"ranks": told})
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def begin(self, number: int) -> list[Draft]:
-        """Return drafts for a step that is called now."""
-        drafts = [Draft(rank, number) for rank in self._ranks]
-        for draft, clock, channel in zip(drafts, self._clocks, self._crew.channels, strict=True):
+    def called(self, step: Step) -> None:
+        """Begin drafts for a step."""
+        self.drafts = [Draft(rank, step.number) for rank in self._ranks]
+        for draft, clock, channel in zip(self.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock = clock.number
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
-        self._between.hand_over(drafts)
-        return drafts
+        self._between.hand_over(self.drafts)
 
-    def ran(self, drafts: Sequence[Draft]) -> None:
+    def end(self, step: Step) -> None:
         """Note that all rows of this process have ended and what was sent has left."""
-        self._spent(LEAVE, drafts)
+        self._spent(LEAVE)
 
-    def ended(self, drafts: Sequence[Draft]) -> None:
+    def ended(self, tally: Tally) -> None:
         """Note that only the telling is left."""
-        self._spent(END, drafts)
-        self._between.ended(drafts)
+        if self._crew.alone and self.is_on:
+            tally.own = partial(self.settled, self.drafts)
+        self._spent(END)
+        self._between.ended(self.drafts)
 
-    def _spent(self, kind: int, drafts: Sequence[Draft]) -> None:
-        for draft, clock in zip(drafts, self._clocks, strict=True):
+    def _spent(self, kind: int) -> None:
+        for draft, clock in zip(self.drafts, self._clocks, strict=True):
             now = clock.now()
             draft.spent(kind, draft.end_ns, now)
             draft.end_ns = now
@@ -151,17 +144,17 @@ class Recording:
         if self.is_on:
             self._between.leave()
 
-    def fill(self, each: Sequence[Told], drafts: Sequence[Draft]) -> None:
+    def fill(self, each: Sequence[Told]) -> None:
         """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
         if not self.is_on:
             return
         if self._late:
             for told, record in zip(each, self.settled(self._late), strict=True):
                 told.late = record
-        self._late = drafts
-        if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, drafts, strict=True)):
+        self._late = self.drafts
+        if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, self.drafts, strict=True)):
             self._late = ()
-            for told, draft in zip(each, drafts, strict=True):
+            for told, draft in zip(each, self.drafts, strict=True):
                 told.record = draft.record()
 
     def settled(self, drafts: Sequence[Draft]) -> list[Record]:
@@ -176,14 +169,12 @@ class Recording:
         """Take in what the ranks of this process told of a step, to be written during the next one."""
         if self.folder is None or not self.folder.is_open:
             return
-        self.write()
+        self.waiting()
         self._unwritten += [record for told in each for record in (told.late, told.record) if record is not None]
-        for executor in self._executors:
-            executor.scale = None
         if 0 in self._ranks:
             self._waiting.append((tally, {}))
 
-    def write(self) -> None:
+    def waiting(self) -> None:
         """Write the lines of earlier steps, and the metrics of those that all ranks have told of."""
         if self._unwritten and self.folder is not None and self.folder.is_open:
             self._write(self.folder)
@@ -204,7 +195,7 @@ class Recording:
         if self._waiting:
             self._waiting[-1][1].update(metrics)
 
-    def flush(self) -> None:
+    def failed(self) -> None:
         """Write all that is known out."""
         if self.folder is not None and self.folder.is_open:
             self._write(self.folder)
@@ -239,3 +230,24 @@ _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 def _close_all() -> None:
     for recording in list(_open):
         recording.close()
+
+
+def line_of(tally: Tally, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
+    """Return the metrics of a step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
+    found: dict[str, Any] = {"loss_metrics/global_avg_loss": tally.loss, **noted}
+    records = tally.known_records
+    if records is not None:
+        found |= step_metrics(tally.program, records, dials)
+        seconds = found["time_metrics/end_to_end(s)"]
+        rows, tokens = (max(getattr(one, what) for one in tally.told) for what in ("num_rows", "num_tokens"))
+        if rows:
+            found["throughput(rows/s)"] = rows / seconds
+        if tokens:
+            found["throughput(tps)"] = tokens / seconds / len(records)  # of each device, as torchtitan has it
+    return {name: _plain(value) for name, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as JSON has it, which knows neither tensors nor what is not finite."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number

@@ -6,7 +6,7 @@ A rank does not wait at the end of a step. The loss, the check for NaN and the t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -138,8 +138,9 @@ class Tally:
 class Ledger:
     """The tallies of all steps so far: those nobody has looked at, the last one, and one that was refused."""
 
-    def __init__(self, unused: str = "warn") -> None:
-        self.unused = Unused(unused)
+    def __init__(self, unused: str = "warn", never_used: Collection[str] | None = None) -> None:
+        self.unused = Unused(unused, never_used)
+        self.number = 0  # of the next step
         self.last: Tally | None = None  # of the steps that trained
         self.before: Tally | None = None  # the one before that
         self._recent: deque[Tally] = deque(maxlen=_NUM_RECENT)  # by which drifts of clocks are told
@@ -148,6 +149,7 @@ class Ledger:
 
     def add(self, tally: Tally, *, trained: bool, alone: bool) -> None:
         """Enter a step that has been told of; ranks that are `alone` in one process have one clock."""
+        self.number = tally.number + 1
         self._open.append(tally)
         if trained:
             if self.last is not None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
+from drumline.pipeline.observer import Observer
 from drumline.runtime.blocks.cut import Block
+from drumline.runtime.executor import Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.watch.fingerprint import PLAIN
 from drumline.runtime.weights.catalogue import Place, places_in
@@ -30,7 +32,7 @@ class _Kept(NamedTuple):
     block: str
 
 
-class Shared:
+class Shared(Observer):
     """The buffers that this process's stages share with others, and the attributes of stages with several copies."""
 
     def __init__(self, ties: Ties, stages: Sequence[Stage]) -> None:
@@ -46,7 +48,7 @@ class Shared:
         self._before: list[tuple[Tensor | None, int, Tensor | None]] = []
         self._attributes: list[dict[str, Any]] = []
 
-    def before(self) -> None:
+    def begin(self, step: Step) -> None:
         """Note what there is before a step."""
         by_value = self._num_steps < _BY_VALUE
         tensors = [one.place.tensor for one in self._kept]
@@ -57,7 +59,7 @@ class Shared:
         self._attributes = [_plain(module) for _, module in self._doubled] if by_value else []
         self._num_steps += 1
 
-    def after(self) -> None:
+    def end(self, step: Step) -> None:
         """Refuse what the step has changed."""
         for one, (tensor, version, copy) in zip(self._kept, self._before, strict=True):
             now = one.place.tensor
@@ -73,10 +75,10 @@ class Shared:
                 )
         self._before = []
 
-    def _refuse(self, one: _Kept) -> None:
-        stages = ", ".join(map(str, one.held.stages))
+    def _refuse(self, kept: _Kept) -> None:
+        stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
-            f"the forward of block {one.block!r} changes the buffer {one.held.name!r}, which stages {stages} hold",
+            f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
             expected="buffers that change to belong to one stage, which sees all microbatches in order",
             fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
         )

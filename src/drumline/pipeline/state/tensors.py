@@ -1,15 +1,22 @@
-"""What the ranks of this process hold of the model, each tensor once: named, kept equal, stored and given back."""
+"""What the ranks of this process hold of the model, each tensor once: named, kept equal, stored and given back.
+
+What several blocks hold has several names in the unsplit model, and is stored once, by the rank that is its home: so
+the ranks' states together are the model's, with every tensor once. A state is taken back under any of its names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from drumline.core.errors import DrumlineError, ModelError, nearest
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.state import named as state
-from drumline.runtime.executor import Executor
+from drumline.pipeline.observer import Observer
+from drumline.runtime.blocks.cut import Block
+from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
 from drumline.runtime.weights.copies import Copies
@@ -18,7 +25,7 @@ from drumline.runtime.weights.tied import Ties
 Named = list[tuple[str, nn.Parameter]]
 
 
-class Holdings:
+class Holdings(Observer):
     """The tensors of this process's ranks; `copies` are those of ranks that take turns here."""
 
     def __init__(self, ties: Ties, crew: Crew, executors: Sequence[Executor], copies: Sequence[Copies]) -> None:
@@ -26,6 +33,8 @@ class Holdings:
         self.crew = crew
         self.executors = executors
         self.copies = copies
+        self._named: Named | None = None
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of steps before the one that runs
 
     def share(self) -> None:
         """Give all copies of whatever several ranks hold the values that its home has."""
@@ -38,57 +47,140 @@ class Holdings:
         for copies in self.copies:
             copies.follow()
 
+    def renew(self) -> None:
+        """Look anew: parameters were exchanged."""
+        self._named = None
+
     def named_parameters(self) -> Named:
         """Return the parameters that are the user's; copies in one process are not, since they follow others."""
-        each = [self._on(executor, at_home=self.crew.alone) for executor in self.executors]
-        return [pair for named in each for pair in named]
+        if self._named is None:
+            each = [self.named_on(executor, at_home=self.crew.alone) for executor in self.executors]
+            self._named = [pair for named in each for pair in named]
+        return self._named
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the same without their names."""
+        return [one for _, one in self.named_parameters()]
+
+    def has_gradients(self) -> bool:
+        """Return whether any of them has a gradient."""
+        return any(one.grad is not None for _, one in self.named_parameters())
 
     def norms(self, norm_type: float) -> list[dict[str, float]]:
         """Return, rank by rank, the gradient norms of the parameters whose home it is."""
         found = []
-        for named in (self._on(executor, at_home=True) for executor in self.executors):
+        for named in (self.named_on(executor, at_home=True) for executor in self.executors):
             norms = clip.norms_of([one for _, one in named], norm_type)
             found.append({name: norm for (name, _), norm in zip(named, norms, strict=True) if norm is not None})
         return found
 
-    def named_on(self, executor: Executor) -> Named:
-        """Return all parameters of one rank by name, copies included."""
-        return self._on(executor, at_home=False)
-
-    def _on(self, executor: Executor, *, at_home: bool) -> Named:
-        return state.parameters_on(self.ties, executor.rank, executor.stages, at_home=at_home)
+    def named_on(self, executor: Executor, *, at_home: bool = False) -> Named:
+        """Return one rank's parameters, each once and by its first name; `at_home`, those alone whose home it is."""
+        return [
+            (name, one)
+            for name, (home, one) in self.ties.on(_blocks(executor)).items()
+            if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
+        ]
 
     # ---- gradients of earlier steps ----------------------------------------------------------------------------------
 
-    def put_aside(self, users: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    def begin(self, step: Step) -> None:
         """Take earlier steps' gradients away from what several ranks hold: only this step's are exchanged."""
         exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
-        kept = set(users) if exchanged else set()
-        before = [(one, one.grad) for one in exchanged if one in kept]
+        kept = set(self.parameters()) if exchanged else set()
+        self._earlier = [(one, one.grad) for one in exchanged if one in kept]
         for one in exchanged:
             one.grad = None
-        return before
 
-    def put_back(self, before: list[tuple[nn.Parameter, Tensor | None]]) -> None:
+    def end(self, step: Step) -> None:
         """Add this step's gradients to the earlier ones."""
-        for parameter, earlier in before:
+        for parameter, earlier in self._earlier:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = []
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this process stores."""
-        each = [state.state_on(self.ties, one.rank, one.stages) for one in self.executors]
-        return {name: value for found in each for name, value in found.items()}
+        """Return what this process stores: parameters and persistent buffers whose home is one of its ranks."""
+        stored: dict[str, Any] = {}
+        for executor in self.executors:
+            for index, block in _blocks(executor):
+                for name, value in _entries(block):
+                    if self.ties.home(name, index) == executor.rank:
+                        plain = value.detach() if isinstance(value, Tensor) else value
+                        stored.setdefault(self.ties.first(name), plain)
+        return stored
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
         """Take a state in on all ranks, or raise alike on all of them before anything has changed."""
-        problems = [state.problem_with(given, self.ties, one.rank, one.stages) for one in self.executors]
+        problems = [self._problem_with(given, executor) for executor in self.executors]
         for problem in self.crew.all_told("state", problems):
             if problem is not None:
                 raise problem
         with self.crew.together("load_state_dict"):
-            for executor in self.executors:
-                state.load_on(given, self.ties, executor.stages)
+            for block in (block for executor in self.executors for _, block in _blocks(executor)):
+                values = {name: (_given(given, self.ties, name), own) for name, own in _entries(block)}
+                block.module.load_state_dict(
+                    {
+                        name.removeprefix(_prefix(block)): own if value is None else value
+                        for name, (value, own) in values.items()
+                    }
+                )
             self.share()
+
+    def _problem_with(self, state: Mapping[str, Any], executor: Executor) -> DrumlineError | None:
+        """Return why a state cannot be given to a rank, None if it can."""
+        try:
+            if not isinstance(state, Mapping):
+                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict of tensors by name")
+            for index, block in _blocks(executor):
+                for name, own in _entries(block):
+                    value = _given(state, self.ties, name)
+                    if value is None and self.ties.home(name, index) == executor.rank:
+                        raise ModelError(
+                            f"the state has no {name!r}",
+                            expected="every parameter and buffer of this rank's stages",
+                            fix=nearest(name, state),
+                        )
+                    if isinstance(own, Tensor) and value is not None:
+                        _check_tensor(name, value, own)
+        except DrumlineError as error:
+            return error
+        return None
+
+
+def _check_tensor(name: str, value: Any, own: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
+    if value.is_meta:
+        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with numbers")
+    if value.shape != own.shape:
+        raise ModelError(f"{name!r} has the shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
+
+
+def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
+    """Return what the state has under any of a tensor's names."""
+    held = ties.find(name)
+    names = [one for one in ((name,) if held is None else held.names) if one in state]
+    values = [state[one] for one in names]
+    for other, value in zip(names[1:], values[1:], strict=True):
+        if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
+            raise ModelError(
+                f"{names[0]!r} and {other!r} differ in the state", expected="the same: they are one tensor of the model"
+            )
+    return values[0] if values else None
+
+
+def _blocks(executor: Executor) -> Iterable[tuple[int, Block]]:
+    return [(index, block) for index, stage in executor.stages.items() for block in stage.blocks]
+
+
+def _prefix(block: Block) -> str:
+    prefix = block.name if block.prefix is None else block.prefix
+    return f"{prefix}." if prefix else ""
+
+
+def _entries(block: Block) -> Iterator[tuple[str, Any]]:
+    """Yield what a block stores, under the names of the unsplit model."""
+    yield from block.module.state_dict(prefix=_prefix(block), keep_vars=True).items()

@@ -17,11 +17,14 @@ _NUM_STEPS = 10  # for which it is looked at what is reached
 
 
 class Unused:
-    """What is known of parameters without gradient; `mode` is "warn", "raise" or "ignore"."""
+    """What is known of parameters without gradient; `mode` is "warn", "raise" or "ignore".
 
-    def __init__(self, mode: str) -> None:
+    `known` are those that the forward never uses; None on ranks that stay quiet.
+    """
+
+    def __init__(self, mode: str, known: Collection[str] | None = None) -> None:
         self.mode = mode
-        self.known: Collection[str] | None = None  # those that the forward never uses; None on ranks that stay quiet
+        self.known = known
         self.begin()
 
     def begin(self) -> None:

@@ -6,28 +6,32 @@ works on copies, this one instance has a `step` and a `zero_grad` of its own aro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
-from drumline.pipeline.state.masters import Masters
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.state.optimizer_state import Named, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
+from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
 
 
-class Updates:
+class Updates(Observer):
     """What stands between this process's gradients and its optimizers."""
 
-    def __init__(self, precision: Precision, *, master_weights: bool, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, precision: Precision, holdings: Holdings, *, master_weights: bool, settle: Callable[[], None]
+    ) -> None:
         self.precision = precision
+        self.holdings = holdings
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
         self._settle = settle
@@ -47,17 +51,20 @@ class Updates:
                     fix="use model.float(), or master_weights=True",
                 )
 
-    def begin(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+    def begin(self, step: Step) -> None:
         """Before a step: set its scale; earlier steps' gradients are scaled alike, for new ones to be added to them."""
         if self.scaler is not None:
             step.scale = self.scaler.scale
-            multiplied([one.grad for one in parameters if one.grad is not None], self.scaler.scale)
+            self._multiply(self.scaler.scale)
 
-    def end(self, step: Step, parameters: Iterable[nn.Parameter]) -> None:
+    def end(self, step: Step) -> None:
         """After a step: unscale the gradients."""
         if self.scaler is not None:
-            multiplied([one.grad for one in parameters if one.grad is not None], 1.0 / step.scale)
+            self._multiply(1.0 / step.scale)
             self.scaler.ran(step.number)
+
+    def _multiply(self, factor: float) -> None:
+        multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would pass the scaler or the masters by."""
@@ -127,3 +134,72 @@ class Updates:
             self.forget()
 
         return zero_grad
+
+
+class Masters:
+    """The float32 copies of this process's low-precision parameters, which the optimizer updates in their place.
+
+    A bfloat16 weight cannot take an update much smaller than itself: 1 + 0.001 is 1. So gradients are added up over
+    microbatches and steps in float32, the optimizer updates float32 copies, and the parameters follow, rounded.
+
+    >>> weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> masters = Masters(); masters.follow([weight])
+    >>> optimizer = torch.optim.SGD([masters.of(weight)], lr=1e-3)
+    >>> (weight * 1.0).sum().backward()
+    >>> masters.take(); optimizer.step(); masters.give()
+    >>> masters.of(weight), weight
+    (Parameter containing:
+    tensor([0.9990, 0.9990], requires_grad=True), Parameter containing:
+    tensor([1., 1.], dtype=torch.bfloat16, requires_grad=True))
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # where a parameter was, and at which version
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let these parameters' gradients be added up in float32."""
+        for one in parameters:
+            if one.dtype in LOW and one.requires_grad:
+                one.grad_dtype = torch.float32
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what the optimizer updates for a parameter: its copy, or itself where it is precise enough."""
+        if parameter.dtype not in LOW:
+            return parameter
+        if parameter not in self._copies:
+            self._copies[parameter] = nn.Parameter(parameter.detach().float())
+            self._seen[parameter] = _mark(parameter)
+        return self._copies[parameter]
+
+    def named(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what counts for each of these parameters, under its name."""
+        self._catch_up()
+        return ((name, self.of(one)) for name, one in parameters)
+
+    def take(self) -> None:
+        """Before the optimizer steps: give the copies the gradients, and what others did to the parameters."""
+        self._catch_up()
+        for parameter, copy in self._copies.items():
+            copy.grad = parameter.grad
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """After the optimizer has stepped: let the parameters follow."""
+        if self._copies:
+            torch._foreach_copy_(list(self._copies), list(self._copies.values()))
+        for parameter, copy in self._copies.items():
+            copy.grad = None
+            self._seen[parameter] = _mark(parameter)
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Take over parameters that somebody else has changed: a loaded state, an initialisation."""
+        for parameter, copy in self._copies.items():
+            if _mark(parameter) != self._seen[parameter]:
+                copy.copy_(parameter)
+                self._seen[parameter] = _mark(parameter)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version

@@ -40,51 +40,51 @@ def _numbers(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, NUM_NUMBERS, generator=generator, dtype=torch.float64)
 
 
-def norm_of(one: Tensor | None) -> float:
+def norm_of(tensor: Tensor | None) -> float:
     """Return a tensor's norm, added up in float64; of nothing it is 0.
 
     >>> norm_of(torch.tensor([3.0, 4.0])), norm_of(torch.tensor([3.0 + 4.0j])), norm_of(None)
     (5.0, 5.0, 0.0)
     """
-    if one is None:
+    if tensor is None:
         return 0.0
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(_wide(one), dtype=wide))
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(_wide(tensor), dtype=wide))
 
 
-def off(found: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> float:
-    """Return ||found - wanted|| as a part of ||wanted||; nothing counts as zeros, and what is below the floor as equal.
+def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> float:
+    """Return ||made - wanted|| as a part of ||wanted||; nothing counts as zeros, and what is below the floor as equal.
 
     >>> off(torch.tensor([1.1]), torch.tensor([1.0])), off(None, torch.zeros(2)), off(None, torch.ones(1))
     (0.1000..., 0.0, 1.0)
     """
-    if found is None or wanted is None:
-        apart = norm_of(found if wanted is None else wanted)
+    if made is None or wanted is None:
+        apart = norm_of(made if wanted is None else wanted)
         size = apart
-    elif found.shape != wanted.shape:
+    elif made.shape != wanted.shape:
         return math.inf
     else:
-        if found.dtype == wanted.dtype and torch.equal(found, wanted):
+        if made.dtype == wanted.dtype and torch.equal(made, wanted):
             return 0.0
-        apart, size = norm_of(_wide(found) - _wide(wanted)), norm_of(wanted)
-        if not math.isfinite(apart + size) and _same_nans(found, wanted):
+        apart, size = norm_of(_wide(made) - _wide(wanted)), norm_of(wanted)
+        if not math.isfinite(apart + size) and _same_nans(made, wanted):
             return 0.0  # what is not finite is looked for elsewhere
     if not math.isfinite(apart):
         return math.inf
     return 0.0 if apart <= floor else apart / size if size else apart
 
 
-def _wide(one: Tensor) -> Tensor:
-    return one if one.dtype.itemsize > 2 else one.float()
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype.itemsize > 2 else tensor.float()
 
 
-def _same_nans(found: Tensor, wanted: Tensor) -> bool:
-    return bool((found.isnan() == wanted.isnan()).all()) and not bool(wanted.isfinite().all())
+def _same_nans(made: Tensor, wanted: Tensor) -> bool:
+    return bool((made.isnan() == wanted.isnan()).all()) and not bool(wanted.isfinite().all())
 
 
-def outputs_off(found: Any, wanted: Any) -> float:
+def outputs_off(made: Any, wanted: Any) -> float:
     """Return the largest difference of two outputs' tensors; of dicts, what both have."""
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        return max((outputs_off(found[key], wanted[key]) for key in found if key in wanted), default=0.0)
-    pairs = zip(pack(found)[0], pack(wanted)[0], strict=False)
+    if isinstance(made, Mapping) and isinstance(wanted, Mapping):
+        return max((outputs_off(made[key], wanted[key]) for key in made if key in wanted), default=0.0)
+    pairs = zip(pack(made)[0], pack(wanted)[0], strict=False)
     return max((off(one, other) for one, other in pairs if one.is_floating_point()), default=0.0)

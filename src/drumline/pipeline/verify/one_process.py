@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.core import rules
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
 from drumline.pipeline.assembly import device_of
 from drumline.pipeline.loss.own_loss import OwnWeight, own_loss
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.model.file import Material
+from drumline.pipeline.model.sources import Material
 from drumline.pipeline.verify.plain import Plain, undisturbed
-from drumline.pipeline.verify.reference import accumulation_order
 from drumline.plan.cut.peaks import held_by
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
@@ -170,13 +170,13 @@ class OneProcess:
     def _parameters(self) -> list[nn.Parameter]:
         return [one for _, one in self._named if one.requires_grad]
 
-    def _add(self, orders: Sequence[Sequence[int]], found: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
+    def _add(self, orders: Sequence[Sequence[int]], gradients: Sequence[Mapping[nn.Parameter, Tensor | None]]) -> None:
         """Add the microbatches' gradients stage by stage, each in its own order; what no stage has, as they came."""
         apart = set(self._parameters).difference(*self._owned)
-        for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(found)))]:
+        for mine, order in [*zip(self._owned, orders, strict=True), (apart, range(len(gradients)))]:
             for microbatch in order:
                 for one in mine:
-                    gradient = found[microbatch][one]
+                    gradient = gradients[microbatch][one]
                     if gradient is not None:
                         one.grad = gradient if one.grad is None else one.grad.add_(gradient)
 
@@ -205,6 +205,23 @@ class OneProcess:
         loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
         assert loss is not None
         return loss
+
+
+def accumulation_order(program: Program, stage: int) -> list[int]:
+    r"""Return the microbatches in the order in which a stage adds their gradients; of two copies, home first.
+
+    >>> accumulation_order(Program.parse("0F0,0F1,0I0,0I1,0W1,0W0"), stage=0)
+    [1, 0]
+    """
+    ranks = program.placement.ranks_of(stage)
+    home = program.placement.homes[stage]
+    return [
+        part.microbatch
+        for rank in sorted(ranks, key=lambda rank: rank != home)
+        for action in program.rows[rank]
+        for part in action.work
+        if part.stage == stage and part.op in rules.RELEASES and part.microbatch is not None
+    ]
 
 
 def stepped(loss: Tensor, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer) -> StepSeen:

@@ -139,8 +139,8 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             put_back()
 
 
-def _same_bits(one: Tensor, before: Tensor) -> bool:
-    return one.shape == before.shape and one.device == before.device and torch.equal(one, before)
+def _same_bits(buffer: Tensor, before: Tensor) -> bool:
+    return buffer.shape == before.shape and buffer.device == before.device and torch.equal(buffer, before)
 
 
 def _contents(value: Any) -> Callable[[], None]:

@@ -100,7 +100,7 @@ def plain_step(
 
 
 @contextmanager
-def _collected(plain: Plain, wanted: Sequence[nn.Parameter], found: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor]) -> Iterator[None]:
     """Let every gradient go where it belongs, the host or nowhere, and give back those of before."""
     parameters = list(dict.fromkeys(plain.named_parameters().values()))
     mine = set(wanted)
@@ -110,7 +110,7 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], found: dict[nn.Para
         assert isinstance(one, nn.Parameter)
         if one in mine and one.grad is not None:
             made = one.grad.detach().to("cpu", copy=True)
-            found[one] = found[one] + made if one in found else made
+            gradients[one] = gradients[one] + made if one in gradients else made
         one.grad = None
 
     handles = []

@@ -26,7 +26,7 @@ from drumline.core.program import Program
 from drumline.pipeline.assembly import Checkpointing
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.model.blocks import example_inputs
-from drumline.pipeline.model.file import Maker, Material, material_from
+from drumline.pipeline.model.sources import Maker, Material, material_from
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import program_for
 from drumline.pipeline.verify.one_process import (
@@ -286,12 +286,12 @@ def _pipelined(case: _Case) -> _Seen:
         return _Seen(steps, pipe.transport, pipe.timeline().bubble)
 
 
-def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool) -> Verification:
+def _compared(case: _Case, ranks: Sequence[_Seen], expected: Sequence[StepSeen], *, rounds: bool) -> Verification:
     """Hold what all ranks saw against one process; `rounds` where they add up in another order."""
     losses, weights = [0.0], [0.0]
     gradients: dict[str, float] = {}
     for at, wanted in enumerate(expected):
-        ours = [seen.steps[at] for seen in found]
+        ours = [seen.steps[at] for seen in ranks]
         losses += [difference(one.loss, wanted.loss) for one in ours]
         weights += _differences([one.weights for one in ours], wanted.weights).values()
         for name, value in _differences([one.gradients for one in ours], wanted.gradients).items():
@@ -303,13 +303,13 @@ def _compared(case: _Case, found: Sequence[_Seen], expected: Sequence[StepSeen],
         num_stages=program.num_stages,
         num_microbatches=program.num_microbatches,
         num_steps=case.num_steps,
-        transport=found[0].transport,
+        transport=ranks[0].transport,
         loss=expected[-1].loss.item(),
         loss_difference=max(losses),
         gradient_differences=gradients,
         weight_difference=max(weights),
         tolerance=_allowed(expected[0].weights) if rounds else 0.0,
-        bubble=found[0].bubble,
+        bubble=ranks[0].bubble,
     )
 
 
@@ -328,18 +328,18 @@ def _differences(found: Sequence[Named], wanted: Named) -> dict[str, float]:
     return differences | {name: 1.0 for name, each in copies.items() if name not in differences and each != [None]}
 
 
-def difference(found: Tensor | None, wanted: Tensor | None) -> float:
-    """Return ||found - wanted|| / ||wanted||: 0 only where all bits agree, 1 where one is missing.
+def difference(made: Tensor | None, wanted: Tensor | None) -> float:
+    """Return ||made - wanted|| / ||wanted||: 0 only where all bits agree, 1 where one is missing.
 
     >>> difference(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0]))
     0.0199...
     >>> difference(None, torch.ones(2)), difference(torch.tensor(math.nan), torch.ones(()))
     (1.0, inf)
     """
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else 1.0
-    if torch.equal(found, wanted):
+    if made is None or wanted is None:
+        return 0.0 if made is wanted else 1.0
+    if torch.equal(made, wanted):
         return 0.0
-    off, size = ((found.double() - wanted.double()).norm().item(), wanted.double().norm().item())
+    off, size = ((made.double() - wanted.double()).norm().item(), wanted.double().norm().item())
     ratio = off / size if size else off
     return ratio if math.isfinite(ratio) else math.inf

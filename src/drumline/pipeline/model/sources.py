@@ -1,4 +1,6 @@
-"""A model of the user's own, from `FILE.py:NAME`: a function that returns (model, loss_fn, batch, target).
+"""Where models come from: a function of the user's own, `FILE.py:NAME`, or the config.json of a Hugging Face model.
+
+The function returns (model, loss_fn, batch, target); from a configuration alone come random weights and random text.
 
 A module that is no chain of blocks takes a dict as its arguments by name and a tuple as its arguments in order; for one
 that computes its loss itself, as Hugging Face's do, loss_fn and target are None.
@@ -17,14 +19,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from drumline.core.errors import DrumlineError, ModelError, nearest
-from drumline.core.files import is_regular
+from drumline.core.errors import DrumlineError, ModelError, UsageError, nearest
+from drumline.core.files import Kind, is_regular, read_object
 from drumline.pipeline.model.blocks import is_chain
 from drumline.runtime.blocks.cut import Model, blocks_of
 
 Maker = Callable[[], Any]
+
+_EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
+_EXPECTED_CONFIG = "the config.json of a causal language model of Hugging Face's"
+_KIND = Kind("config", ModelError, _EXPECTED_CONFIG)
+_LENGTH = 512  # of a row, in tokens, unless asked for
 
 
 class Material(NamedTuple):
@@ -55,9 +63,6 @@ def material_from(source: str | Maker) -> Material:
             what = "is not a function" if hasattr(module, name) else "is not there"
             raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")
         return _made(maker, f"{path}:{name}")
-
-
-_EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
 
 
 def check_source(source: str) -> None:
@@ -126,3 +131,51 @@ def _made(maker: Maker, name: str) -> Material:
             expected="(model, loss_fn, batch, target), with a function as loss_fn",
         )
     return material
+
+
+def is_config(source: object) -> bool:
+    """Whether a model is named by its configuration.
+
+    >>> is_config("models/config.json"), is_config("model.py:make")
+    (True, False)
+    """
+    return isinstance(source, str) and source.endswith(".json")
+
+
+def material_from_config(path: str, *, rows: int, length: int | None = None) -> Material:
+    """Return the model, on the host and with random weights, and a batch of so many rows of `length` tokens."""
+    config = _config(Path(path))
+    transformers = _transformers()
+    try:
+        known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        model = transformers.AutoModelForCausalLM.from_config(known)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path}: {str(error).splitlines()[0]}", expected=_EXPECTED_CONFIG) from None
+    most = getattr(known, "max_position_embeddings", None) or _LENGTH
+    length = min(_LENGTH, most) if length is None else length
+    if not 1 <= length <= most:
+        raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, which the model has places for")
+    ids = torch.randint(known.vocab_size, (rows, length))
+    return Material(model.train(), None, {"input_ids": ids, "labels": ids}, None)
+
+
+def check_config(path: str) -> None:
+    """Refuse what is no configuration, without making the model."""
+    _config(Path(path))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    config = read_object(path, _KIND)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{path} names no model_type", expected=_EXPECTED_CONFIG)
+    return config
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UsageError(
+            "a model from its config.json, and transformers is not installed", fix='pip install "drumline[hf]"'
+        ) from None
+    return transformers

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core import rules
 from drumline.core.program import Program
+from drumline.pipeline.verify.one_process import accumulation_order
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.batch import num_rows, shares
 from drumline.runtime.blocks.cut import Block
@@ -23,23 +23,6 @@ from drumline.runtime.precision import Precision, gradient_dtype
 from drumline.runtime.randomness import Randomness, may_draw
 
 Weight = Callable[[Any], float | Tensor]
-
-
-def accumulation_order(program: Program, stage: int) -> list[int]:
-    r"""Return the microbatches in the order in which a stage adds their gradients; of two copies, home first.
-
-    >>> accumulation_order(Program.parse("0F0,0F1,0I0,0I1,0W1,0W0"), stage=0)
-    [1, 0]
-    """
-    ranks = program.placement.ranks_of(stage)
-    home = program.placement.homes[stage]
-    return [
-        part.microbatch
-        for rank in sorted(ranks, key=lambda rank: rank != home)
-        for action in program.rows[rank]
-        for part in action.work
-        if part.stage == stage and part.op in rules.RELEASES and part.microbatch is not None
-    ]
 
 
 def reference_step(

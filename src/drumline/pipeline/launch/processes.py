@@ -111,7 +111,7 @@ class Stream:
         return bool(got)
 
 
-class Ranks:
+class Processes:
     """All ranks of a launch; leaving the block ends those that still run."""
 
     def __init__(self) -> None:

@@ -1,0 +1,227 @@
+"""What a pipeline is made with: every option once, with its kind and default, looked at before anything starts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError, UsageError, counted
+from drumline.core.program import Program
+from drumline.pipeline import transports
+from drumline.pipeline.assembly import Checkpointing
+from drumline.pipeline.model import splits
+from drumline.plan.device.plan import Plan
+from drumline.plan.device.planner import Planned
+from drumline.runtime.backward.compiled import Compile
+from drumline.runtime.batch import Split
+from drumline.runtime.blocks.cut import Model
+from drumline.runtime.weights.files import Weights
+from drumline.schedules import DEFAULT
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+Given = TypeVar("Given")
+
+UNUSED = ("warn", "raise", "ignore")
+_COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
+_SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
+_DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a pipeline is made with; `Pipeline` says what each means."""
+
+    model: Model
+    _: KW_ONLY
+    loss_fn: Callable[..., Tensor] | None = None
+    schedule: str | Path | Program | None = None
+    num_microbatches: int | None = None
+    num_ranks: int | None = None
+    stages_per_rank: int | None = None
+    balance: Sequence[int] | str | None = None
+    cuts: Sequence[str] | None = None
+    plan: Plan | Planned | str | Path | None = None
+    example: Any = None
+    example_target: Any = None
+    weights: str | Path | Weights | None = None
+    checkpoint: Checkpointing = "none"
+    loss_weight: Callable[[Any], float | Tensor] | None = None
+    split: Split | None = None
+    unused: str = "warn"
+    transport: str = "auto"
+    device: torch.device | str | None = None
+    seed: int = 0
+    precision: str = "fp32"
+    master_weights: bool = False
+    check_finite: bool = True
+    check_model: bool = True
+    merge_weight_gradients: bool = False
+    timeout: float = 300.0
+    ahead: int = 2
+    capture: bool = False
+    weigh: bool = False
+    compile: Compile = False
+    record: bool | str | Path = True
+
+    def decided(self) -> Options:
+        """Return the same with what a plan decides, every option of its kind and in its range."""
+        plan = self.decided_plan()
+        decides: dict[str, Any] = {"schedule": DEFAULT if self.schedule is None else self.schedule}
+        if plan is not None:
+            decides = {"num_ranks": plan.num_ranks, **plan.pipeline_settings}
+        options = replace(self, plan=plan, **decides)
+        check(options.settings())
+        transports.check(options.transport)
+        return options
+
+    def decided_plan(self) -> Plan | None:
+        """Return the plan, refusing what it decides itself.
+
+        >>> Options(nn.ReLU(), plan="plan.json", schedule="gpipe").decided_plan()
+        Traceback (most recent call last):
+        drumline.core.errors.UsageError: schedule is 'gpipe' beside a plan; expected one of the two: ...
+        """
+        if self.plan is None:
+            return None
+        beside = [name for name in _DECIDED if getattr(self, name) is not None]
+        for name in [*beside, *(["checkpoint"] if self.checkpoint != "none" else [])]:
+            raise UsageError(
+                f"{name} is {getattr(self, name)!r:.60} beside a plan",
+                expected="one of the two: a plan decides schedule, microbatches, cut and checkpointing",
+                fix=f"leave {name} out, or plan again",
+            )
+        given = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
+        plan = given.best if isinstance(given, Planned) else given
+        if not isinstance(plan, Plan):
+            raise UsageError(f"plan is {given!r:.60}", expected="a Plan, or the file of one")
+        if self.num_ranks not in (None, plan.num_ranks):
+            raise UsageError(
+                f"num_ranks is {self.num_ranks!r}", expected=f"{counted(plan.num_ranks, 'rank')}, as planned"
+            )
+        return plan
+
+    def settings(self) -> dict[str, Any]:
+        """Return all of it by name; of a plan, what it decides."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
+
+
+def made_with(
+    options: Callable[Arguments, Given],
+) -> Callable[[Callable[[Made, Given], None]], Callable[Concatenate[Made, Arguments], None]]:
+    """Let a class be made with what its options are made with: `Pipeline(model, seed=1)` gets `Options(model, seed=1)`.
+
+    >>> class Pipeline:
+    ...     @made_with(Options)
+    ...     def __init__(self, options): self.seed = options.seed
+    >>> Pipeline(nn.ReLU(), seed=1).seed, inspect.signature(Pipeline).parameters["seed"].default
+    (1, 0)
+    """
+
+    def decorate(init: Callable[[Made, Given], None]) -> Callable[Concatenate[Made, Arguments], None]:
+        own = next(iter(inspect.signature(init).parameters.values()))
+        signature = inspect.signature(options)
+        signature = signature.replace(parameters=[own, *signature.parameters.values()], return_annotation=None)
+
+        @functools.wraps(init)
+        def made(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:
+            signature.bind(self, *args, **named)  # raises without a name that the user does not know
+            init(self, options(*args, **named))
+
+        setattr(made, "__signature__", signature)  # noqa: B010 - what help() shows
+        return made
+
+    return decorate
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of the wrong kind by their names.
+
+    >>> check({"num_ranks": "2"})
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: num_ranks is '2'; expected a whole number of 1 or more
+    """
+    for name in _COUNTS:
+        if given.get(name) is not None:
+            _count(name, given[name])
+    if "ahead" in given:
+        _count("ahead", given["ahead"])
+    seed = given.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise UsageError(f"seed is {seed!r}", expected="a whole number")
+    timeout = given.get("timeout", 1.0)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise UsageError(f"timeout is {timeout!r}", expected="seconds above 0")
+    for name in _SWITCHES:
+        if not isinstance(given.get(name, False), bool):
+            raise UsageError(f"{name} is {given[name]!r}", expected="True or False")
+    schedule = given.get("schedule", DEFAULT)
+    if not isinstance(schedule, str | Path | Program):
+        raise UsageError(f"schedule is {schedule!r:.80}", expected="a name, a Program, or a CSV file")
+    record = given.get("record", True)
+    if not isinstance(record, bool | str | Path) or record == "":
+        raise UsageError(f"record is {record!r:.80}", expected="True, False, or the folder of a run")
+    if schedule == "auto":
+        _auto(given.get("record", True))
+    splits.check(given.get("split"))
+    _unused(given.get("unused", "warn"))
+    device_named(given.get("device"))
+    if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
+        raise ModelError(
+            "the model was compiled by torch.compile",
+            expected="the model itself: each stage is compiled by itself",
+            fix="pass what was compiled, and compile=True",
+        )
+
+
+def _unused(mode: Any) -> None:
+    if mode not in UNUSED:
+        raise UsageError(f"unused is {mode!r}", expected='"warn", "raise" or "ignore"')
+
+
+def _auto(record: Any) -> None:
+    """Refuse to search where nothing is measured, or where a run would have two programs."""
+    if record is False:
+        raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
+    if record is not True:
+        raise UsageError(
+            f"record is {str(record)!r} and schedule is 'auto'",
+            expected="one program in all of a run",
+            fix="save the program that is found, pipe.program.save(FILE.csv), and record a run with schedule=FILE.csv",
+        )
+
+
+def device_named(device: Any) -> torch.device | None:
+    """Return the device that a user names, if it is there; None for none.
+
+    >>> device_named("gpu")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: device is 'gpu'; expected a device of PyTorch's, such as cpu or cuda:0
+    """
+    if device is None:
+        return None
+    expected = "a device of PyTorch's, such as cpu or cuda:0"
+    if not isinstance(device, str | torch.device):
+        raise UsageError(f"device is {device!r}", expected=expected)
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device is {device!r}", expected=expected) from None
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if found.type not in ("cpu", "meta") and (there is None or there.type != found.type):
+        here = "cpu" if there is None else f"cpu or {there.type}"
+        raise UsageError(f"device is {str(device)!r}, and PyTorch finds none here", expected=here)
+    return found
+
+
+def _count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}", expected="a whole number of 1 or more")

@@ -1,0 +1,262 @@
+"""One step on this process: all that takes part in it, in the order in which each has its turn.
+
+    take     the batch where the first stage is, the target where the last one is, cut into microbatches
+    begin    observers prepare: earlier gradients are put aside, the loss is scaled
+    run      this process's ranks run their rows
+    end      observers put back what they put aside
+    tell     all ranks hear what came of it, and none waits for another
+
+Recording, adaptation and what is put aside meanwhile watch the step: see observer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drumline.core.errors import ModelError, RunError
+from drumline.pipeline.auto_schedule import AutoSchedule
+from drumline.pipeline.balance import Balance
+from drumline.pipeline.crew import Crew
+from drumline.pipeline.engine import Engine
+from drumline.pipeline.intake import Intake
+from drumline.pipeline.observer import Observer
+from drumline.pipeline.record.recording import Recording
+from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.state.guard import Guard
+from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.state.updates import Updates
+from drumline.pipeline.verify.agreement import Followed, Given, begun
+from drumline.pipeline.verify.model_check import ModelCheck
+from drumline.pipeline.verify.watched import Watched
+from drumline.runtime.batch import counted_in
+from drumline.runtime.channel.channel import step_topic
+from drumline.runtime.executor import Step
+from drumline.runtime.gradients.clip import all_finite
+from drumline.runtime.values import joined
+
+
+class CalledWith(NamedTuple):
+    """What a step was called with."""
+
+    batch: tuple[Any, ...]
+    named: dict[str, Any]
+    target: Any
+
+
+@dataclass
+class StepResult:
+    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage."""
+
+    step: int
+    _loss: Callable[[], Tensor | None]
+    _output: Any = None
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        """The mean loss over the batch, detached; None where no target was given."""
+        return self._loss()
+
+    @property
+    def output(self) -> Any:
+        """The model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None."""
+        return self._output
+
+    def __repr__(self) -> str:
+        return f"StepResult(step={self.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Hears how the steps so far went on all ranks, and raises if one must not be built on."""
+
+    ledger: Ledger
+    recording: Recording
+    holdings: Holdings
+
+    def __call__(self) -> None:
+        """Do so."""
+        with self.recording.during("hear"):
+            self.ledger.settle(until=None, gradients_left=self.holdings.has_gradients)
+
+
+@dataclass(eq=False)
+class StepRun:
+    """What a pipeline consists of on this process; runs its steps."""
+
+    crew: Crew
+    ledger: Ledger
+    intake: Intake
+    frozen: Frozen
+    engine: Engine
+    holdings: Holdings
+    updates: Updates
+    recording: Recording
+    settle: Settle
+    watched: Watched
+    followed: Followed
+    check: ModelCheck
+    observers: Sequence[Observer]
+    auto: AutoSchedule | None
+    balance: Balance | None
+    check_finite: bool
+    guard: Guard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = self._guarded()
+
+    def _guarded(self) -> Guard:
+        return Guard(self.holdings.parameters(), self.before_update, self.after_update)
+
+    # ---- before a step -----------------------------------------------------------------------------------------------
+
+    def refuse(self, step: Step) -> None:
+        """Refuse a step that cannot train, before any other rank is asked."""
+        if step.wants_outputs and self.engine.captured is not None:
+            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
+        if not self.intake.has_loss:
+            raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
+        if torch.is_inference_mode_enabled():
+            raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+        self.check.refuse()
+        self.frozen.check_trains()
+
+    def catch_up(self, step: Step) -> None:
+        """Hear of the steps before the last one, and follow what happened to the model and its parameters since."""
+        # Raises alike on all ranks, which may go on afterwards.
+        self.ledger.settle(until=step.number - 2, gradients_left=self.holdings.has_gradients)
+        with self.crew.together("the start of a step"):
+            self.watched.look()
+        self.holdings.follow()
+        if self.engine.renew():
+            self.holdings.renew()
+            self.updates.follow(self.engine.parameters())
+            self.guard = self._guarded()
+            self.ledger.unused.begin()
+
+    def check_before(self, step: Step, call: CalledWith) -> None:
+        """Run a microbatch of the first step through the model by itself, for the step to be held against."""
+        if not self.check.is_pending and step.number:
+            return
+        recorded = self.recording.during("check") if self.check.is_pending else nullcontext()  # a chain has none
+        with recorded, self.crew.together("the check of the model"):
+            self.check.agree_on_weights()
+            scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
+            self.check.before(step.number, self.intake.called(call.batch, call.named), call.target, scale)
+
+    def check_after(self, step: Step) -> None:
+        """Hold the first step against that."""
+        if not self.check.is_pending:
+            return
+        try:
+            self.check.after(step)
+        finally:
+            if (checked := self.check.checked) is not None:
+                self.recording.note(
+                    **{
+                        "check_metrics/seconds": checked.seconds,
+                        "check_metrics/parameters": checked.num_parameters,
+                        "check_metrics/wrong": len(checked.wrong),
+                    }
+                )
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def run(self, step: Step, call: CalledWith) -> Tally:
+        """Run a step on this process's ranks, and return what will be heard of it on all of them."""
+        observers = self.observers if step.train else ()
+        for observer in observers:
+            observer.called(step)
+        with self.crew.together("the start of a step", lambda: self.engine.action):
+            self._take(step, call)
+            given = self._given(call)
+            self._cut(step)
+            for observer in observers:
+                observer.begin(step)
+            self.engine.run(step, self.recording.drafts)
+            for observer in reversed(observers):
+                observer.end(step)
+            return self._tell(step, given())
+
+    def _take(self, step: Step, call: CalledWith) -> None:
+        intake, engine = self.intake, self.engine
+        if step.train:
+            self.frozen.check_still(engine.stages())
+        intake.take(step, intake.called(call.batch, call.named), call.target, engine.ends, self.crew.rank)
+
+    def _given(self, call: CalledWith) -> Callable[[], Given | None]:
+        """Return what says what other ranks compare their batches with; ranks of one process have one."""
+        return (lambda: None) if self.crew.alone else begun((call.batch, call.named), call.target)
+
+    def _cut(self, step: Step) -> None:
+        replays = step.train and self.engine.replays(step)
+        if not replays or self.intake.counts_labels:  # a step like the last one weighs what that did
+            self.intake.cut(step)
+
+    def _tell(self, step: Step, given: Given | None) -> Tally:
+        """Tell all ranks how the step went here; returns what will be heard of all of them."""
+        told = self._told(step)
+        told.given, told.followed = given, self.followed.fresh()
+        each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
+        topic = step_topic(step.number)
+        tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
+        if step.train:
+            self.recording.ended(tally)
+        with self.recording.during("tell"):
+            if step.train:
+                self.recording.fill(each)
+            self.crew.tell(topic, each)
+        self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
+        if step.train:
+            with self.recording.during("write"):
+                self.recording.add(tally, each)
+        return tally
+
+    def _told(self, step: Step) -> Told:
+        """Return what came of a step on this process: its parts of the loss, and what may be wrong with it."""
+        alone, scaler = self.crew.alone, self.updates.scaler
+        told = Told(sorted(step.losses), train=step.train)
+        told.num_rows, told.num_tokens = counted_in(step.batch)
+        checked = [one.grad for one in self.holdings.parameters() if one.grad is not None]
+        if told.microbatches:
+            losses = torch.stack([step.losses[one] for one in told.microbatches])
+            parts = losses * torch.stack([step.shares[one] for one in told.microbatches]).to(losses.dtype)
+            checked.append(parts)
+            told.dtype = str(losses.dtype).removeprefix("torch.")
+            told.losses = parts.unbind() if alone else parts.tolist()
+        if step.train and (self.check_finite or scaler is not None):
+            told.scale = None if scaler is None else step.scale
+            finite = all_finite(checked)
+            told.finite = finite if alone else bool(finite)
+        if step.train and self.ledger.unused.looks:
+            named = self.holdings.named_parameters()
+            told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
+        return told
+
+    # ---- between steps -----------------------------------------------------------------------------------------------
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Keep an optimizer from steps that must not be built on."""
+        self.updates.check(optimizer)
+        self.check.refuse()
+        self.settle()
+        self.recording.enter("update")
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Measure the update up to here."""
+        self.recording.leave()
+
+
+def output_of(step: Step) -> Any:
+    """Return what the last stage made of the whole batch; None where it was not here, or nobody wanted it."""
+    order = sorted(step.outputs)
+    shares = [step.shares[one] for one in order] if len(step.shares) else []
+    return joined([step.outputs[one] for one in order], shares) if order else None
