@@ -45,8 +45,8 @@ class Skips(nn.Module):
 
 
 def _around(patch: pytest.MonkeyPatch, change: Callable[[Piece, Callable[[], Any]], Any]) -> None:
-    right = Piece.forward
-    patch.setattr(Piece, "forward", lambda self, value: change(self, lambda: right(self, value)))
+    right = Piece.__call__
+    patch.setattr(Piece, "__call__", lambda self, value: change(self, lambda: right(self, value)))
 
 
 def dropped_hook(patch: pytest.MonkeyPatch) -> None:

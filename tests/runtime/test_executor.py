@@ -19,6 +19,7 @@ from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.schedules import generate
+from some import some
 
 pytestmark = pytest.mark.torch
 WIDTH, MICROBATCHES = 3, 4
@@ -82,7 +83,7 @@ def test_a_row_computes_what_one_process_does_and_leaves_nothing_behind(schedule
     torch.testing.assert_close(torch.stack([step.losses[one] for one in range(MICROBATCHES)]).mean(), loss.detach())
     for one, gradient in zip((one for layer in model for one in layer.parameters()), expected, strict=True):
         torch.testing.assert_close(one.grad, gradient)
-    for executor in made:
+    for executor in some(made):
         assert not executor.arrived
         assert not executor._made
         assert not executor._gradients
@@ -126,7 +127,7 @@ def test_a_witness_sees_one_microbatchs_gradients_and_output(schedule: str, merg
         layer.zero_grad()
     output = nn.Sequential(*model)(batch.chunk(MICROBATCHES)[1])
     torch.autograd.backward(functional.mse_loss(output, target.chunk(MICROBATCHES)[1]) / MICROBATCHES)
-    for executor, layer in zip(made, model, strict=True):
+    for executor, layer in some(zip(made, model, strict=True)):
         assert executor.witness is not None
         for one in layer.parameters():
             torch.testing.assert_close(executor.witness.gradients[one], one.grad)
