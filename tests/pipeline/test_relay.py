@@ -19,7 +19,8 @@ from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify import relay
 from drumline.pipeline.verify.model_check import Checked
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
-from drumline.runtime.blocks.pieces import Live, Piece
+from drumline.runtime.blocks.pieces import Piece
+from drumline.runtime.blocks.script import Live
 from drumline.runtime.randomness import Randomness
 from faults import FAULTS, WIDTH, Skips, data, stale_attribute
 from torch_models import on_meta
