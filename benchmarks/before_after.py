@@ -1,0 +1,128 @@
+"""Two checkouts of Drumline against each other, in turns, on this machine: whether a change made anything slower.
+
+    python benchmarks/before_after.py BEFORE [AFTER] [--rounds 7] [--json FILE]
+
+BEFORE and AFTER are folders with a checkout each; AFTER is this one unless given. Every figure is taken in a fresh
+process of each checkout, one after the other, round after round. Printed: medians, the ratio after / before of the same
+round with its quartiles, and whether that is slower by more than the spread.
+
+    import             `import drumline`
+    simulate, cold     `drumline simulate 1f1b --ranks 8 --microbatches 64`
+    simulate           seconds to compile and time a program of 4,096 actions, and one of 24,576
+    search             seconds of a search that ends by its own budget of timed actions
+    step               seconds of a step of two ranks in one process, for schedules with whole and split backwards
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HEAD = "import statistics, sys, time\nmoment = time.perf_counter\n"
+TAIL = "\nprint(statistics.median(taken))\n"
+IMPORT = "began = moment()\nimport drumline\ntaken = [moment() - began]"
+COLD = """
+import subprocess
+words = ["simulate", "1f1b", "--ranks", "8", "--microbatches", "64", "--json"]
+began = moment()
+subprocess.run([sys.executable, "-m", "drumline.cli.main", *words], stdout=subprocess.DEVNULL, check=True)
+taken = [moment() - began]
+"""
+SIMULATE = """
+import drumline as dl
+taken = []
+for _ in range(7):
+    program = dl.generate({name!r}, num_ranks={ranks}, num_microbatches={microbatches})
+    began = moment()
+    assert dl.simulate(program, dl.Costs(forward=1.0, comm=0.01)).makespan > 0
+    taken.append(moment() - began)
+"""
+SEARCH = """
+import drumline as dl
+began = moment()
+costs = dl.Costs(forward=1.0, backward_input=1.1, backward_weight=0.8, comm=0.05)
+dl.search(costs, dl.Placement.linear(4), num_microbatches=10, limit=dl.Limit(max_activations=4), seconds=20)
+taken = [moment() - began]
+"""
+STEP = """
+import torch
+import drumline as dl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+pipe = dl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule={name!r}, num_ranks=2, num_microbatches=8)
+batch, target = torch.randn(64, 64), torch.randn(64, 64)
+taken = []
+for turn in range(150):
+    began = moment()
+    pipe.step(batch, target=target)
+    if turn >= 30:
+        taken.append(moment() - began)
+    pipe.zero_grad()
+"""
+FIGURES = {
+    "import": IMPORT,
+    "simulate, cold": COLD,
+    "simulate 1f1b P8 M256": SIMULATE.format(name="1f1b", ranks=8, microbatches=256),
+    "simulate zb-v P8 M512": SIMULATE.format(name="zb-v", ranks=8, microbatches=512),
+    "search P4 M10": SEARCH,
+    "step 1f1b D64": STEP.format(name="1f1b"),
+    "step zb-h1 D64": STEP.format(name="zb-h1"),
+    "step zb-v D64": STEP.format(name="zb-v"),
+}
+
+
+def seconds(checkout: Path, code: str) -> float:
+    """Run some code in a fresh process of a checkout, and return the seconds that it says."""
+    env = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + code + TAIL], env=env, cwd=checkout, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.split()[-1])
+
+
+def verdict(ratios: list[float]) -> str:
+    """Return whether the middle ratio is off by more than the spread."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    if low <= 1.0 <= high or abs(middle - 1.0) < 0.01:
+        return "the same"
+    return "slower" if middle > 1.0 else "faster"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path, nargs="?", default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=list(FIGURES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = {}
+    print(f"{'':<24}{'before':>10}{'after':>10}   after / before")
+    for name in args.only:
+        pairs = []
+        for turn in range(args.rounds):
+            sides = [args.before.resolve(), args.after.resolve()]
+            taken = {side: seconds(side, FIGURES[name]) for side in (sides if turn % 2 else sides[::-1])}
+            pairs.append([taken[side] for side in sides])
+        ratios = [after / before for before, after in pairs]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        before, after = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
+        print(
+            f"{name:<24}{before:>7.2f} ms{after:>7.2f} ms   {middle:.3f} ({low:.3f} to {high:.3f}), {verdict(ratios)}",
+            flush=True,
+        )
+        found[name] = {"before": before, "after": after, "ratio": middle, "quartiles": [low, high]}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
