@@ -42,7 +42,7 @@ def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., A
 
 def watched() -> dict[str, list[float]]:
     """Have the comparisons of all pipelines timed, from here on."""
-    from drumline.pipeline import pipeline
+    from drumline.pipeline import step
     from drumline.pipeline.record import tally
     from drumline.pipeline.verify import agreement
     from drumline.pipeline.verify.agreement import Followed
@@ -61,7 +61,7 @@ def watched() -> dict[str, list[float]]:
 
         return given
 
-    places: Any = (Watched, pipeline, tally, Followed)
+    places: Any = (Watched, step, tally, Followed)
     kind, steps, tallies, followed = places
     kind.look = timed(seconds["watch"], kind.look)
     followed.fresh = timed(seconds["watch"], followed.fresh)
