@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import random
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +26,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if needs_torch and ("not torch" in config.option.markexpr or find_spec("torch") is None):
         return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests in another order where SHUFFLE is set, the same one for the same number."""
+    if "SHUFFLE" in os.environ:
+        random.Random(int(os.environ["SHUFFLE"])).shuffle(items)
 
 
 class StandingClock:
