@@ -56,8 +56,8 @@ class Scaled:
 def stay_out_of_compiled_code() -> None:
     """Keep torch.compile from following a `Scaled`: asked by who compiles, as it imports all of torch's compiler."""
     if not hasattr(Scaled.__call__, "_torchdynamo_disable"):
-        followed: Any = torch.compiler.disable
-        setattr(Scaled, "__call__", followed(Scaled.__call__))  # noqa: B010 - mypy wants no assignment
+        disable: Any = torch.compiler.disable  # untyped
+        setattr(Scaled, "__call__", disable(Scaled.__call__))  # noqa: B010 - mypy wants no assignment
 
 
 def _multiplied(
