@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,18 +80,23 @@ def blocks(lines: list[str]) -> Iterator[Block]:
 
 
 def folded(line: str) -> list[str]:
-    """Return what a command printed as lines that fit the page; what goes on is set in.
+    """Return what a command printed as lines that fit the page: folded behind spaces and commas, and set in.
 
     >>> folded("short"), folded("")
     (['short'], [''])
     >>> folded("word " * 20)
     ['word word word word word word word word word word word word word word word word word word', '    word word']
+    >>> [len(part) for part in folded("0SEND_F0," * 20)]
+    [90, 85, 13]
     """
-    if len(line) <= COLUMNS:
-        return [line]
-    return textwrap.wrap(
-        line, COLUMNS, subsequent_indent="    ", drop_whitespace=True, break_long_words=False, break_on_hyphens=False
-    )
+    parts = []
+    while len(line) > COLUMNS:
+        at = max(line.rfind(" ", 5, COLUMNS + 1), line.rfind(",", 5, COLUMNS) + 1)
+        if at <= 5:
+            break
+        parts.append(line[:at].rstrip())
+        line = "    " + line[at:].strip()
+    return [*parts, line.rstrip()]
 
 
 class Replay:
@@ -150,7 +154,8 @@ class Replay:
             return [str(self.exit_code)]
         words = shlex.split(line)
         if words[0] == "cat" and len(words) == 2:
-            return Path(words[1]).read_text(encoding="utf-8").splitlines()
+            text = Path(words[1]).read_text(encoding="utf-8")
+            return [part for one in text.splitlines() for part in folded(one)]
         assert words[0] == "drumline", f"{self.path.name}: cannot run {line!r}"
         out, err = io.StringIO(), io.StringIO()
         # What a python block has registered is unknown to a command of its own process.
