@@ -1,7 +1,10 @@
 """Sphinx settings; the pictures are drawn by the tool itself, anew at every build."""
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
@@ -24,11 +27,16 @@ from drumline.schedules import schedules
 project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build", "scaling.json"]
 html_theme = "furo"
 html_title = "Drumline"
 myst_heading_anchors = 3
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+# The pages build without PyTorch too: the reference needs its names, not its work.
+autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 
 here = Path(__file__).parent
 pictures = here / "pictures"
@@ -74,3 +82,13 @@ for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:
         path.write_text(picture, encoding="utf-8")
+
+
+def as_restructured(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Write code in docstrings as Sphinx reads it: one backtick there is two here."""
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Let Sphinx read our docstrings."""
+    app.connect("autodoc-process-docstring", as_restructured)
