@@ -34,6 +34,7 @@ from unittest import mock
 
 import pytest
 
+import drumline
 from drumline.cli.main import VERBS, main
 from drumline.schedules import registry, schedules, unregister
 
@@ -369,6 +370,15 @@ def test_every_page_is_in_one_group_of_the_contents() -> None:
     listed = [page for pages in groups.values() for page in pages]
     pages = [path.stem for path in PAGES if path.name not in ("README.md", "index.md")]
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^\.\. auto\w+:: drumline\.([\w.]+)$", page, re.MULTILINE)
+    assert sorted(target.rpartition(".")[2] for target in targets) == sorted(dir(drumline))
+    for target in targets:  # `plan` is a package that can be called; its page needs the function itself
+        module, _, name = target.rpartition(".")
+        assert not module or hasattr(importlib.import_module(f"drumline.{module}"), name)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
