@@ -275,6 +275,23 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """Return what a link to one of the page's headings may name, as GitHub and MyST spell it."""
+    lines, inside = path.read_text(encoding="utf-8").split("\n"), False
+    found = set()
+    for line in lines:
+        inside ^= line.startswith("```")
+        if not inside and (heading := re.match(r"#+ (.*)", line)):
+            found.add(re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_to_headings_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
 def test_a_drifted_output_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```console\n$ drumline --version\ndrumline 0.0.0\n```\n", encoding="utf-8")
