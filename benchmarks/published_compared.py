@@ -80,9 +80,7 @@ def table(runs: Sequence[Run], *, exact: bool = False) -> str:
     constants = (best_constant(sc21()), best_constant(runs))
     rows = compared(runs, constants, exact=exact)
     heads = [f"{constant / 1e12:.0f} TFLOP/s" for constant in constants]
-    lines = [
-        f"{'':10} {'':19} {'devices':>7} {'published':>9} {'estimated':>9} {'':>7} {heads[0]:>11} {heads[1]:>11}"
-    ]
+    lines = [f"{'':10} {'':19} {'devices':>7} {'published':>9} {'estimated':>9} {'':>7} {heads[0]:>11} {heads[1]:>11}"]
     for row in rows:
         run, errors = row.run, [f"{error:+.1%}" for error in row.constant_errors]
         lines.append(

@@ -1,8 +1,8 @@
 """Every family of the zoo under four schedules against the plain model on the whole batch: right, refused, or wrong.
 
 `python tests/hf_matrix.py --write` runs them all, in one process and on two with different hash seeds, and writes the
-table of docs/models-tested.md. `--thin` gives every model one schedule for each loss, other ones on two processes; `--rank` is
-one of the two processes.
+table of docs/models-tested.md. `--thin` gives every model one schedule for each loss, other ones on two processes;
+`--rank` is one of the two processes.
 """
 
 from __future__ import annotations

@@ -191,7 +191,6 @@ class Replay:
             shown[at : at + example.want.count("\n")] = [line or "<BLANKLINE>" for line in got.splitlines()]
         return shown
 
-
     def output(self, block: Block) -> list[str]:
         """Return what the block before printed; as the page has it where that block was left out."""
         return block.lines if self.printed is None else self.printed

@@ -1,4 +1,4 @@
-"""The tables of docs/models-tested.md: made from the models that are tested. `python THIS --update` writes them anew."""
+"""The tables of docs/models-tested.md, made from the models that are tested; `python THIS --update` rewrites them."""
 
 from __future__ import annotations
 
