@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,27 +61,6 @@ class RankStep:
     halves: Mapping[Action, Half]
     others: tuple[Mark, ...]
     has_device: bool
-
-    def shifted(self, by: int) -> RankStep:
-        """Return the same on a clock that is `by` nanoseconds ahead."""
-        if not by:
-            return self
-        return replace(
-            self,
-            start=self.start + by,
-            end=self.end + by,
-            ran=tuple(
-                one._replace(start=one.start + by, end=one.end + by, waiting=one.waiting and one.waiting + by)
-                for one in self.ran
-            ),
-            halves={
-                action: half._replace(
-                    posted=half.posted + by, begun=half.begun + by, done=None if half.done is None else half.done + by
-                )
-                for action, half in self.halves.items()
-            },
-            others=tuple(one._replace(start=one.start + by, end=one.end + by) for one in self.others),
-        )
 
 
 def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
