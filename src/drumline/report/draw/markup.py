@@ -61,6 +61,35 @@ def legend(kinds: Iterable[tuple[str, str]]) -> str:
     return f'<p class="keys">{"".join(entries)}</p>'
 
 
+def card(title: str, body: str, *, wide: bool = False) -> str:
+    """Return a part of a page under its title; `wide` ones take the whole row.
+
+    >>> card("ranks", "<p/>")
+    '<div class="card"><h3>ranks</h3><p/></div>'
+    """
+    return f'<div class="card{" wide" if wide else ""}"><h3>{safe(title)}</h3>{body}</div>'
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return the main figures of a page, each with its name and a note."""
+    items = (
+        f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd><dd class='note'>{safe(note)}</dd></div>"
+        for name, value, note in figures
+    )
+    return f'<dl class="cards">{"".join(items)}</dl>'
+
+
+def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
+    """Return a table; the columns `words` hold text, the others numbers."""
+    left = [' class="words"' if at in words else "" for at in range(len(header))]
+    head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
+    lines = "".join(
+        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
 class Curve(NamedTuple):
     """A line: its class, its name, and (step, value) in order of steps."""
 

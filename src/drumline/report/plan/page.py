@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import Launch
@@ -11,7 +11,7 @@ from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, legend, safe
+from drumline.report.draw.markup import Part, bar, card, cards, legend, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan.charts import pareto_chart, scaling_chart
 from drumline.report.plan.text import (
@@ -57,18 +57,23 @@ def _above(told: Explanation) -> str:
 
 def _below(told: Explanation, reasons: Reasons) -> str:
     plan = told.plan
-    cards = [_best(told), _changes(reasons), _more(reasons), _traffic(plan, reasons)]
-    pictures = [
-        f'<div class="card">{pareto_chart(plan, reasons)}</div>',
-        f'<div class="card">{scaling_chart(reasons)}</div>',
+    header = ["", "mesh", *VOLUMES, "a step", "fits"]
+    parts = [
+        _best(told),
+        _changes(reasons),
+        _more(reasons),
+        card("Bytes a device sends in a step", table_html(header, traffic_rows(plan, reasons))),
+        *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
+        _ranks(plan),
+        card("Strong and weak scaling", table_html(SCALING, scaling_rows(plan, reasons))),
+        _launch(told.launch),
     ]
-    rest = [_ranks(plan), _scaling(plan, reasons), _launch(told.launch)]
-    return f'<section class="report plan"><div class="pair">{"".join([*cards, *pictures, *rest])}</div></section>'
+    return f'<section class="report plan"><div class="pair">{"".join(parts)}</div></section>'
 
 
 def _cards(told: Explanation) -> str:
     plan, chosen = told.plan, told.plan.chosen
-    cards = [
+    figures = [
         ("layout", str(chosen.mesh), settings_text(chosen)),
         ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
@@ -80,42 +85,29 @@ def _cards(told: Explanation) -> str:
         ("bubble", f"{chosen.estimate.bubble:.1%}", "of the pipeline's makespan"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
-    items = (
-        f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd><dd class='note'>{safe(note)}</dd></div>"
-        for name, value, note in cards
-    )
-    objective = f'<p class="note">The objective: {safe(told.objective)}.</p>'
-    return f'<dl class="cards">{"".join(items)}</dl>{objective}'
+    return cards(figures) + f'<p class="note">The objective: {safe(told.objective)}.</p>'
 
 
 def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
-    rows = []
-    for one in plan.best:
-        took = {item: getattr(one.estimate.seconds, item) for item in SECONDS}
-        parts = [Part(item, took[item], f"{name} {duration(took[item])}") for item, name in SECONDS.items()]
-        rows.append(_bar(one, parts, longest, duration(one.seconds)))
+    rows = [_bar(one, one.estimate.seconds, SECONDS, longest, duration, one.seconds) for one in plan.best]
     used = [
         (item, name)
         for item, name in SECONDS.items()
         if any(getattr(one.estimate.seconds, item) > 0 for one in plan.best)
     ]
-    table = _table(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
-    return _card("Where a step goes", "".join(rows) + legend(used) + table)
+    table = table_html(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
+    return card("Where a step goes", "".join(rows) + legend(used) + table)
 
 
 def _bytes(plan: ClusterPlan) -> str:
     """Return the bytes of the best layouts, against what a device may hold."""
     limit = plan.limit_bytes
-    rows = []
-    for one in plan.best:
-        held = {item: getattr(one.estimate.bytes, item) for item in BYTES}
-        parts = [Part(item, held[item], f"{name} {size_text(held[item])}") for item, name in BYTES.items()]
-        rows.append(_bar(one, parts, limit, size_text(one.bytes)))
-    table = _table(["of the fullest device", "bytes", "share"], bytes_rows(plan.chosen))
+    rows = [_bar(one, one.estimate.bytes, BYTES, limit, size_text, one.bytes) for one in plan.best]
+    table = table_html(["of the fullest device", "bytes", "share"], bytes_rows(plan.chosen))
     note = f'<p class="note">A whole bar is {size_text(limit)}, what a device may hold.</p>'
-    return _card("What a device holds", "".join(rows) + legend(BYTES.items()) + note + table)
+    return card("What a device holds", "".join(rows) + legend(BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
@@ -137,30 +129,21 @@ def _best(told: Explanation) -> str:
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
         f"{survey.num_evaluated} had to be looked at.</p>"
     )
-    return _wide(f"The {len(rows)} best" if len(rows) > 1 else "The best", _table(header, rows, words=(1, 2, 6)) + note)
+    title = f"The {len(rows)} best" if len(rows) > 1 else "The best"
+    return card(title, table_html(header, rows, words=(1, 2, 6)) + note, wide=True)
 
 
 def _changes(reasons: Reasons) -> str:
     rows = [[one.what, duration(one.choice.seconds), size_text(one.choice.bytes), one.why] for one in reasons.changes]
-    return _wide(
-        "The choice with one setting changed", _table(["change", "a step", "a device", "result"], rows, words=(3,))
-    )
+    listed = table_html(["change", "a step", "a device", "result"], rows, words=(3,))
+    return card("The choice with one setting changed", listed, wide=True)
 
 
 def _more(reasons: Reasons) -> str:
     items = "".join(
         f"<li><b class='gain'>{one.gain:+.1%}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
     )
-    return _card("What more would buy", f'<ol class="remedies">{items}</ol>')
-
-
-def _traffic(plan: ClusterPlan, reasons: Reasons) -> str:
-    header = ["", "mesh", *VOLUMES, "a step", "fits"]
-    return _card("Bytes a device sends in a step", _table(header, traffic_rows(plan, reasons)))
-
-
-def _scaling(plan: ClusterPlan, reasons: Reasons) -> str:
-    return _card("Strong and weak scaling", _table(SCALING, scaling_rows(plan, reasons)))
+    return card("What more would buy", f'<ol class="remedies">{items}</ol>')
 
 
 def _ranks(plan: ClusterPlan) -> str:
@@ -176,7 +159,7 @@ def _ranks(plan: ClusterPlan) -> str:
         words = " ".join(f"{axes[axis]}{getattr(place, axis)}" for axis in shown) or "all"
         nodes.setdefault(place.node, []).append(f'<td title="rank {rank}">{safe(words)}</td>')
     lines = "".join(f"<tr><td>node {node}</td>{''.join(cells)}</tr>" for node, cells in nodes.items())
-    return _card("Where ranks lie", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
+    return card("Where ranks lie", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
 
 
 def _launch(launch: Launch) -> str:
@@ -191,31 +174,15 @@ def _launch(launch: Launch) -> str:
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"
         )
-    return _wide("How to start it", "".join(parts))
+    return card("How to start it", "".join(parts), wide=True)
 
 
-def _bar(choice: Choice, parts: Sequence[Part], longest: float, value: str) -> str:
-    """Return a row: a layout's mesh, its parts as a stacked bar, and what they are together."""
+def _bar(
+    choice: Choice, items: object, names: Mapping[str, str], whole: float, written: Callable[[float], str], total: float
+) -> str:
+    """Return a row: a layout's mesh, its items as a stacked bar, and what they are together."""
+    sizes = {item: getattr(items, item) for item in names}
+    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items()]
     said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
-    picture = bar(parts, longest, said=said)
-    return (
-        f'<div class="row"><span>{safe(str(choice.mesh))}</span>{picture}<span class="value">{safe(value)}</span></div>'
-    )
-
-
-def _card(title: str, body: str) -> str:
-    return f'<div class="card"><h3>{safe(title)}</h3>{body}</div>'
-
-
-def _wide(title: str, body: str) -> str:
-    return f'<div class="card wide"><h3>{safe(title)}</h3>{body}</div>'
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    left = [' class="words"' if at in words else "" for at in range(len(header))]
-    head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
-    lines = "".join(
-        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    picture, value = bar(parts, whole, said=said), safe(written(total))
+    return f'<div class="row"><span>{safe(choice.mesh)}</span>{picture}<span class="value">{value}</span></div>'
