@@ -36,8 +36,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
         f"{duration(slowest['seconds'])} a microbatch",
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
-    others = report.advice.remedies if report.advice.best is None else report.advice.remedies[1:]
-    advice = [report.advice.sentence, *(f"- {one}" for one in others)]
+    advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
     parts = (_wrapped(head, width), ranks_table(report, width=width), picture, _wrapped(advice, width))
     return "\n\n".join(parts)
 
