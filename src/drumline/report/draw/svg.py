@@ -10,7 +10,7 @@ from drumline.core.action import Action, Op
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import MUTED, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, number, rect, safe, sheet, text, upright
+from drumline.report.draw.sheet import Axis, number, rect, sheet, text, upright, xml_text
 from drumline.report.units import size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
@@ -96,7 +96,7 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
     yield '<g text-anchor="middle">'
     later = []
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-        note = f"<title>{safe(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
+        note = f"<title>{xml_text(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
         bands = list(islice(local, len(action.work)))
         box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, bands))}</g>'
         if end > start:

@@ -23,7 +23,7 @@ from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.remedy import Advice, Evidence
 from drumline.report.kineto.load import Traces, described, load
-from drumline.report.kineto.timeline import NANO, BusyIdle, Traced, Unsent
+from drumline.report.kineto.timeline import NANO, Traced
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
@@ -188,9 +188,9 @@ def _spans(timeline: Timeline) -> list[dict[str, Any]]:
 
 def _kind(idle: Idle) -> str:
     """Return what kept a rank, the same word for all microbatches."""
-    if isinstance(idle, Unsent):
+    if idle.waits_for is not None:
         return "made and not yet sent"
-    name = idle.what if isinstance(idle, BusyIdle) else ""
+    name = idle.kind
     if _POSTED.fullmatch(name):
         return "posting messages"
     if name.startswith("launching "):

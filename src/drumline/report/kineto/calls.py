@@ -10,7 +10,7 @@ ncclDevKernel_SendRecv               ·     ├──────┤     the dev
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -67,13 +67,8 @@ def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) ->
 
 
 def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> Call:
-    first = bisect_left(starts, op.start)
-    said = []
-    for one in ordered[first:]:
-        if one.start > op.end:
-            break
-        if one.sends == op.sends and one.source != "c10d":
-            said.append(one)
+    within = ordered[bisect_left(starts, op.start) : bisect_right(starts, op.end)]
+    said = [one for one in within if one.sends == op.sends and one.source != "c10d"]
     waited = [one.end for one in (op, *said) if one.source in _ON_HOST]
     sizes = [one.num_bytes for one in (*said, op) if one.num_bytes is not None]
     return Call(op.sends, op.start, op.end, op.start, max(waited, default=None), sizes[0] if sizes else None)

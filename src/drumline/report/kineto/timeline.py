@@ -36,26 +36,16 @@ NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class BusyIdle(Idle):
-    """An idle interval in which something with a name kept the rank."""
-
-    what: str = ""
+class Kept(Idle):
+    """An idle interval in which something with a name, the `kind`, kept the rank, or its input was made and not sent."""
 
     @property
     def why(self) -> str:
         """The cause in words."""
+        if self.waits_for is not None:
+            return f"{self.waits_for} of rank {self.on_rank} is made, but not yet sent to {self.before}"
         behind = f"; {self.before} comes behind it" if self.before is not None else ""
-        return f"the rank is busy with {self.what}{behind}"
-
-
-@dataclass(frozen=True, slots=True)
-class Unsent(Idle):
-    """An idle interval in which the input was made, and its rank had not sent it yet."""
-
-    @property
-    def why(self) -> str:
-        """The cause in words."""
-        return f"{self.waits_for} of rank {self.on_rank} is made, but not yet sent to {self.before}"
+        return f"the rank is busy with {self.kind}{behind}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +193,7 @@ class _IdleWalk:
         if made > low:
             yield Idle(self.rank, low, made, waiting, action, needed, on_rank)
         if sent > made:
-            yield Unsent(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
+            yield Kept(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
         if moving > sent:
             yield from self.named(sent, moving, action)
         if arrived > moving:
@@ -236,7 +226,7 @@ class _IdleWalk:
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
             elif name:
-                yield BusyIdle(self.rank, start, end, Cause.OVERHEAD, before, what=name)
+                yield Kept(self.rank, start, end, Cause.OVERHEAD, before, kind=name)
             elif before is None:
                 on_rank, last = self.timeline.last_action
                 yield Idle(self.rank, start, end, Cause.DRAIN, None, last, on_rank)

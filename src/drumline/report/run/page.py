@@ -16,7 +16,7 @@ from drumline.report.draw.markup import Curve, Part, bar, card, cards, curves, l
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
-from drumline.report.run.text import held
+from drumline.report.run.text import fullest
 from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
@@ -79,7 +79,7 @@ def _cards(run: Figures) -> str:
         ("bubble", percent(run["bubble"]), f"utilisation {percent(run['utilisation'])}"),
         ("overhead and jitter", percent(run["overhead_share"]), f"simulated {_time(run['simulated_makespan'])}"),
         ("slowest stage", str(slowest["stage"]), f"{_time(slowest['seconds'])} a microbatch"),
-        ("peak stash", _fullest(run), "on the fullest rank"),
+        ("peak stash", fullest(run["per_rank"]), "on the fullest rank"),
     ]
     rates = {"tokens_per_second": "tokens/s a rank", "rows_per_second": "rows/s"}
     known = [("throughput", f"{run[key]:,.4g}", unit) for key, unit in rates.items() if run[key] is not None]
@@ -112,7 +112,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
             for at, (_, value, shown) in enumerate(columns)
         ]
         swatch = f'<svg class="swatch"><rect class="part {_colour(number)}"/></svg>'
-        plain = (run["schedule"], run["ranks"], run["microbatches"], _fullest(run), run["num_steps"])
+        plain = (run["schedule"], run["ranks"], run["microbatches"], fullest(run["per_rank"]), run["num_steps"])
         cells += [f"<td>{safe(one)}</td>" for one in plain]
         rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
     names = ["run", *(name for name, _, _ in columns), "schedule", "ranks", "microbatches", "peak stash", "steps"]
@@ -226,10 +226,6 @@ def _row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: st
 
 def _blocks(names: Sequence[str]) -> str:
     return f"block {names[0]}" if len(names) == 1 else f"blocks {names[0]} to {names[-1]}"
-
-
-def _fullest(run: Figures) -> str:
-    return held(max(run["per_rank"], key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
 
 
 def _colour(number: int) -> str:

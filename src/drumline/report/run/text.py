@@ -61,19 +61,16 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
     rows = []
     for report in reports:
         measured = report.seen.measured
-        fullest = max(report.ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"]))
-        rows.append(
-            [
-                report.name,
-                report.run.program.name,
-                duration(measured.makespan),
-                f"{measured.bubble:.1%}",
-                f"{report.overhead_share:.1%}",
-                f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}",
-                held(fullest),
-            ]
-        )
+        slowest = f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}"
+        shares = (f"{share:.1%}" for share in (measured.bubble, report.overhead_share))
+        cells = [report.name, report.run.program.name, duration(measured.makespan), *shares, slowest]
+        rows.append([*cells, fullest(report.ranks)])
     return table(header, rows, width=width, left=2)
+
+
+def fullest(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return what the fullest of ranks held."""
+    return held(max(ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
 
 
 def held(rank: dict[str, Any]) -> str:
