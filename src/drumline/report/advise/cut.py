@@ -32,7 +32,7 @@ from drumline.report.units import ms
 
 Counts = tuple[int, ...]
 
-_SAID = {
+_ASSUMES = {  # what is taken for true without having been measured
     "profile": "",
     "parameters": "if a block costs by its parameters, on any rank",
     "evenly": "if the blocks of a stage cost the same, on any rank",
@@ -47,7 +47,8 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     blocks = blocks_of(seen.plan or {}, program, seen.costs)
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
-    cuts = TimedCuts(blocks.costs_of_blocks, program, [True] * len(blocks.names), blocks.costs)
+    each = [BlockCosts(sum(seconds)) for seconds in zip(*blocks.seconds.values(), strict=True)]
+    cuts = TimedCuts(each, program, [True] * len(each), blocks.costs)
     try:
         found = cuts.best().counts
     except PlanError:
@@ -59,7 +60,7 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     moved = list(moves(blocks, found))
     listed = ", ".join(moved[:_NAMED_MOVES]) + (f" and {len(moved) - _NAMED_MOVES} more" if moved[3:] else "")
     sentence = f"{slowest_rank(seen.rank_seconds)}: move {listed} (balance={list(found)}), {predicted(gain)}"
-    yield Remedy("cut", sentence, gain, {"balance": list(found)}, blocks.assumes)
+    yield Remedy("cut", sentence, gain, {"balance": list(found)}, _ASSUMES[blocks.basis])
 
 
 def equal_stages(seen: Evidence) -> Iterator[Remedy]:
@@ -127,16 +128,6 @@ class Blocks:
     basis: str
     program: Program
     measured: Costs
-
-    @property
-    def assumes(self) -> str:
-        """What is taken for true without having been measured."""
-        return _SAID[self.basis]
-
-    @property
-    def costs_of_blocks(self) -> list[BlockCosts]:
-        """Return the blocks as the search for cuts takes them."""
-        return [BlockCosts(sum(each)) for each in zip(*self.seconds.values(), strict=True)]
 
     def costs(self, counts: Counts) -> Costs:
         """Return what the stages of a cut would take."""

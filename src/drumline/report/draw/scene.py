@@ -25,7 +25,7 @@ from drumline.core.simulate.columns import Flags
 from drumline.core.simulate.graph import OPS as ALL_OPS
 from drumline.core.simulate.graph import Ints
 from drumline.core.timeline.idle import Cause
-from drumline.core.timeline.timeline import Timeline, Track
+from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.explanations import SENTENCES, explanations
 from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import SHADES
@@ -105,10 +105,7 @@ def scene(timeline: Timeline, *, explained: bool = True) -> dict[str, Any]:
     """
     program = timeline.program
     clock = PageTime.of(timeline)
-    rows = [
-        {**_figures(timeline, rank), **_times(timeline.tracks[rank], clock), **boxes}
-        for rank, boxes in enumerate(_boxes(timeline))
-    ]
+    rows = [{**_figures(timeline, rank, clock), **boxes} for rank, boxes in enumerate(_boxes(timeline))]
     for span in timeline.exchanges:
         if span.end > span.start:
             times = [span.start - clock.origin, span.end - span.start]
@@ -145,19 +142,17 @@ def further(placement: Placement, stage: Ints, microbatch: Ints) -> Ints:
     return local[stage]
 
 
-def _figures(timeline: Timeline, rank: int) -> Columns:
-    peak_bytes = timeline.peak_bytes
+def _figures(timeline: Timeline, rank: int, clock: PageTime) -> Columns:
+    peak_bytes, track = timeline.peak_bytes, timeline.tracks[rank]
+    start = clock.ticks(track.starts)
     return {
         "idle_share": timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0,
         "peak_activations": timeline.peak_activations[rank],
         "peak_bytes": None if peak_bytes is None else peak_bytes[rank],
         "exchanges": [],
+        "start": packed(start),
+        "ticks": packed(clock.ticks(track.ends) - start),
     }
-
-
-def _times(track: Track, clock: PageTime) -> Columns:
-    start = clock.ticks(track.starts)
-    return {"start": packed(start), "ticks": packed(clock.ticks(track.ends) - start)}
 
 
 def _boxes(timeline: Timeline) -> Iterator[Columns]:

@@ -33,11 +33,9 @@ from drumline.report.recipes import recipe_of
 class Traces:
     """The traces of one pipeline: its complete steps, on one clock."""
 
-    paths: tuple[Path, ...]
-    global_ranks: tuple[int, ...]
+    members: tuple[Member, ...]
     num_others: int  # pipelines beside this one
     found_by: str
-    hosts: tuple[str | None, ...]
     alignment: Alignment
     steps: Mapping[int, Traced]
     incomplete: tuple[int, ...]
@@ -83,14 +81,12 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
     stretches, by_flushes = steps_of(recordings, known_by)
     complete, incomplete = _complete(_rank_steps(recordings, stretches), labelled=known_by in LABELS)
     _check_messages(members, next(iter(complete.values())))
-    hosts = tuple(member.host for member in members)
     timelines = [_timeline(number, steps) for number, steps in complete.items()]
-    alignment = _alignment(hosts, timelines)
+    alignment = _alignment(members, timelines)
     aligned = {one.step: replace(one, shifts=alignment.shifts) for one in timelines}
     for one in aligned.values():
         _check_together(members, one)
-    paths_read, ranks = tuple(one.path for one in members), tuple(one.rank for one in members)
-    return Traces(paths_read, ranks, num_others, known_by, hosts, alignment, aligned, incomplete, by_flushes)
+    return Traces(tuple(members), num_others, known_by, alignment, aligned, incomplete, by_flushes)
 
 
 def _rank_steps(
@@ -198,9 +194,9 @@ def _timeline(number: int, steps: Sequence[RankStep]) -> Traced:
     return Traced(program, ran, number, tuple(steps), shifts=(0,) * len(steps))
 
 
-def _alignment(hosts: Sequence[str | None], timelines: Sequence[Traced]) -> Alignment:
+def _alignment(members: Sequence[Member], timelines: Sequence[Traced]) -> Alignment:
     """Return what to add to each rank's times; ranks of one host share a clock."""
-    names = [host if host is not None else f"\0{rank}" for rank, host in enumerate(hosts)]
+    names = [one.host if one.host is not None else f"\0{rank}" for rank, one in enumerate(members)]
     clocks = {name: number for number, name in enumerate(dict.fromkeys(names))}
     messages = [
         (clocks[names[source]], clocks[names[target]], sent.begun, received.done)
@@ -217,8 +213,8 @@ def _alignment(hosts: Sequence[str | None], timelines: Sequence[Traced]) -> Alig
 
 def described(traces: Traces) -> str:
     """Return what is known of the ranks' clocks, in words."""
-    alignment, hosts = traces.alignment, set(traces.hosts)
-    if len(traces.hosts) == 1:
+    alignment, hosts = traces.alignment, {one.host for one in traces.members}
+    if len(traces.members) == 1:
         return "one rank, one clock"
     if alignment.contradiction:
         return f"messages arrive up to {alignment.contradiction / 1e6:.3g} ms before they are sent: the clocks drift"

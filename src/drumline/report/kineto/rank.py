@@ -41,24 +41,18 @@ class Ran(NamedTuple):
     waiting: int = 0
 
 
-class Half(NamedTuple):
-    """One end of a message: when it was posted, when it could move, when it was done (None: not known), its bytes."""
-
-    posted: int
-    begun: int
-    done: int | None
-    num_bytes: float | None
-
-
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host."""
+    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host.
+
+    `halves` are the ends of its messages, by the send or receive.
+    """
 
     start: int
     end: int
     order: tuple[Action, ...]
     ran: tuple[Ran, ...]
-    halves: Mapping[Action, Half]
+    halves: Mapping[Action, Call]
     others: tuple[Mark, ...]
     has_device: bool
 
@@ -85,18 +79,18 @@ def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: in
     )
 
 
-def _by_label(labelled: Sequence[Labelled], calls: Sequence[Call]) -> Iterator[tuple[Action, Half]]:
+def _by_label(labelled: Sequence[Labelled], calls: Sequence[Call]) -> Iterator[tuple[Action, Call]]:
     """Yield the messages' ends where sends and receives are labelled: the calls within the label."""
     for action, start, end in labelled:
         if action.op in TRANSFER_OPS:
             sends = action.op in (Op.SEND_F, Op.SEND_B)
             inside = [call for call in calls if start <= call.start <= end and call.sends == sends]
-            yield action, _half(inside) if inside else Half(start, start, None, None)
+            yield action, _together(inside) if inside else Call(sends, start, start, start, None, None)
 
 
 def _by_neighbour(
     computed: Sequence[Labelled], calls: Sequence[Call], num_stages: int, end: int
-) -> Iterator[tuple[Action, Half]]:
+) -> Iterator[tuple[Action, Call]]:
     """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
     receives = [call for call in calls if not call.sends]
     sends = [call for call in calls if call.sends]
@@ -112,9 +106,9 @@ def _by_neighbour(
             if handed and made is None:
                 raise _no_neighbour(f"the output of {one.action} is sent on", "behind", num_stages)
         if awaited and need is not None:
-            yield need, _half(awaited)
+            yield need, _together(awaited)
         if handed and made is not None:
-            yield made.send, _half(handed)
+            yield made.send, _together(handed)
         freed = one.end
 
 
@@ -125,15 +119,14 @@ def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
     )
 
 
-def _half(calls: Sequence[Call]) -> Half:
+def _together(calls: Sequence[Call]) -> Call:
     """Return several calls for one message, such as one per tensor, as one."""
-    dones = [call.done for call in calls]
-    sizes = [call.num_bytes for call in calls]
-    return Half(
-        min(call.start for call in calls),
-        max(call.begun for call in calls),
-        None if None in dones else max(done for done in dones if done is not None),
-        None if None in sizes else sum(size for size in sizes if size is not None),
+    dones, sizes = [call.done for call in calls], [call.num_bytes for call in calls]
+    return calls[0]._replace(
+        start=min(call.start for call in calls),
+        begun=max(call.begun for call in calls),
+        done=None if None in dones else max(done for done in dones if done is not None),
+        num_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
     )
 
 
@@ -147,7 +140,7 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def _on_host(
-    computed: Sequence[Labelled], halves: Mapping[Action, Half], calls: Sequence[Call], num_stages: int
+    computed: Sequence[Labelled], halves: Mapping[Action, Call], calls: Sequence[Call], num_stages: int
 ) -> Iterator[Ran]:
     """Yield each action from when its input had arrived to when its output is posted."""
     for action, start, end in computed:

@@ -29,7 +29,8 @@ from drumline.core.program import Program
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline, Track, Transfer
-from drumline.report.kineto.rank import Half, RankStep
+from drumline.report.kineto.calls import Call
+from drumline.report.kineto.rank import RankStep
 from drumline.report.kineto.steps import num_flushes
 
 NANO = 1e-9
@@ -37,7 +38,7 @@ NANO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Kept(Idle):
-    """An idle interval in which something with a name, the `kind`, kept the rank, or its input was made and not sent."""
+    """An idle interval in which something with a name (`kind`) kept the rank, or its input was made and not sent."""
 
     @property
     def why(self) -> str:
@@ -116,7 +117,7 @@ class Traced(Timeline):
         return tuple(idle for rank in range(self.num_ranks) for idle in _IdleWalk(self, rank).intervals())
 
     @cached_property
-    def messages(self) -> Mapping[Action, tuple[int, int, Half, Half]]:
+    def messages(self) -> Mapping[Action, tuple[int, int, Call, Call]]:
         """By their sends: source and target rank of every message, and its two ends."""
         receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
         found = {}
@@ -169,7 +170,7 @@ class _IdleWalk:
         # Of what lasts longest it is not known from its start alone whether it reaches into a gap.
         self.longest = max((end - start for start, end, _ in self.others), default=0.0)
         self.sends = sorted(
-            (seconds(half.done), seconds(half.posted), action)
+            (seconds(half.done), seconds(half.start), action)
             for action, half in self.step.halves.items()
             if action.op in SEND_OPS and half.done is not None
         )

@@ -83,8 +83,9 @@ class LiveRun:
             lines.append(f"{'loss':<9} {sparkline(list(self._losses)[-room:], self.marks.heights)}")
         for rank, bubble in enumerate(self._bubbles()):
             if bubble is not None:
-                shares = f"busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}"
-                lines.append(f"{f'rank {rank}':<9} {self._bar(rank, room)}  {shares}")
+                seconds = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
+                bar = stacked(seconds, self.marks.parts, room)
+                lines.append(f"{f'rank {rank}':<9} {bar}  busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}")
         scale = min(1.0, room / max(self._queues().values(), default=1.0))
         for (source, target), depth in self._queues().items():
             marks = self.marks.message * round(depth * scale)
@@ -116,10 +117,6 @@ class LiveRun:
     def _queues(self) -> dict[tuple[int, int], float]:
         found = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())
         return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
-
-    def _bar(self, rank: int, room: int) -> str:
-        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
-        return stacked(sizes, self.marks.parts, room)
 
 
 def stacked(sizes: Sequence[float], marks: str, room: int) -> str:
