@@ -175,12 +175,12 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     return table([*header, "peak bytes"][:shown], [cells[:shown] for cells in lines], width=width)
 
 
-def advise(rows: Sequence[Row]) -> Advice:
+def recommend(rows: Sequence[Row]) -> Advice:
     """Return what a comparison comes to; schedules that train on stale weights are not recommended over exact ones.
 
     What the comparison left out is named: it may be better than what is recommended.
 
-    >>> print(advise(compare(4, num_microbatches=8)))
+    >>> print(recommend(compare(4, num_microbatches=8)))
     Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. Where memory is short, v-half ...
     """
     left_out = rows.left_out if isinstance(rows, Comparison) else ()
@@ -239,4 +239,4 @@ def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) 
 
     title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
     points = [{"name": row.name, **row.summary()} for row in rows]
-    return page([row.timeline for row in rows], title=title, rows=points, advice=str(advise(rows)))
+    return page([row.timeline for row in rows], title=title, rows=points, advice=str(recommend(rows)))

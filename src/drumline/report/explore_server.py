@@ -71,7 +71,7 @@ class ExploreServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
 
-class _Refused(Exception):
+class _BadRequest(Exception):
     """What is wrong with a request itself: it is answered in a line, and the connection ends."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             csv = posted()
             self.server.asked_at = time.monotonic()
             self.answer(*self.question(), csv)
-        except _Refused as error:
+        except _BadRequest as error:
             self.close_connection = True  # what is left of the request is not read
             self.send(error.status, "text/plain", str(error).encode())
         except UnicodeDecodeError:
@@ -109,18 +109,18 @@ class _Handler(BaseHTTPRequestHandler):
         port = self.server.server_address[1]
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0] not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            raise _Refused(HTTPStatus.FORBIDDEN, "this page is for this machine only")
+            raise _BadRequest(HTTPStatus.FORBIDDEN, "this page is for this machine only")
 
     def body(self) -> bytes:
         """Return what was posted: its length comes first, and all of it soon."""
         lengths = self.headers.get_all("Content-Length") or []
         if not lengths or "Transfer-Encoding" in self.headers:
-            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
+            raise _BadRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
         if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
+            raise _BadRequest(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
         length = int(lengths[0][-20:])
         if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
+            raise _BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
         return self.read_body(length)
 
     def read_body(self, length: int) -> bytes:
@@ -133,11 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 piece = reader.read1(length)
                 if not piece:
-                    raise _Refused(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
+                    raise _BadRequest(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
                 pieces.append(piece)
                 length -= len(piece)
         except TimeoutError:
-            raise _Refused(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
+            raise _BadRequest(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
         finally:
             self.connection.settimeout(self.timeout)
         return b"".join(pieces)
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             address = urlsplit(self.path)
             return address.path, dict(parse_qsl(address.query, max_num_fields=100))
         except ValueError:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "no such address") from None
+            raise _BadRequest(HTTPStatus.BAD_REQUEST, "no such address") from None
 
     def answer(self, page: str, query: dict[str, str], csv: str | None) -> None:
         if page == "/" and csv is None:

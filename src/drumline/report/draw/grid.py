@@ -111,7 +111,7 @@ def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
     placement = timeline.program.placement
     stages = [placement.stages_of(rank) for rank in range(timeline.num_ranks)]
 
-    def one(rank: int, part: Action) -> str:
+    def label(rank: int, part: Action) -> str:
         letter = _LETTERS.get(part.op, "?")
         number = "" if part.microbatch is None else str(part.microbatch)
         if placement.mirrored:
@@ -121,7 +121,7 @@ def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
             return f"{part.stage}{letter}{number}"
         return (letter.lower() if part.stage != stages[rank][0] else letter) + number
 
-    return lambda rank, action: "".join(one(rank, part) for part in action.work)
+    return lambda rank, action: "".join(label(rank, part) for part in action.work)
 
 
 def _fit(timeline: Timeline, start: float, end: float, name_of: Callable[[int, Action], str], room: int) -> _Canvas:

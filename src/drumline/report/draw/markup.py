@@ -49,10 +49,10 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
-def legend(kinds: Iterable[tuple[str, str]]) -> str:
+def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
     """Return what the classes of bars or curves stand for, as (class, name).
 
-    >>> legend([("busy", "busy")]).count("swatch")
+    >>> legend_html([("busy", "busy")]).count("swatch")
     1
     """
     entries = (

@@ -39,7 +39,7 @@ def trace(timeline: Timeline) -> bytes:
     ['0F0', '0B0']
     """
     figures = {"program": timeline.program.name, "makespan": timeline.makespan, "bubble": timeline.bubble}
-    return _zipped(list(events(timeline)), {**figures, "nanoseconds_per_unit": _NANOSECONDS})
+    return _zipped(list(_events(timeline)), {**figures, "nanoseconds_per_unit": _NANOSECONDS})
 
 
 def traces(timelines: Mapping[str, Timeline]) -> bytes:
@@ -55,7 +55,7 @@ def traces(timelines: Mapping[str, Timeline]) -> bytes:
     found: list[Event] = []
     first_rank = first_id = 0
     for name, timeline in timelines.items():
-        for event in events(timeline):
+        for event in _events(timeline):
             moved = {**event, "pid": event["pid"] + first_rank}
             if "id" in event:
                 moved["id"] = event["id"] + first_id
@@ -75,7 +75,7 @@ def _zipped(listed: list[Event], other: Event) -> bytes:
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 
 
-def events(timeline: Timeline) -> Iterator[Event]:
+def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
     clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start))
     threads = _Threads(clock)

@@ -30,7 +30,7 @@ import numpy as np
 from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError, TraceError
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Mark, RankTrace
 
 Stretches = list[tuple[int, int]]  # from when to when
@@ -173,7 +173,7 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stre
     return [run[:2] for run in runs if run[2] == "F"], [run[:2] for run in runs if run[2] == "B"]
 
 
-def _runs(forward: Ints, backward: Ints, calls: Iterable[Call]) -> list[tuple[int, int, str]]:
+def _runs(forward: Ints, backward: Ints, calls: Iterable[MessageEnd]) -> list[tuple[int, int, str]]:
     """Return the runs of forward ops (F) and of backward steps (B) that nothing breaks, and messages (s, r)."""
     tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
     runs: list[tuple[int, int, str]] = []

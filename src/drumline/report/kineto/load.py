@@ -24,7 +24,7 @@ from drumline.report.kineto.clocks import Alignment, align
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
-from drumline.report.kineto.steps import LABELS, Stretch, found_by, steps_of
+from drumline.report.kineto.steps import LABELS, HostStep, found_by, steps_of
 from drumline.report.kineto.timeline import Traced
 from drumline.report.recipes import recipe_of
 
@@ -90,7 +90,7 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
 
 
 def _rank_steps(
-    recordings: Sequence[RankTrace], stretches: Sequence[Mapping[int, Stretch]]
+    recordings: Sequence[RankTrace], stretches: Sequence[Mapping[int, HostStep]]
 ) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
     every = [one.action for steps in stretches for step in steps.values() for one in step.labelled]

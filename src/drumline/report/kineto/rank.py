@@ -24,7 +24,7 @@ from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError
 from drumline.report.kineto.actions import Labelled
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Kernels, Mark, RankTrace
 
 
@@ -52,7 +52,7 @@ class RankStep:
     end: int
     order: tuple[Action, ...]
     ran: tuple[Ran, ...]
-    halves: Mapping[Action, Call]
+    halves: Mapping[Action, MessageEnd]
     others: tuple[Mark, ...]
     has_device: bool
 
@@ -79,18 +79,18 @@ def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: in
     )
 
 
-def _by_label(labelled: Sequence[Labelled], calls: Sequence[Call]) -> Iterator[tuple[Action, Call]]:
+def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends where sends and receives are labelled: the calls within the label."""
     for action, start, end in labelled:
         if action.op in TRANSFER_OPS:
             sends = action.op in (Op.SEND_F, Op.SEND_B)
             inside = [call for call in calls if start <= call.start <= end and call.sends == sends]
-            yield action, _together(inside) if inside else Call(sends, start, start, start, None, None)
+            yield action, _together(inside) if inside else MessageEnd(sends, start, start, start, None, None)
 
 
 def _by_neighbour(
-    computed: Sequence[Labelled], calls: Sequence[Call], num_stages: int, end: int
-) -> Iterator[tuple[Action, Call]]:
+    computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
+) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
     receives = [call for call in calls if not call.sends]
     sends = [call for call in calls if call.sends]
@@ -119,7 +119,7 @@ def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
     )
 
 
-def _together(calls: Sequence[Call]) -> Call:
+def _together(calls: Sequence[MessageEnd]) -> MessageEnd:
     """Return several calls for one message, such as one per tensor, as one."""
     dones, sizes = [call.done for call in calls], [call.num_bytes for call in calls]
     return calls[0]._replace(
@@ -140,7 +140,7 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def _on_host(
-    computed: Sequence[Labelled], halves: Mapping[Action, Call], calls: Sequence[Call], num_stages: int
+    computed: Sequence[Labelled], halves: Mapping[Action, MessageEnd], calls: Sequence[MessageEnd], num_stages: int
 ) -> Iterator[Ran]:
     """Yield each action from when its input had arrived to when its output is posted."""
     for action, start, end in computed:
@@ -186,7 +186,7 @@ def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
 
 
 def _others(
-    recording: RankTrace, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
+    recording: RankTrace, labelled: Sequence[Labelled], calls: Sequence[MessageEnd], start: int, end: int
 ) -> Iterator[Mark]:
     """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
     computed = [one for one in labelled if one.action.is_compute]

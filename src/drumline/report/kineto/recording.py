@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call, Posted, args_of, calls_of, elements_bytes, shape_bytes
+from drumline.report.kineto.calls import MessageEnd, Posted, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -71,7 +71,7 @@ class RankTrace:
     frames: tuple[Mark, ...]
     steps: tuple[Mark, ...]
     others: tuple[Mark, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[MessageEnd, ...]
     kernels: Kernels
     links: Links
 
@@ -201,7 +201,9 @@ class _Reader:
             path,
             header,
             tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one behind the other
-            *map(in_order, ("frames", "steps", "others")),
+            in_order("frames"),
+            in_order("steps"),
+            in_order("others"),
             calls_of(posted, _launched(kernels, in_order("messages"))),
             kernels,
             Links(_pairs(self.ops, zero), _pairs(self.engine, zero), self._linked(zero)),

@@ -24,7 +24,7 @@ from drumline.core.errors import TraceError
 from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.report.kineto.actions import Labelled, numbered, numbered_on, spelled, unlabelled, until_the_end
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.members import ONE_RUN
 from drumline.report.kineto.recording import RankTrace
 
@@ -32,7 +32,7 @@ _SPELLED, _NUMBERED = LABELS = ("labels PP:", "labels Forward and Backward")
 _FRAMES, _LINKS = "Python frames", "autograd's links"
 
 
-class Stretch(NamedTuple):
+class HostStep(NamedTuple):
     """A step of one rank as the host saw it: its actions, from when to when."""
 
     labelled: list[Labelled]
@@ -79,7 +79,7 @@ def _kind(recording: RankTrace) -> str | None:
     return _LINKS if recording.calls and len(recording.links.pairs) else None
 
 
-def steps_of(recordings: Sequence[RankTrace], known_by: str) -> tuple[list[dict[int, Stretch]], bool]:
+def steps_of(recordings: Sequence[RankTrace], known_by: str) -> tuple[list[dict[int, HostStep]], bool]:
     """Return the steps of every rank by number, and whether nothing but the empty pipeline tells them apart."""
     if known_by not in LABELS and not any(one.steps for one in recordings):
         rows = [until_the_end(one, place) for place, one in enumerate(recordings)]
@@ -89,7 +89,7 @@ def steps_of(recordings: Sequence[RankTrace], known_by: str) -> tuple[list[dict[
     return [_marked(one, place, known_by) for place, one in enumerate(recordings)], False
 
 
-def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, Stretch]:
+def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, HostStep]:
     """Return the steps of a rank by number: the profiler's, or where it has none one for each turn of the schedule."""
     bounds = {int(mark.name.partition("#")[2]): (mark.start, mark.end) for mark in recording.steps}
     if not bounds:
@@ -99,7 +99,7 @@ def _marked(recording: RankTrace, place: int, known_by: str) -> dict[int, Stretc
     for number, (start, end) in bounds.items():
         labelled = numbered_on(_labelled(recording, place, known_by, start, end))
         if any(one.action.is_compute for one in labelled):
-            found[number] = Stretch(labelled, start, end)
+            found[number] = HostStep(labelled, start, end)
     return found
 
 
@@ -133,11 +133,11 @@ def _empty_after(row: Sequence[Labelled]) -> set[int]:
 
 
 def _cut(
-    row: Sequence[Labelled], counts: Sequence[int], calls: Sequence[Call], bounds: tuple[int, int]
-) -> dict[int, Stretch]:
+    row: Sequence[Labelled], counts: Sequence[int], calls: Sequence[MessageEnd], bounds: tuple[int, int]
+) -> dict[int, HostStep]:
     """Return a rank's steps, microbatches counted anew in each; behind the last flush there may be one that is cut."""
     receives = sorted(call.start for call in calls if not call.sends)
-    found: dict[int, Stretch] = {}
+    found: dict[int, HostStep] = {}
     first, start, last = 0, bounds[0], bounds[1] + 1
     for number, (before, count) in enumerate(pairwise([0, *counts, len(row)])):
         behind = 2 * count if number < len(counts) else len(row)
@@ -146,7 +146,7 @@ def _cut(
         after = [row[behind].start] if behind < len(row) else []
         after += receives[bisect_left(receives, row[behind - 1].end) :][:1]
         end = min([*after, last])
-        found[number] = Stretch([_earlier(one, before) for one in row[first:behind]], start, end)
+        found[number] = HostStep([_earlier(one, before) for one in row[first:behind]], start, end)
         first, start = behind, end
     return found
 

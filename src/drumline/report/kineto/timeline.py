@@ -29,7 +29,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline, Track, Transfer
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.rank import RankStep
 from drumline.report.kineto.steps import num_flushes
 
@@ -117,7 +117,7 @@ class Traced(Timeline):
         return tuple(idle for rank in range(self.num_ranks) for idle in _IdleWalk(self, rank).intervals())
 
     @cached_property
-    def messages(self) -> Mapping[Action, tuple[int, int, Call, Call]]:
+    def messages(self) -> Mapping[Action, tuple[int, int, MessageEnd, MessageEnd]]:
         """By their sends: source and target rank of every message, and its two ends."""
         receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
         found = {}

@@ -11,7 +11,7 @@ from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, card, cards, legend, safe, table_html
+from drumline.report.draw.markup import Part, bar, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.plan.charts import pareto_chart, scaling_chart
 from drumline.report.plan.text import (
@@ -98,7 +98,7 @@ def _seconds(plan: ClusterPlan) -> str:
         if any(getattr(one.estimate.seconds, item) > 0 for one in plan.best)
     ]
     table = table_html(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
-    return card("Where a step goes", "".join(rows) + legend(used) + table)
+    return card("Where a step goes", "".join(rows) + legend_html(used) + table)
 
 
 def _bytes(plan: ClusterPlan) -> str:
@@ -107,7 +107,7 @@ def _bytes(plan: ClusterPlan) -> str:
     rows = [_bar(one, one.estimate.bytes, BYTES, limit, size_text, one.bytes) for one in plan.best]
     table = table_html(["of the fullest device", "bytes", "share"], bytes_rows(plan.chosen))
     note = f'<p class="note">A whole bar is {size_text(limit)}, what a device may hold.</p>'
-    return card("What a device holds", "".join(rows) + legend(BYTES.items()) + note + table)
+    return card("What a device holds", "".join(rows) + legend_html(BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:

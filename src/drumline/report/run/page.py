@@ -12,7 +12,7 @@ from typing import Any
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Curve, Part, bar, card, cards, curves, legend, safe, table_html
+from drumline.report.draw.markup import Curve, Part, bar, card, cards, curves, legend_html, safe, table_html
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
@@ -128,7 +128,7 @@ def _ranks(run: Figures) -> str:
         parts = [Part(part, one[part], f"{part} {_time(one[part])}") for part in PARTS]
         bars.append(_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
         rows.append([str(one["rank"]), *(_time(one[part]) for part in PARTS), percent(one["idle_share"])])
-    keys = legend((part, part) for part in PARTS)
+    keys = legend_html((part, part) for part in PARTS)
     table = table_html(["rank", *PARTS, "idle"], rows)
     return card("Where each rank's step went", f"{''.join(bars)}{keys}{table}")
 
@@ -154,7 +154,7 @@ def _causes(run: Figures) -> str:
             said = f"rank {rank}, {which}: idle {percent(share)}"
             bars.append(_row(name, parts, whole, percent(share), said=said, kind=kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
-    return card("Bubble by cause", f"{''.join(bars)}{legend((cause, cause) for cause in causes)}{note}")
+    return card("Bubble by cause", f"{''.join(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
 
 
 def _stages(run: Figures) -> str:
@@ -168,7 +168,7 @@ def _stages(run: Figures) -> str:
         if one["blocks"]:
             ranks = " and ".join(map(str, one["ranks"]))
             bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
-    keys = legend((op, op) for op in ("forward", "backward"))
+    keys = legend_html((op, op) for op in ("forward", "backward"))
     return card("Seconds of a microbatch by stage", f"{''.join(bars)}{keys}")
 
 
@@ -214,7 +214,7 @@ def _steps(runs: Sequence[Figures]) -> str:
             figures.append(curves(name, lines, [written(high), written(low)], low=low, high=high))
     if not figures:
         return ""
-    keys = legend((_colour(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
+    keys = legend_html((_colour(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
     return f'<section class="report"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
 
 
