@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -62,11 +63,8 @@ def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: in
     computed = [one for one in labelled if one.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
     spelled = any(one.action.op in TRANSFER_OPS for one in labelled)
-    try:
-        halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(computed, calls, num_stages, end))
-    except TraceError as error:
-        raise TraceError(f"{recording.path}: {error.error}", expected=error.expected, fix=error.fix) from None
-    device = recording.has_device
+    path, device = recording.path, recording.has_device
+    halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(path, computed, calls, num_stages, end))
     ran = _on_device(computed, recording.kernels) if device else _on_host(computed, halves, calls, num_stages)
     return RankStep(
         start,
@@ -89,7 +87,7 @@ def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iter
 
 
 def _by_neighbour(
-    computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
+    path: Path, computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
 ) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
     receives = [call for call in calls if not call.sends]
@@ -102,9 +100,9 @@ def _by_neighbour(
         need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
         if one.action.op is Op.FORWARD:
             if awaited and need is None:
-                raise _no_neighbour(f"{one.action} receives its input", "before", num_stages)
+                raise _no_neighbour(f"{path}: {one.action} receives its input", "before", num_stages)
             if handed and made is None:
-                raise _no_neighbour(f"the output of {one.action} is sent on", "behind", num_stages)
+                raise _no_neighbour(f"{path}: the output of {one.action} is sent on", "behind", num_stages)
         if awaited and need is not None:
             yield need, _together(awaited)
         if handed and made is not None:

@@ -216,13 +216,8 @@ class _IdleWalk:
 
     def named(self, low: float, high: float, before: Action | None) -> Iterator[Idle]:
         """Yield a stretch by what has a name in it; the innermost counts. What has none is drain at the end."""
-        first = bisect_left(self.others, (low - self.longest,))
-        inside = []
-        for start, end, name in self.others[first:]:
-            if start >= high:
-                break
-            if end > low:
-                inside.append((max(start, low), min(end, high), name))
+        near = self.others[bisect_left(self.others, (low - self.longest,)) : bisect_left(self.others, (high,))]
+        inside = [(max(start, low), min(end, high), name) for start, end, name in near if end > low]
         for start, end, name in _innermost(inside, low, high):
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
