@@ -96,10 +96,6 @@ class Remedy:
     def __str__(self) -> str:
         return self.sentence + (f" ({self.assumes})" if self.assumes else "")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as an object for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -130,7 +126,7 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as an object for JSON."""
-        return {"sentence": self.sentence, "remedies": [one.to_json() for one in self.remedies]}
+        return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
 
 
 def predicted(gain: float) -> str:

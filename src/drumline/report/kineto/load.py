@@ -97,10 +97,7 @@ def _rank_steps(
     _check_numbers(every)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
-        {
-            number: rank_step(recording, labelled, num_stages, start=start, end=end)
-            for number, (labelled, start, end) in steps.items()
-        }
+        {number: rank_step(recording, step, num_stages) for number, step in steps.items()}
         for recording, steps in zip(recordings, stretches, strict=True)
     ]
 

@@ -27,6 +27,7 @@ from drumline.core.errors import TraceError
 from drumline.report.kineto.actions import Labelled
 from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Kernels, Mark, RankTrace
+from drumline.report.kineto.steps import HostStep
 
 
 class Ran(NamedTuple):
@@ -58,8 +59,9 @@ class RankStep:
     has_device: bool
 
 
-def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
-    """Return what a rank did from `start` to `end`, of which `labelled` are the actions in order."""
+def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep:
+    """Return what a rank did in a step."""
+    labelled, start, end = step
     computed = [one for one in labelled if one.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
     spelled = any(one.action.op in TRANSFER_OPS for one in labelled)

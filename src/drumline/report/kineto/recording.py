@@ -226,13 +226,10 @@ class _Reader:
 
 def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, int]]:
     """Return (launch, start, end) of the communication kernels that were launched within one of these marks."""
-    found = set()
-    for _, low, high in marks:
-        first, last = np.searchsorted(kernels.launch, (low, high + 1))
-        for at in range(int(first), int(last)):
-            if kernels.moves[at]:
-                found.add((int(kernels.launch[at]), int(kernels.start[at]), int(kernels.end[at])))
-    return sorted(found)
+    launch, start, end = (column[kernels.moves == 1] for column in kernels[:3])
+    moved = list(zip(launch.tolist(), start.tolist(), end.tolist(), strict=True))
+    bounds = (np.searchsorted(launch, (low, high + 1)) for _, low, high in marks)
+    return sorted({one for first, last in bounds for one in moved[first:last]})
 
 
 def _pairs(flat: array[int], zero: int) -> Ints:

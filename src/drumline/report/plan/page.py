@@ -88,16 +88,12 @@ def _below(told: Explanation, reasons: Reasons) -> str:
 
 
 def _cards(told: Explanation) -> str:
-    plan, chosen = told.plan, told.plan.chosen
+    plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
     figures = [
         ("layout", str(chosen.mesh), settings_text(chosen)),
         ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
-        (
-            "a GPU",
-            f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s",
-            f"{plan.utilisation(chosen):.1%} of its peak",
-        ),
+        ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "of the pipeline's makespan"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
@@ -108,11 +104,8 @@ def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
     rows = [_bar(one, one.estimate.seconds, SECONDS, longest, duration, one.seconds) for one in plan.best]
-    used = [
-        (item, name)
-        for item, name in SECONDS.items()
-        if any(getattr(one.estimate.seconds, item) > 0 for one in plan.best)
-    ]
+    spent = {item for item in SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
+    used = [(item, name) for item, name in SECONDS.items() if item in spent]
     table = table_html(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
     return card("Where a step goes", "".join(rows) + legend_html(used) + table)
 
@@ -128,18 +121,11 @@ def _bytes(plan: ClusterPlan) -> str:
 
 def _best(told: Explanation) -> str:
     header = ["", "mesh", "settings", "a step", "bubble", "a device", "why it loses"]
-    rows = [
-        [
-            str(number),
-            str(one.choice.mesh),
-            settings_text(one.choice),
-            duration(one.choice.seconds),
-            f"{one.choice.estimate.bubble:.1%}",
-            size_text(one.choice.bytes),
-            one.why or "chosen",
-        ]
-        for number, one in enumerate(told.best, 1)
-    ]
+    rows = []
+    for number, one in enumerate(told.best, 1):
+        choice = one.choice
+        took = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
+        rows.append([str(number), str(choice.mesh), settings_text(choice), *took, one.why or "chosen"])
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
@@ -206,14 +192,8 @@ def _bar(
 
 def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
     """Return the best layout of each mesh as stacked bars of seconds."""
-    rows = [
-        Bar(
-            str(one.mesh),
-            {name: getattr(one.estimate.seconds, item) for item, name in SECONDS.items()},
-            duration(one.seconds),
-        )
-        for one in plan.best
-    ]
+    took = [{name: getattr(one.estimate.seconds, item) for item, name in SECONDS.items()} for one in plan.best]
+    rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
     hues = {SECONDS[item]: hue for item, hue in HUES.items()}
     title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
     return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)

@@ -145,11 +145,8 @@ def _causes(run: Figures) -> str:
             ("simulated", "", shares["simulated_idle_share"]),
         ):
             found = run[which]["idle_by_cause"]
-            parts = [
-                Part(cause, found[cause][rank], f"{which} {cause} {_time(found[cause][rank])}")
-                for cause in causes
-                if cause in found
-            ]
+            idle = {cause: found[cause][rank] for cause in causes if cause in found}
+            parts = [Part(cause, seconds, f"{which} {cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
             said = f"rank {rank}, {which}: idle {percent(share)}"
             bars.append(_row(name, parts, whole, percent(share), said=said, kind=kind))
@@ -200,14 +197,8 @@ def _steps(runs: Sequence[Figures]) -> str:
     ]
     figures = []
     for key, name, written, from_zero in wanted:
-        lines = [
-            Curve(
-                _colour(number),
-                run["name"],
-                [(one["step"], one[key]) for one in run["per_step"] if one[key] is not None],
-            )
-            for number, run in enumerate(runs)
-        ]
+        known = [[(one["step"], one[key]) for one in run["per_step"] if one[key] is not None] for run in runs]
+        lines = [Curve(_colour(at), run["name"], known[at]) for at, run in enumerate(runs)]
         values = [value for line in lines for _, value in line.points]
         if len(values) > 1:
             high, low = max(values), 0.0 if from_zero else min(values)
