@@ -165,14 +165,15 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     """Return the comparison as an aligned table."""
     bytes_known = any(row.timeline.peak_bytes is not None for row in rows)
     header = ["schedule", "stages/rank", "time/microbatch", "bubble", "span bubble", "peak activations"]
+    header += ["peak bytes"] if bytes_known else []
     lines = []
     for row in rows:
         timeline, seconds = row.timeline, f"{row.seconds_per_microbatch:.4g}"
         cells = [row.name + ("" if row.fits else " (over the limit)"), str(row.stages_per_rank), seconds]
         cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", f"{row.peak_share:.3g}"]
-        lines.append([*cells, f"{max(timeline.peak_bytes or (0.0,)):.4g}"])
-    shown = len(header) + bytes_known
-    return table([*header, "peak bytes"][:shown], [cells[:shown] for cells in lines], width=width)
+        cells += [f"{max(timeline.peak_bytes or (0.0,)):.4g}"] if bytes_known else []
+        lines.append(cells)
+    return table(header, lines, width=width)
 
 
 def recommend(rows: Sequence[Row]) -> Advice:

@@ -66,7 +66,6 @@ class RankTrace:
     """What is kept of one file."""
 
     path: Path
-    header: Event
     actions: tuple[Mark, ...]
     frames: tuple[Mark, ...]
     steps: tuple[Mark, ...]
@@ -199,7 +198,6 @@ class _Reader:
         posted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
         return RankTrace(
             path,
-            header,
             tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one behind the other
             in_order("frames"),
             in_order("steps"),

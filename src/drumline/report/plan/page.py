@@ -17,19 +17,7 @@ from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Part, bar, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
-from drumline.report.plan.text import (
-    BYTES,
-    SCALING,
-    SECONDS,
-    VOLUMES,
-    bytes_rows,
-    headline,
-    not_started,
-    scaling_rows,
-    seconds_rows,
-    settings_text,
-    traffic_rows,
-)
+from drumline.report.plan import text
 from drumline.report.units import duration, size_text
 
 _STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
@@ -50,7 +38,7 @@ HUES = {
 
 def plan_page(told: Explanation, reasons: Reasons) -> str:
     """Return the page of a plan with its reasons."""
-    title, *choice = headline(told.plan)
+    title, *choice = text.headline(told.plan)
     drawn = reasons.drawing
     data = document(
         [] if drawn is None else [drawn.timeline],
@@ -73,15 +61,15 @@ def _above(told: Explanation) -> str:
 
 def _below(told: Explanation, reasons: Reasons) -> str:
     plan = told.plan
-    header = ["", "mesh", *VOLUMES, "a step", "fits"]
+    header = ["", "mesh", *text.VOLUMES, "a step", "fits"]
     parts = [
         _best(told),
         _changes(reasons),
         _more(reasons),
-        card("Bytes a device sends in a step", table_html(header, traffic_rows(plan, reasons))),
+        card("Bytes a device sends in a step", table_html(header, text.traffic_rows(plan, reasons))),
         *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
         _ranks(plan),
-        card("Strong and weak scaling", table_html(SCALING, scaling_rows(plan, reasons))),
+        card("Strong and weak scaling", table_html(text.SCALING, text.scaling_rows(plan, reasons))),
         _launch(told.launch),
     ]
     return f'<section class="report plan"><div class="pair">{"".join(parts)}</div></section>'
@@ -90,7 +78,7 @@ def _below(told: Explanation, reasons: Reasons) -> str:
 def _cards(told: Explanation) -> str:
     plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
     figures = [
-        ("layout", str(chosen.mesh), settings_text(chosen)),
+        ("layout", str(chosen.mesh), text.settings_text(chosen)),
         ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
         ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
@@ -103,20 +91,20 @@ def _cards(told: Explanation) -> str:
 def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
-    rows = [_bar(one, one.estimate.seconds, SECONDS, longest, duration, one.seconds) for one in plan.best]
-    spent = {item for item in SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
-    used = [(item, name) for item, name in SECONDS.items() if item in spent]
-    table = table_html(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
+    rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, duration, one.seconds) for one in plan.best]
+    spent = {item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
+    used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
+    table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen))
     return card("Where a step goes", "".join(rows) + legend_html(used) + table)
 
 
 def _bytes(plan: ClusterPlan) -> str:
     """Return the bytes of the best layouts, against what a device may hold."""
     limit = plan.limit_bytes
-    rows = [_bar(one, one.estimate.bytes, BYTES, limit, size_text, one.bytes) for one in plan.best]
-    table = table_html(["of the fullest device", "bytes", "share"], bytes_rows(plan.chosen))
+    rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
+    table = table_html(["of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
     note = f'<p class="note">A whole bar is {size_text(limit)}, what a device may hold.</p>'
-    return card("What a device holds", "".join(rows) + legend_html(BYTES.items()) + note + table)
+    return card("What a device holds", "".join(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
@@ -125,7 +113,7 @@ def _best(told: Explanation) -> str:
     for number, one in enumerate(told.best, 1):
         choice = one.choice
         took = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
-        rows.append([str(number), str(choice.mesh), settings_text(choice), *took, one.why or "chosen"])
+        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.why or "chosen"])
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
@@ -171,7 +159,7 @@ def _launch(launch: Launch) -> str:
         said = f"<p class='note'>It cannot be told:</p><ul>{missing}</ul>" if missing else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
-            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in not_started(config))
+            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))
         parts.append(
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"
@@ -192,9 +180,9 @@ def _bar(
 
 def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
     """Return the best layout of each mesh as stacked bars of seconds."""
-    took = [{name: getattr(one.estimate.seconds, item) for item, name in SECONDS.items()} for one in plan.best]
+    took = [{name: getattr(one.estimate.seconds, item) for item, name in text.SECONDS.items()} for one in plan.best]
     rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
-    hues = {SECONDS[item]: hue for item, hue in HUES.items()}
+    hues = {text.SECONDS[item]: hue for item, hue in HUES.items()}
     title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
     return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)
 

@@ -25,16 +25,15 @@ _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
 
 
 class Marks(NamedTuple):
-    """The characters of bars and curves: a part each, then nothing, a message, and heights from low to high."""
+    """The characters of bars and curves: a part each, then a message, and heights from low to high."""
 
     parts: str
-    nothing: str
     message: str
     heights: str
 
 
-FINE = Marks("█▒░·!", " ", "▮", "▁▂▃▄▅▆▇█")
-ASCII = Marks("#=-.!", " ", "#", "_.-=^")
+FINE = Marks("█▒░·!", "▮", "▁▂▃▄▅▆▇█")
+ASCII = Marks("#=-.!", "#", "_.-=^")
 
 
 class LiveRun:
