@@ -74,7 +74,7 @@ def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep
         tuple(one.action for one in labelled),
         tuple(_in_turn(ran)),
         halves,
-        tuple(sorted(_others(recording, labelled, calls, start, end), key=lambda mark: mark.start)),
+        tuple(sorted(_others(recording, step, calls), key=lambda mark: mark.start)),
         device,
     )
 
@@ -154,16 +154,11 @@ def _on_host(
 
 def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
     """Yield each action from its first kernel's start to its last one's end; one without kernels takes no time."""
-    freed = 0
     for action, start, end in computed:
         first, last = np.searchsorted(kernels.launch, (start, end + 1))
         own = kernels.moves[first:last] == 0
-        starts, ends = kernels.start[first:last][own], kernels.end[first:last][own]
-        if len(starts):
-            yield Ran(action, int(starts.min()), int(ends.max()), _union(starts.tolist(), ends.tolist()))
-            freed = int(ends.max())
-        else:
-            yield Ran(action, max(start, freed), max(start, freed), 0)
+        starts, ends = kernels.start[first:last][own].tolist(), kernels.end[first:last][own].tolist()
+        yield Ran(action, min(starts, default=start), max(ends, default=start), _union(starts, ends))
 
 
 def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
@@ -185,10 +180,9 @@ def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
         freed = end
 
 
-def _others(
-    recording: RankTrace, labelled: Sequence[Labelled], calls: Sequence[MessageEnd], start: int, end: int
-) -> Iterator[Mark]:
+def _others(recording: RankTrace, step: HostStep, calls: Sequence[MessageEnd]) -> Iterator[Mark]:
     """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
+    labelled, start, end = step
     computed = [one for one in labelled if one.action.is_compute]
     labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
     named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, computed)]
