@@ -101,8 +101,7 @@ class Traced(Timeline):
     @property
     def step_seconds(self) -> float:
         """From the first rank's begin of the step to the last one's end: the optimizer and all else included."""
-        starts, ends = zip(*self.bounds, strict=True)
-        return (max(ends) - min(starts)) * NANO
+        return (max(end for _, end in self.bounds) - min(start for start, _ in self.bounds)) * NANO
 
     @property
     def kernel_seconds(self) -> tuple[float, ...] | None:
