@@ -76,11 +76,11 @@ CORE = (
         "The balanced twin of a replayed step is made of the costs and not of the measured seconds.",
     ),
     Bug(
-        "factors-by-the-inverse-order",
-        "core/simulate/simulate.py",
-        'by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)',
-        'by_row = np.argsort(graph.work.node, kind="stable")',
-        "Factors reach other actions than theirs where pairs stand in the rows.",
+        "overlapped-halves-as-they-stand",
+        "core/simulate/durations.py",
+        "halves = np.where(forward_first[:, None], halves, halves[:, ::-1])",
+        "halves = np.where(forward_first[:, None], halves, halves)",
+        "Of a pair whose backward stands first, the backward's stage says what the pair costs.",
     ),
     Bug(
         "bytes-of-long-microbatches",

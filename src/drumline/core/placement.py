@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from drumline.core.action import COMPUTE_OPS, Action, Op
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import PLACE, Ints
+from drumline.core.simulate.graph import PLACE, Columns, Ints
 
 
 @dataclass(frozen=True, slots=True)

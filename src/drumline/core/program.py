@@ -21,8 +21,7 @@ from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
 from drumline.core.placement import Placement
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import CODE
+from drumline.core.simulate.graph import CODE, Columns
 
 Row = tuple[Action, ...]
 

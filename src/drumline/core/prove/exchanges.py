@@ -20,8 +20,7 @@ from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.prove.index import Index, Place
 from drumline.core.prove.violation import Violation
-from drumline.core.simulate.columns import Flags
-from drumline.core.simulate.graph import CODE, OPS, Ints
+from drumline.core.simulate.graph import CODE, OPS, Flags, Ints
 
 
 @dataclass

@@ -79,7 +79,7 @@ def node_seconds(graph: Graph, costs: Costs, work: Floats) -> Floats:
     """
     seconds = np.zeros((graph.num_nodes, *work.shape[1:]))
     fused, halves = _pairs(graph)
-    seconds[graph.work.node] = work
+    seconds[graph.node] = work
     if len(fused):
         seconds[fused] = work[halves].sum(axis=1)
         if costs.overlapped is not None:
@@ -136,13 +136,10 @@ def latencies_many(graph: Graph, many: Sequence[Costs]) -> Floats:
 
 def _pairs(graph: Graph) -> tuple[Ints, Ints]:
     """Return the nodes of overlapped pairs, and the work indices of their two halves, forward first."""
-    work = graph.work
-    # Halves of pairs stand at the end of the work, two by two.
-    count = len(work.node) - sum(len(nodes) for nodes in graph.action_nodes)
-    halves = np.arange(len(work.node) - 2 * count, len(work.node)).reshape(-1, 2)
-    forward_first = work.code[halves[:, 0]] == CODE[Op.FORWARD]
+    halves = np.flatnonzero(graph.work.paired).reshape(-1, 2)
+    forward_first = graph.work.code[halves[:, 0]] == CODE[Op.FORWARD]
     halves = np.where(forward_first[:, None], halves, halves[:, ::-1])
-    return work.node[halves[:, 0]], halves
+    return graph.node[halves[:, 0]], halves
 
 
 def _edges(graph: Graph) -> tuple[list[tuple[int, int]], Ints]:

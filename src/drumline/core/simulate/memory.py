@@ -28,8 +28,7 @@ from drumline.core.action import TIMED_OPS, Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import CODE, OPS, Floats, Ints
+from drumline.core.simulate.graph import CODE, OPS, Columns, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

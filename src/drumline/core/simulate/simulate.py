@@ -16,7 +16,6 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.assemble import compile_program
-from drumline.core.simulate.columns import Columns
 from drumline.core.simulate.durations import (
     lags,
     latencies_many,
@@ -27,7 +26,7 @@ from drumline.core.simulate.durations import (
     work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.simulate.graph import OPS, Floats, Graph, Messages, NotCompilable
+from drumline.core.simulate.graph import OPS, Columns, Floats, Graph, Messages, NotCompilable
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
@@ -109,8 +108,8 @@ class Simulation(Timeline):
         sizes = message_bytes(graph, self.costs)
         columns = (
             np.where(crossings.node >= 0, crossings.node, -1),
-            work.node[crossings.producer],
-            work.node[crossings.consumer],
+            graph.node[crossings.producer],
+            graph.node[crossings.consumer],
             work.stage[crossings.producer],
             work.code[crossings.producer],
             work.microbatch[crossings.producer],
@@ -133,13 +132,13 @@ class Simulation(Timeline):
     @cached_property
     def latest_inputs(self) -> Sequence[Inputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
-        crossings, work, actions = self.graph.crossings, self.graph.work, self.graph.action_nodes
-        index_of = np.full(self.graph.num_nodes, -1)
+        graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
+        index_of = np.full(graph.num_nodes, -1)
         index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
-        producers, consumers = work.node[crossings.producer], work.node[crossings.consumer]
+        producers, consumers = graph.node[crossings.producer], graph.node[crossings.consumer]
         # Of several inputs the last one written counts: the one that ended last.
         order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
-        rank, index = np.full((2, self.graph.num_nodes), -1)
+        rank, index = np.full((2, graph.num_nodes), -1)
         rank[consumers[order]] = crossings.source[order]
         index[consumers[order]] = index_of[producers[order]]
         return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
@@ -283,14 +282,11 @@ def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[F
 
 
 def _by_work(graph: Graph, factors: Floats) -> Floats:
-    """Return factors (samples, actions row by row) in the order of the graph's work, one column per sample."""
-    actions = len(graph.work.node)
+    """Return factors (samples, actions row by row) with one column per sample."""
+    actions = len(graph.node)
     if factors.ndim != 2 or factors.shape[1] != actions:
         raise CostsError(f"factors has the shape {factors.shape}", expected=f"(samples, {actions}) and a single Costs")
-    by_row = np.empty(actions, dtype=np.int64)
-    by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)
-    ordered: Floats = factors.T[by_row]
-    return ordered
+    return factors.T
 
 
 def _compiled(program: Program, costs: Costs) -> Graph:

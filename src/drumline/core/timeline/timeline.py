@@ -21,7 +21,7 @@ from functools import cached_property
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.program import Program
-from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import Columns
 from drumline.core.simulate.memory import Holding
 from drumline.core.timeline.idle import Cause, Idle, Limit
 

@@ -20,10 +20,9 @@ import numpy as np
 
 from drumline.core.action import Op
 from drumline.core.placement import Placement
-from drumline.core.simulate.columns import Columns as ActionColumns
-from drumline.core.simulate.columns import Flags
 from drumline.core.simulate.graph import OPS as ALL_OPS
-from drumline.core.simulate.graph import Ints
+from drumline.core.simulate.graph import Columns as ActionColumns
+from drumline.core.simulate.graph import Flags, Ints
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline, Track
 from drumline.report.draw.explanations import SENTENCES, explanations
