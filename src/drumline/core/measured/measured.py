@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
@@ -105,12 +105,10 @@ class Measured(Timeline):
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's timed actions."""
-        found = []
-        for row, record in zip(self.program.rows, self.records, strict=True):
-            actions = tuple(action for action in row if action.op in TIMED_OPS)
-            starts, ends = ([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends))
-            found.append(Track(actions, starts, ends))
-        return found
+        return [
+            Track(row, *([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends)))
+            for row, record in zip(self.program.timed_rows, self.records, strict=True)
+        ]
 
     @cached_property
     def memory(self) -> Sequence[Holding]:

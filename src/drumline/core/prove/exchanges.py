@@ -62,14 +62,10 @@ def gradient_books(index: Index) -> dict[tuple[int, int], GradientBook]:
     """Return the book of every (rank, stage)."""
     columns = index.program.columns
     entered = np.flatnonzero((_MAKES | _EXCHANGES | _UPDATES)[columns.code])
-    entered = entered[np.lexsort((columns.stage[entered], columns.rank[entered]))]
-    rank, stage = columns.rank[entered], columns.stage[entered]
-    begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
-    books = zip(rank[begins].tolist(), stage[begins].tolist(), np.split(entered, begins[1:]), strict=True)
     position = columns.position
     return {
-        (on_rank, of_stage): GradientBook.of(columns.code[book], columns.microbatch[book], position[book])
-        for on_rank, of_stage, book in (books if len(entered) else ())
+        key: GradientBook.of(columns.code[book], columns.microbatch[book], position[book])
+        for key, book in columns.by_stage(entered)
     }
 
 

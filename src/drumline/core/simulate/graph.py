@@ -25,7 +25,7 @@ Rows of actions are read as arrays: what has to look at every action reads these
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -115,6 +115,20 @@ class Columns:
     def heads(self) -> Flags:
         """Which entries begin a cell: all but the later halves of pairs."""
         return np.append(True, self.cell[1:] != self.cell[:-1])[: len(self.cell)]
+
+    def by_stage(self, chosen: Ints | None = None) -> Iterator[tuple[tuple[int, int], Ints]]:
+        """Yield every (rank, stage) with the indices of its entries, all of them or of those that are chosen.
+
+        >>> rows = [[Action.parse(text) for text in ("0F0", "1F0", "0F1")]]
+        >>> [(key, entries.tolist()) for key, entries in Columns.of(rows).by_stage()]
+        [((0, 0), [0, 2]), ((0, 1), [1])]
+        """
+        entries = np.arange(len(self.code)) if chosen is None else chosen
+        entries = entries[np.lexsort((self.stage[entries], self.rank[entries]))]
+        rank, stage = self.rank[entries], self.stage[entries]
+        begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
+        for at, each in zip(begins.tolist(), np.split(entries, begins[1:]), strict=False):
+            yield (int(rank[at]), int(stage[at])), each
 
     def only(self, chosen: Flags) -> Columns:
         """Return the chosen entries, whole actions of them, as if the rows held nothing else."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
 from drumline.core.program import Program
@@ -70,11 +70,8 @@ class Simulation(Timeline):
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's timed actions."""
-        found = []
-        for row, nodes in zip(self.program.rows, self.graph.action_nodes, strict=True):
-            actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
-            found.append(Track(actions, self.started[nodes].tolist(), self.ended[nodes].tolist()))
-        return found
+        rows = zip(self.program.timed_rows, self.graph.action_nodes, strict=True)
+        return [Track(row, self.started[nodes].tolist(), self.ended[nodes].tolist()) for row, nodes in rows]
 
     @cached_property
     def columns(self) -> Columns:
