@@ -113,8 +113,8 @@ CORE = (
     Bug(
         "gradients-of-the-next-step",
         "core/simulate/memory.py",
-        "step = np.searchsorted(row.microbatch[updates], row.microbatch[release])",
-        'step = np.searchsorted(row.microbatch[updates], row.microbatch[release], side="right")',
+        "step = np.searchsorted(microbatch[updates], microbatch[release])",
+        'step = np.searchsorted(microbatch[updates], microbatch[release], side="right")',
         "The last microbatch of a step is taken for the first of the next one's accumulation.",
     ),
     Bug(
@@ -196,11 +196,11 @@ CORE = (
         "A device is said to have waited for a message since the step began.",
     ),
     Bug(
-        "gradient-handling-swapped",
+        "executor-time-of-a-whole-row",
         "core/measured/handling.py",
-        "back = [self.action + self.take * behind + self.send * before for before, behind in joined]",
-        "back = [self.action + self.take * before + self.send * behind for before, behind in joined]",
-        "A backward takes a message from the stage before and sends one to the stage behind.",
+        'seen["action"].append(own / len(record.starts))',
+        'seen["action"].append(own)',
+        "Every action costs what the executor adds to all of a row's.",
     ),
     Bug(
         "data-of-the-last-rank",
@@ -268,7 +268,7 @@ CORE = (
     Bug(
         "exchange-without-the-copy",
         "core/simulate/assemble.py",
-        "partner[at] = follows[met[0]]",
+        "partner[at] = follows[met]",
         "partner[at] = follows[at]",
         "A gradient exchange starts without the other copy's gradients.",
     ),

@@ -9,16 +9,14 @@ executor's own work for every action. Only the flight is latency, which occupies
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from statistics import median
 
 from drumline.core.action import RECV_OPS
-from drumline.core.costs import Costs
 from drumline.core.measured.account import NANO
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
-from drumline.core.program import Program
 
 _BEGIN, _END = OVERHEADS.index("begin"), OVERHEADS.index("end")
 
@@ -49,34 +47,6 @@ class Handling:
                 seen["begin"].append(begin)
                 seen["end"].append(end)
         return Handling(**{name: median(each) * NANO for name, each in seen.items() if each})
-
-    def added_to(self, costs: Costs, program: Program) -> Costs:
-        r"""Return the costs of actions with what goes with them: copying messages, and the executor's own work.
-
-        >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-        >>> Handling(send=0.1, flight=0.5, take=0.2).added_to(Costs(), program).forward
-        (1.1, 1.2)
-        """
-        stages, homes = range(program.num_stages), program.placement.homes
-        later = [stage + 1 in stages and homes[stage + 1] != homes[stage] for stage in stages]
-        earlier = [stage - 1 in stages and homes[stage - 1] != homes[stage] for stage in stages]
-        joined = list(zip(earlier, later, strict=True))
-        forth = [self.action + self.take * before + self.send * behind for before, behind in joined]
-        back = [self.action + self.take * behind + self.send * before for before, behind in joined]
-
-        def more(name: str, extra: Iterable[float]) -> tuple[float, ...]:
-            own = costs.per_stage(name, program.num_stages)
-            return tuple(seconds + added for seconds, added in zip(own, extra, strict=True))
-
-        return replace(
-            costs,
-            forward=more("forward", forth),
-            backward=more("backward", back),
-            backward_input=more("backward_input", back),
-            backward_weight=more("backward_weight", [self.action] * len(stages)),
-            comm=costs.comm + self.flight,
-            message_bytes=0.0,
-        )
 
 
 def ends_of(timeline: Measured) -> list[float]:
