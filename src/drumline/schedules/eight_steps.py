@@ -8,39 +8,18 @@ where flow 0 enters.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from drumline.core.action import Action, B, F, I, W, overlap
+from drumline.core.action import Action, overlap
 from drumline.schedules.formulas import Pace
+from drumline.schedules.orders import Flow
 
 
 def idle(pace: Pace, num_ranks: int) -> float:
     """Return (P/2-1)(F&B+B-3W), where an F&B takes as long as both; no W shortens it below 2F."""
     each = pace.forward + 2 * pace.backward_input - pace.backward_weight
     return (num_ranks / 2 - 1) * max(each, 2 * pace.forward)
-
-
-class Flow:
-    """The microbatches that pass one stage of a rank: hands out their forwards and backwards in order."""
-
-    def __init__(self, stage: int, microbatches: Sequence[int]) -> None:
-        self.stage = stage
-        self.num_microbatches = len(microbatches)
-        self.forwards, self.backwards = iter(microbatches), iter(microbatches)
-
-    def forward(self) -> Action:
-        """Return the next forward."""
-        return F(self.stage, next(self.forwards))
-
-    def backward(self) -> Action:
-        """Return the next whole backward."""
-        return B(self.stage, next(self.backwards))
-
-    def split(self) -> tuple[Action, Action]:
-        """Return the two halves of the next backward."""
-        m = next(self.backwards)
-        return I(self.stage, m), W(self.stage, m)
 
 
 @dataclass
