@@ -197,7 +197,7 @@ CORE = (
     ),
     Bug(
         "executor-time-of-a-whole-row",
-        "core/measured/handling.py",
+        "core/measured/costs.py",
         'seen["action"].append(own / len(record.starts))',
         'seen["action"].append(own)',
         "Every action costs what the executor adds to all of a row's.",

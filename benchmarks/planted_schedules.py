@@ -119,14 +119,14 @@ SCHEDULES = (
     ),
     Bug(
         "never-fused-in-the-middle",
-        "schedules/eight_steps.py",
+        "schedules/dualpipe.py",
         "if turn == 0 and to_middle == 0:",
         "if to_middle == 0:",
         "The middle ranks of DualPipe never overlap the near flow's forwards.",
     ),
     Bug(
         "the-other-flow-splits-first",
-        "schedules/eight_steps.py",
+        "schedules/dualpipe.py",
         "and self.distance % 2 == 1",
         "and self.distance % 2 == 0",
         "In DualPipe's drain the wrong flow begins to split its backwards.",

@@ -60,7 +60,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, num_steps: i
     from torch.nn import functional
 
     import drumline as dl
-    from drumline.core.measured.handling import Handling
+    from drumline.core.measured.costs import Handling
     from drumline.profile.blocks import profile
 
     class Scaled(nn.Module):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.costs import Costs
-from drumline.core.measured.handling import Handling
+from drumline.core.measured.costs import Handling
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate

@@ -107,13 +107,7 @@ def _posting(taken: list[int], ahead: int) -> list[int]:
     return [min(latest[number], consumed[number - ahead] + 1 if number >= ahead else 0) for number in range(len(taken))]
 
 
-_SECONDS = {
-    Op.FORWARD: 1,
-    Op.BACKWARD: 2,
-    Op.BACKWARD_INPUT: 1,
-    Op.BACKWARD_WEIGHT: 1,
-    Op.OVERLAP: 3,
-}
+_SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.OVERLAP: 3}
 _MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action stands between a message and what made it
 
 

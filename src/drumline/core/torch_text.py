@@ -40,8 +40,7 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
         raise InvalidProgram(program.name, violations)
     if reason := _refusal(program):
         raise ProgramError(
-            f"PyTorch cannot run {program.name!r}: {reason}",
-            expected="one rank per stage, one step, with backwards",
+            f"PyTorch cannot run {program.name!r}: {reason}", expected="one rank per stage, one step, with backwards"
         )
     if communication:
         return _proven(program, waits=waits).format() + "\n"

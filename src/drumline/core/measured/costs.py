@@ -10,26 +10,37 @@ A step that ran goes once more through the simulator: every action takes the sec
 
 Messages take what those of their edge took in the middle. What is left between the two is the executor's own time, and
 messages that took longer than others.
+
+What a step takes beside computing, as it was measured, changes a prediction.
+
+    rank 0    0F0 │note│send│                        the sender copies a message, and goes on
+    rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it, before it computes
+
+A rank cannot compute while it copies, so copying is part of the action that makes or needs the message, and so is the
+executor's own work for every action. Only the flight is latency, which occupies nobody.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from drumline.core.action import Op
+from drumline.core.action import RECV_OPS, Op
 from drumline.core.costs import Costs, Edge
+from drumline.core.measured.account import NANO
 from drumline.core.measured.measured import Measured, stage_costs
+from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
 
 _UNITS: dict[str, Any] = dict.fromkeys(("forward", "backward_input", "backward_weight", "backward", "update"), 1.0)
+_BEGIN, _END = OVERHEADS.index("begin"), OVERHEADS.index("end")
 _NOT_WORK = (Op.UNSHARD, Op.RESHARD)
 
 
@@ -116,3 +127,52 @@ def _action_seconds(timeline: Timeline) -> Floats:
             if action.op not in _NOT_WORK:
                 found += [(end - start) / len(action.work)] * len(action.work)
     return np.array(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Seconds to send a message, to wake up for it, to take it, for any action, and to begin and end a step."""
+
+    send: float = 0.0
+    flight: float = 0.0
+    take: float = 0.0
+    action: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+
+    @staticmethod
+    def measured(timelines: Sequence[Measured]) -> Handling:
+        """Return the medians over steps that ran, of all their messages and actions."""
+        seen: dict[str, list[float]] = {one.name: [] for one in fields(Handling)}
+        for timeline in timelines:
+            for record, parts in zip(timeline.records, timeline.parts, strict=True):
+                begin, end = (_overhead(record, kind) for kind in (_BEGIN, _END))
+                own = (parts.overhead + parts.unexplained) / NANO - begin - end
+                seen["send"] += [to - since for *_, since, to, _ in record.rows("sends")]
+                seen["flight"] += _flights(timeline, record.rank)
+                seen["take"] += [to - since for *_, since, to, _ in record.rows("messages")]
+                seen["action"].append(own / len(record.starts))
+                seen["begin"].append(begin)
+                seen["end"].append(end)
+        return Handling(**{name: median(each) * NANO for name, each in seen.items() if each})
+
+
+def ends_of(timeline: Measured) -> list[float]:
+    """Return, rank by rank, the seconds in which a step ended: its gradients were looked at."""
+    return [_overhead(record, _END) * NANO for record in timeline.records]
+
+
+def _overhead(record: Record, kind: int) -> int:
+    return sum(end - start for one, start, end in record.rows("overheads") if one == kind)
+
+
+def _flights(timeline: Measured, rank: int) -> list[int]:
+    """Return how long each message took that the rank waited for, from when it had left to when it was taken."""
+    record = timeline.records[rank]
+    messages = list(record.rows("messages"))
+    found = []
+    for number, start, _ in record.rows("waits"):
+        _, _, op, _, source, made, sent, _, taken, _, _ = messages[number]
+        if RECEIVES[op] in RECV_OPS and timeline.here(rank, source, made) > start:
+            found.append(max(taken - timeline.here(rank, source, sent), 0))
+    return found

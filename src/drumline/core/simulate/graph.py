@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
+from drumline.core.rules import Backward
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

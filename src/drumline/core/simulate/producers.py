@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.backwards import Backward
+from drumline.core.rules import Backward
 from drumline.core.simulate.graph import CODE, PLACE, Columns, Flags, Ints, NotCompilable
 
 
