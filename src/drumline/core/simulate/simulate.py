@@ -102,28 +102,19 @@ class Simulation(Timeline):
         """The messages between ranks."""
         graph = self.graph
         crossings, work = graph.crossings, graph.work
-        sizes = message_bytes(graph, self.costs)
-        columns = (
-            np.where(crossings.node >= 0, crossings.node, -1),
-            graph.node[crossings.producer],
-            graph.node[crossings.consumer],
-            work.stage[crossings.producer],
-            work.code[crossings.producer],
-            work.microbatch[crossings.producer],
-            crossings.source,
-            crossings.target,
-            sizes,
-        )
+        made, taken = graph.node[crossings.producer], graph.node[crossings.consumer]
+        action = (column[crossings.producer] for column in (work.stage, work.code, work.microbatch))
+        numbers = crossings.node, made, taken, *action, crossings.source, crossings.target
         found = []
-        for node, made, taken, stage, code, microbatch, source, target, size in zip(
-            *(column.tolist() for column in columns), strict=True
+        for node, maker, taker, stage, code, microbatch, source, target, size in zip(
+            *(column.tolist() for column in (*numbers, message_bytes(graph, self.costs))), strict=True
         ):
-            finished = self.ends[made]
+            finished = self.ends[maker]
             start, sent = (finished, finished) if node < 0 else (self.starts[node], self.ends[node])
             arrived = sent + self.costs.edge(source, target).latency
             message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
             assert message is not None
-            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taken], size))
+            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taker], size))
         return found
 
     @cached_property
