@@ -81,16 +81,11 @@ def _with_waits(program: Program) -> Program:
         waiting: list[Action] = []
         completed: list[Action] = []
         for action in row:
-            due: list[Action] = []
-            if action.op is Op.REDUCE_GRAD:
-                due = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD]
-                completed += due
-            completed.append(action)
-            if action.is_compute:
-                answered = {_answered(part) for part in action.work}
-                due = [one for one in waiting if one in answered]
-                completed += due
-            waiting = [one for one in waiting if one not in due]
+            answered = {_answered(part) for part in action.work}
+            before = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD and action.op is Op.REDUCE_GRAD]
+            behind = [one for one in waiting if one in answered]
+            completed += [*before, action, *behind]
+            waiting = [one for one in waiting if one not in before + behind]
             if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD:
                 waiting.append(wait_for(action))
         rows.append((*completed, *waiting))

@@ -83,11 +83,11 @@ def _orders(index: Index) -> Iterator[Violation]:
             receives.append((received.at, recv))
     for (source, target), orders in edges.items():
         pairs = zip(*(sorted(order, key=itemgetter(0)) for order in orders), strict=True)
-        differing = next(((expected, place) for (_, expected), place in pairs if expected != place[1]), None)
+        differing = next(((sent, *posted) for (_, sent), posted in pairs if sent != posted[1]), None)
         if differing is not None:
-            expected, place = differing
+            expected, at, posted = differing
             reason = f"is received where rank {source} sends {rules.message_of(expected).send}: one edge, two orders"
-            yield Violation(target, *place, reason)
+            yield Violation(target, at, posted, reason)
 
 
 _WAITED = SEND_OPS | {Op.REDUCE_GRAD}

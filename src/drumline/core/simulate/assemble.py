@@ -20,10 +20,10 @@ from drumline.core.simulate.graph import (
     Columns,
     Crossings,
     Exchanges,
-    Graph,
     Ints,
     Messages,
     NotCompilable,
+    TimeGraph,
     Waits,
 )
 from drumline.core.simulate.producers import producers
@@ -34,7 +34,7 @@ _LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPEL
 
 
 @once_per_program
-def compile_program(program: Program, messages: Messages) -> Graph:
+def compile_program(program: Program, messages: Messages) -> TimeGraph:
     r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
 
     >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
@@ -235,8 +235,8 @@ class GraphBuilder:
         follows = np.where(behind == self.follows[self.exchanges], self.posted_after, behind)
         posted = {turn: at for at, (_, turn) in enumerate(_turns(self.untimed, Op.REDUCE_GRAD))}
         partner = np.full(len(posted), -1)
-        for (on_rank, of_stage, turn), at in posted.items():
-            others = (posted.get((other, of_stage, turn)) for other in range(self.num_ranks) if other != on_rank)
+        for (on_rank, of_stage, nth), at in posted.items():
+            others = (posted.get((other, of_stage, nth)) for other in range(self.num_ranks) if other != on_rank)
             met = next((other for other in others if other is not None), None)
             if met is not None:
                 partner[at] = follows[met]
@@ -253,7 +253,7 @@ class GraphBuilder:
             if turn in posted:
                 self.need[0][self.work.cell[update]] = self.exchange_node[posted[turn]]
 
-    def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> Graph:
+    def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> TimeGraph:
         """Give every node its number, chain by chain, and return the graph."""
         chain_number, key, need, crossing = (
             np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -271,7 +271,7 @@ class GraphBuilder:
         before = np.arange(-1, self.num_nodes - 1)
         before[(last - counts)[counts > 0]] = -1
         waits, exchanges, timed = self.waits, self.exchanges, new[: self.num_timed]
-        return Graph(
+        return TimeGraph(
             messages,
             self.num_ranks,
             num_stages,

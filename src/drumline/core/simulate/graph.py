@@ -163,10 +163,8 @@ class Columns:
         lowest = int(np.append(whole | first, True).argmax())
         lowest_whole = int(np.append(whole, True).argmax())
         alone = first & ~whole
-        kinds = [Backward.NONE] * lowest
-        for stage in range(lowest, num_stages):
-            kinds.append(Backward.INPUT if alone[stage] and stage > lowest_whole else Backward.WHOLE)
-        return tuple(kinds)
+        above = (alone[stage] and stage > lowest_whole for stage in range(lowest, num_stages))
+        return (Backward.NONE,) * lowest + tuple(Backward.INPUT if passes else Backward.WHOLE for passes in above)
 
     def _stages_with(self, num_stages: int, *ops: Op) -> Flags:
         """Return which stages have any of these ops."""
@@ -236,7 +234,7 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class TimeGraph:
     """The compiled form. `chains` bound consecutive nodes; the first ones are the ranks' rows.
 
     `work` are the plain actions that take time, and `node` is where each of them runs.

@@ -26,11 +26,11 @@ from drumline.core.simulate.durations import (
     work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.simulate.graph import OPS, Columns, Floats, Graph, Messages, NotCompilable
+from drumline.core.simulate.graph import OPS, Columns, Floats, Messages, NotCompilable, TimeGraph
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
-from drumline.core.timeline.timeline import Inputs, Lane, Span, Timeline, Track, Transfer
+from drumline.core.timeline.timeline import LatestInputs, Span, SpanLane, Timeline, Track, Transfer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +43,7 @@ class Simulation(Timeline):
 
     program: Program
     costs: Costs
-    graph: Graph
+    graph: TimeGraph
     ended: Floats
     lag: Floats
     limit: Limit | None = None
@@ -83,7 +83,7 @@ class Simulation(Timeline):
         """The gradient exchanges."""
         columns = self.graph.exchanges.rank, self.graph.exchanges.stage, self.graph.exchanges.node
         return [
-            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], Lane.EXCHANGE)
+            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], SpanLane.EXCHANGE)
             for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
@@ -118,7 +118,7 @@ class Simulation(Timeline):
         return found
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Inputs]:
+    def latest_inputs(self) -> Sequence[LatestInputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
         graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
         index_of = np.full(graph.num_nodes, -1)
@@ -129,7 +129,7 @@ class Simulation(Timeline):
         rank, index = np.full((2, graph.num_nodes), -1)
         rank[consumers[order]] = crossings.source[order]
         index[consumers[order]] = index_of[producers[order]]
-        return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
+        return [LatestInputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
 
     @cached_property
     def awaited(self) -> dict[tuple[int, int], Span]:
@@ -139,7 +139,7 @@ class Simulation(Timeline):
 
         >>> rows = "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1"
         >>> simulate(Program.parse(rows), Costs(message_bytes=2, bytes_per_second=1)).awaited
-        {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<Lane.TRANSFER: 'transfer'>)}
+        {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<SpanLane.TRANSFER: 'transfer'>)}
         """
         graph, waits = self.graph, self.graph.waits
         found: dict[tuple[int, int], Span] = {}
@@ -147,7 +147,7 @@ class Simulation(Timeline):
             return found
         spans = dict(zip(graph.exchanges.node.tolist(), self.exchanges, strict=True))
         for node, sent in zip(graph.crossings.node.tolist(), self.transfers, strict=True):
-            spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], Lane.TRANSFER)
+            spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], SpanLane.TRANSFER)
         first = np.cumsum([0, *(len(nodes) for nodes in graph.action_nodes)]).tolist()
         columns = (column.tolist() for column in (waits.rank, waits.node, waits.awaited, waits.follows))
         for rank, node, needed, follows in zip(*columns, strict=True):
@@ -175,7 +175,7 @@ class Simulation(Timeline):
                     (transfer.source, transfer.action, int(crossings.node[index])),
                     (transfer.target, recv, int(crossings.recv_node[index])),
                 ):
-                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], Lane.TRANSFER))
+                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], SpanLane.TRANSFER))
         return [sorted(row, key=lambda span: (span.start, span.end)) for row in spans]
 
     @cached_property
@@ -254,7 +254,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     return latest
 
 
-def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
         if graph.messages is Messages.LATENCY and all(one.overlapped is None and one.reduce == 0.0 for one in many):
@@ -269,7 +269,7 @@ def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[F
     return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
 
 
-def _by_work(graph: Graph, factors: Floats) -> Floats:
+def _by_work(graph: TimeGraph, factors: Floats) -> Floats:
     """Return factors (samples, actions row by row) with one column per sample."""
     actions = len(graph.node)
     if factors.ndim != 2 or factors.shape[1] != actions:
@@ -277,7 +277,7 @@ def _by_work(graph: Graph, factors: Floats) -> Floats:
     return factors.T
 
 
-def _compiled(program: Program, costs: Costs) -> Graph:
+def _compiled(program: Program, costs: Costs) -> TimeGraph:
     graph = compile_program(program, Messages.of(costs))
     if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
@@ -296,6 +296,6 @@ def _invalid(program: Program) -> InvalidProgram:
     return InvalidProgram(program.name, violations)
 
 
-def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats, limit: Limit | None = None) -> Simulation:
+def _timed(program: Program, costs: Costs, graph: TimeGraph, seconds: Floats, limit: Limit | None = None) -> Simulation:
     lag = lags(graph, costs, seconds)
     return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)

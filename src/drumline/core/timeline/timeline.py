@@ -26,7 +26,7 @@ from drumline.core.simulate.memory import Holding
 from drumline.core.timeline.idle import Cause, Idle, Limit
 
 
-class Lane(StrEnum):
+class SpanLane(StrEnum):
     """Where a span is drawn: a rank computes, exchanges gradients, or (with overlap off) moves a message itself."""
 
     COMPUTE = "compute"
@@ -42,7 +42,7 @@ class Span:
     action: Action
     start: float
     end: float
-    lane: Lane = Lane.COMPUTE
+    lane: SpanLane = SpanLane.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class LatestInputs:
     """Where the latest input of each of a rank's timed actions ran: rank and index there, -1 where it had none."""
 
     ranks: Sequence[int]
@@ -274,10 +274,10 @@ class Timeline(ABC):
         return depths
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Inputs]:
+    def latest_inputs(self) -> Sequence[LatestInputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
         return [
-            Inputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
+            LatestInputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
             for rank, track in enumerate(self.tracks)
         ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from drumline.core.action import Action
 from drumline.core.timeline.idle import Cause, Idle
-from drumline.core.timeline.timeline import Lane, Timeline, Track
+from drumline.core.timeline.timeline import SpanLane, Timeline, Track
 from drumline.report.draw.packed import PageTime, packed
 
 # What the page says of an idle interval whose words are empty; `needed` is the latest input of the action behind it.
@@ -100,7 +100,7 @@ def _critical(timeline: Timeline) -> dict[str, Any]:
     ranks: list[int] = []
     indices: list[int] = []
     at = [len(track.actions) for track in timeline.tracks]
-    for span in reversed([one for one in timeline.critical_path if one.lane is Lane.COMPUTE]):
+    for span in reversed([one for one in timeline.critical_path if one.lane is SpanLane.COMPUTE]):
         at[span.rank] = _before(timeline.tracks[span.rank], at[span.rank], span.start, span.action)
         ranks.append(span.rank)
         indices.append(at[span.rank])
