@@ -57,8 +57,8 @@ CORE = (
     Bug(
         "queue-depth-before-its-last-change",
         "core/timeline/timeline.py",
-        "                    curve[-1] = (time, depth)\n",
-        "                    pass\n",
+        "curve[time] = depth",
+        "curve.setdefault(time, depth)",
         "Of changes at one moment the depth after the first is recorded.",
     ),
     Bug(
@@ -219,8 +219,8 @@ CORE = (
     Bug(
         "room-of-the-taken-message",
         "core/timeline/timeline.py",
-        "for _, change in sorted(events, key=lambda event: (event[0], -event[1])):",
-        "for _, change in sorted(events, key=lambda event: (event[0], event[1])):",
+        "sorted(events, key=lambda event: (event[0], -event[1]))",
+        "sorted(events, key=lambda event: (event[0], event[1]))",
         "A message that arrives as another is taken up is put in that one's place.",
     ),
     Bug(
