@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from drumline.core.action import Op
-from drumline.core.backwards import Backward
 from drumline.core.errors import MismatchError, ModelError, nearest
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.pipeline import transports
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.blocks.cut import Block

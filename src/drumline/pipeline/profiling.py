@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
-from drumline.core.measured.handling import Handling, ends_of
+from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft

@@ -11,10 +11,10 @@ from weakref import ref
 
 from torch import nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
+from drumline.core.rules import Backward
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.stage import Stage
 

@@ -19,8 +19,8 @@ from itertools import product
 import numpy as np
 
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.core.simulate.graph import Floats
 
 _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I and W) of each stage in turn

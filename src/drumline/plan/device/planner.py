@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from drumline.core.backwards import Backward
 from drumline.core.costs import Edge
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
+from drumline.core.rules import Backward
 from drumline.core.timeline.idle import Limit
 from drumline.plan.device.candidate import EQUAL, Candidate
 from drumline.plan.device.combinations import CHECKPOINTING, Question
