@@ -211,14 +211,14 @@ PLAN = (
     ),
     Bug(
         "weights-gathered-once",
-        "plan/cluster/exchange.py",
+        "plan/cluster/loads.py",
         "sent = times * (reduced + 2 * gathered)",
         "sent = times * (reduced + gathered)",
         "ZeRO 3 gathers weights for the forward and again for the backward; one is left out.",
     ),
     Bug(
         "shared-experts-are-free",
-        "plan/cluster/parameters.py",
+        "plan/cluster/transformer.py",
         "each = (experts.per_token + experts.num_shared) * experts.feedforward",
         "each = experts.per_token * experts.feedforward",
         "Experts that every token visits take no operations.",
@@ -232,7 +232,7 @@ PLAN = (
     ),
     Bug(
         "dense-layers-everywhere",
-        "plan/cluster/slices.py",
+        "plan/cluster/stages.py",
         "dense = min(max(transformer.num_dense_layers - first, 0), count)",
         "dense = min(transformer.num_dense_layers, count)",
         "Every stage begins with the model's dense layers.",

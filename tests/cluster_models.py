@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.estimate import Estimate, Seconds
-from drumline.plan.cluster.exchange import Volumes
 from drumline.plan.cluster.hardware import Cluster, Device, Link
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import Bytes
-from drumline.plan.cluster.parameters import (
+from drumline.plan.cluster.stages import rank_of, stage_weights
+from drumline.plan.cluster.transformer import (
+    Experts,
+    Transformer,
     dense_layer_parameters,
     embedding_parameters,
     expert_parameters,
     head_parameters,
     shared_parameters,
 )
-from drumline.plan.cluster.transformer import Experts, Transformer
-from drumline.plan.layouts.cut import rank_of, stage_weights
 
 GIB = 2**30
 

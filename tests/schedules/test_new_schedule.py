@@ -19,10 +19,9 @@ from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.pipeline.verify.verify import verify
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.shape import num_sides, pairs_held, stages_of
+from drumline.plan.cluster.stages import num_sides, pairs_held, rank_of, stages_of
 from drumline.plan.device.planner import plan
 from drumline.plan.launch.titan import titan
-from drumline.plan.layouts.cut import rank_of
 from drumline.plan.layouts.degrees import Degrees
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.space import schedules_of
@@ -145,7 +144,7 @@ QUOTED = {
     "pipeline/verify/verify.py": {"1f1b"},
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},
-    "plan/layouts/cut.py": {"1f1b"},
+    "plan/cluster/stages.py": {"1f1b"},
     "report/explore.py": {"zb-h1"},
     "train/demo.py": {"1f1b", "gpipe", "zb-h1"},
 }

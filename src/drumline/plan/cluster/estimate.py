@@ -7,18 +7,15 @@ exchanged, as far as this was not hidden, and the optimizer steps.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from drumline.plan.cluster.exchange import Volumes, device_volumes, tied_exchange
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import memory_seconds
 from drumline.plan.cluster.layout import Layout, check
-from drumline.plan.cluster.loads import hop_seconds, loads_of, stages_of_loads
+from drumline.plan.cluster.loads import Volumes, device_volumes, hop_seconds, loads_of, stages_of_loads, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
-from drumline.plan.cluster.parameters import model_flops
-from drumline.plan.cluster.shape import simulated, simulated_few
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.stages import simulated, simulated_few
+from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
 from drumline.schedules.formulas import Paces
 
@@ -53,22 +50,6 @@ class Estimate:
     volumes: Volumes
     flops_per_device: float
     bubble: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return an object for JSON, with sums.
-
-        >>> zeros = Estimate(Seconds(*[1.0] * 9), Bytes(*[2.0] * 5), Volumes(*[0.0] * 5), 18.0, 0.1)
-        >>> zeros.to_json()["seconds"]["total"], zeros.to_json()["flops_per_second"]
-        (9.0, 2.0)
-        """
-        return {
-            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
-            "bytes": {**asdict(self.bytes), "total": self.bytes.total},
-            "volumes": asdict(self.volumes),
-            "bubble": self.bubble,
-            "flops_per_device": self.flops_per_device,
-            "flops_per_second": self.flops_per_second,
-        }
 
     @property
     def flops_per_second(self) -> float:

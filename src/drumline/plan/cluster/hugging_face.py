@@ -127,16 +127,8 @@ _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Read here or beside sizes.
-_READ = (
-    "model_type",
-    "text_config",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_parameters",
-    "use_sliding_window",
-    "alibi",
-    *_LATENT,
-)
+_ROTARY = ("rope_theta", "rope_parameters")
+_READ = ("model_type", "text_config", "tie_word_embeddings", "use_sliding_window", "alibi", *_ROTARY, *_LATENT)
 # About tokens, files, numbers at the start, kinds of numbers, and what is only there while something is generated.
 _HARMLESS = (
     "architectures",

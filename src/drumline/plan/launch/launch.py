@@ -13,14 +13,12 @@ The others take what they can express. The rest is said in `missing`, a sentence
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
-from drumline.core.parsed import shown
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout, layout_of
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import megatron
 from drumline.plan.launch.titan import titan
@@ -131,7 +129,7 @@ def show_command(layout: Layout) -> str:
 
 
 def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return all of a plan as Drumline's own config; `read_train_config` reads the layout back."""
+    """Return all of a plan as Drumline's own config."""
     nested = ("experts", "details", "sequence")
     model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
@@ -164,37 +162,3 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
         },
         comment="A plan of `drumline plan`. Ranks count tensor first, then context, data, and the pipeline last.",
     )
-
-
-def read_train_config(text: str) -> Layout:
-    """Return the layout that such a config holds.
-
-    >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
-    >>> layout = Layout(batch=8, pipeline=2, data=2, counts=(2, 2))
-    >>> read_train_config(train_config(gpt, layout)) == layout
-    True
-    """
-    try:
-        read = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"the config is not TOML: {error}") from None
-    if (read.get("format"), read.get("version")) != (FORMAT, VERSION):
-        raise PlanError(
-            f"the config has format {shown(read.get('format'))}, version {shown(read.get('version'))}",
-            expected=f"{FORMAT!r}, version {VERSION}",
-        )
-    try:
-        table = {
-            "batch": read["batch"]["sequences"],
-            "microbatch": read["batch"]["microbatch"],
-            **read["mesh"],
-            "schedule": read["pipeline"]["schedule"],
-            "stages_per_rank": read["pipeline"]["stages_per_rank"],
-            "counts": read["pipeline"]["layers"],
-            **read["memory"],
-        }
-    except (KeyError, TypeError) as error:
-        raise PlanError(
-            f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists"
-        ) from None
-    return layout_of(table)

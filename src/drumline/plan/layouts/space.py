@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.cut import layer_counts
 from drumline.plan.layouts.degrees import Degrees, meshes
 from drumline.plan.layouts.pins import ZERO, Pins, tried_schedules
 from drumline.schedules import DEFAULT, find

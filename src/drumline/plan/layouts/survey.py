@@ -24,9 +24,8 @@ from dataclasses import dataclass, field, replace
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.cut import layer_counts, stage_weights
 from drumline.plan.layouts.degrees import Degrees, meshes
 from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages

@@ -14,7 +14,7 @@ from fractions import Fraction
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.layouts.cut import layer_counts
+from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.layouts.pins import ZERO, Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
 from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
