@@ -25,9 +25,8 @@ from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import launch, torchrun
 from drumline.plan.launch.ranks import AXES, links, place
-from drumline.plan.layouts.degrees import Degrees, meshes
+from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.explain import brief
-from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, plan
 from drumline.plan.layouts.space import layouts
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey

@@ -9,15 +9,7 @@ from dataclasses import dataclass, replace
 
 from drumline.plan.cluster.hardware import Cluster, Link
 from drumline.plan.cluster.kernels import Ops, Spent, gather_seconds, reduce_seconds
-from drumline.plan.cluster.layers import (
-    WORD,
-    embedding_ops,
-    head_ops,
-    layer_ops,
-    ring_bytes,
-    routed_bytes,
-    tokens_of,
-)
+from drumline.plan.cluster.layers import WORD, embedding_ops, head_ops, layer_ops, ring_bytes, routed_bytes, tokens_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import WEIGHT_BYTES, device_parameters
 from drumline.plan.cluster.stages import Alike, StageLayers, alike, counts_of, num_sides, slices_of, stages_of

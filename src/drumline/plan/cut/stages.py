@@ -84,10 +84,7 @@ class Stages:
             less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
             seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
         costs = self.profile.costs(
-            counts,
-            optimizer_states=self.optimizer_states,
-            placement=self.program.placement,
-            recompute=self.recompute,
+            counts, optimizer_states=self.optimizer_states, placement=self.program.placement, recompute=self.recompute
         )
         costs = replace(costs, **seconds, comm=overheads.flight)
         if not messages or not self.ranks.edges:

@@ -59,11 +59,9 @@ class Launch:
 
     def to_json(self) -> dict[str, Any]:
         """Return them by name."""
-        names = ("command", "starts", "file", "text", "missing")
+        names = ("command", "starts", "file", "text")
         return {
-            one.framework: {
-                name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names
-            }
+            one.framework: {**{name: getattr(one, name) for name in names}, "missing": list(one.missing)}
             for one in self.configs
         }
 
@@ -71,31 +69,13 @@ class Launch:
 def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
     """Return what every framework is told."""
     start = torchrun(cluster)
-    titan_text, titan_missing = titan(transformer, layout)
-    megatron_text, megatron_missing = megatron(transformer, layout)
+    by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
+    by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            Config(
-                "drumline",
-                show_command(layout),
-                "plan.toml",
-                train_config(transformer, layout),
-                starts=False,
-            ),
-            Config(
-                "torchtitan",
-                f"{start} -m torchtitan.train --job.config_file plan.toml",
-                "plan.toml",
-                titan_text,
-                titan_missing,
-            ),
-            Config(
-                "megatron",
-                f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py",
-                "plan.args",
-                megatron_text,
-                megatron_missing,
-            ),
+            Config("drumline", show_command(layout), "plan.toml", train_config(transformer, layout), starts=False),
+            Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
+            Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
 
@@ -143,11 +123,7 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
             "format": FORMAT,
             "version": VERSION,
             "model": model,
-            "batch": {
-                "sequences": layout.batch,
-                "microbatch": layout.microbatch,
-                "sequence": transformer.sequence,
-            },
+            "batch": {"sequences": layout.batch, "microbatch": layout.microbatch, "sequence": transformer.sequence},
             "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
             "pipeline": {
                 "schedule": layout.schedule,

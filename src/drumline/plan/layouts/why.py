@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.degrees import Pins, tried_schedules
 from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.why import less_activations, lost_and_saved
 from drumline.schedules.registry import MAX_PAIRS
@@ -190,7 +190,7 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
 def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice | None:
     """Return the smallest layout of another question if it fits."""
     try:
-        other = survey.asked(cluster, batch=survey.batch, pins=pins)
+        other = replace(survey, cluster=cluster, pins=pins)
     except PlanError:  # pins that this cluster cannot meet
         return None
     found = other.smallest()
