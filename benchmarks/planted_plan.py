@@ -98,7 +98,7 @@ PLAN = (
     ),
     Bug(
         "shares-of-the-smaller-copy",
-        "plan/cut/shared_ranks.py",
+        "plan/cut/chain.py",
         "parts = [max(part for rank in chain.ranks",
         "parts = [min(part for rank in chain.ranks",
         "Of two copies with unequal shares the smaller one's time decides.",
@@ -106,7 +106,7 @@ PLAN = (
     ),
     Bug(
         "evenness-by-the-sum",
-        "plan/cut/shared_ranks.py",
+        "plan/cut/chain.py",
         "return shortest_largest(self._on_ranks, self._squared)",
         "return shortest_largest(self._on_ranks)",
         "Among cuts with the same largest stage any is taken, not the evenest.",

@@ -23,14 +23,13 @@ from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
 from drumline.plan.cut.exact import shortest_largest, shortest_step
 from drumline.plan.cut.peaks import Peaks
-from drumline.plan.cut.tables import OPS, CutTable, RunTable, crossings
+from drumline.plan.cut.tables import FIELD, OPS, CutTable, RunTable, crossings
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.ranks import Ranks
 
 _EVERY = 130  # so many cuts are all simulated
 _ROUNDS = 12  # of moving boundaries
-_TIMES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Stages:
         table = CutTable(self.profile, self.program, [counts])
         share = split_share(self.program) if split is None else split
         each = table.seconds(overheads, self._speeds, self.recompute, split=share)[:, 0]
-        seconds: dict[str, Any] = dict(zip(_TIMES, each.tolist(), strict=True))
+        seconds: dict[str, Any] = dict(zip(FIELD.values(), each.tolist(), strict=True))
         for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
             less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
             seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
