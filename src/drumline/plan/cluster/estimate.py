@@ -101,12 +101,8 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
             bubble=max(taken - times * pace.total, 0.0),
             optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
         ),
-        max((device_bytes(transformer, layout, load.alike) for load in loads), key=_total),
+        max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),
         device_volumes(transformer, layout, busiest.alike, sent),
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
-
-
-def _total(size: Bytes) -> float:
-    return size.total

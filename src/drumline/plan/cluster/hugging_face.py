@@ -77,7 +77,6 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     if found["num_experts"] > 1:
         width = found["expert_width"] or found["feedforward"]
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
-    details = details_of(config, read=_KEYS, gated=not plain)
     shared = found["num_key_value_heads"]
     latent = _whole(config, "kv_lora_rank", _MOST)
     if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
@@ -103,7 +102,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         head_width=found["head_width"],
         biased=plain,
         dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
-        details=details,
+        details=details_of(config, read=_KEYS, gated=not plain),
     )
 
 
@@ -188,10 +187,7 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
 
 
 def _latent(config: Mapping[str, Any]) -> Latent | None:
-    widths = [config.get(name) or 0 for name in _LATENT]
-    for name, width in zip(_LATENT, widths, strict=True):
-        if isinstance(width, bool) or not isinstance(width, int):
-            raise PlanError(f"{name} is {width!r}", expected="a whole number")
+    widths = [_whole(config, name, _MOST) for name in _LATENT]
     return Latent(*widths) if all(widths[1:]) else None
 
 

@@ -106,7 +106,7 @@ class Stages:
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
-        found: list[Cut | None] = [None] * len(many)
+        found: dict[int, Cut] = {}
         limits = np.array(self.ranks.limits)
         for stages, places in by_training([one.trains for one in self.profile.layers], many).items():
             program, peaks = _pruned(self.program, stages)
@@ -116,7 +116,7 @@ class Stages:
             over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
             for at, one, size, excess in zip(places, seconds.tolist(), sizes.tolist(), over.tolist(), strict=True):
                 found[at] = Cut(many[at], one, tuple(size), excess)
-        return [one for one in found if one is not None]
+        return [found[at] for at in range(len(many))]
 
     def _makespans(self, program: Program, table: CutTable) -> Floats:
         """Return the simulated step of every cut."""
@@ -166,8 +166,7 @@ class Stages:
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
         program, num_blocks = self.program, len(self.profile.layers)
-        every = [(i, j) for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)]
-        firsts, ends = np.array(every).T
+        firsts, ends = np.arange(num_blocks)[:, None], np.arange(num_blocks + 1)[None, :]
         runs = RunTable(self.profile, firsts, ends)
         (_, peaks), split = _pruned(program, (True,) * program.num_stages), split_share(program)
         homes, crossed = program.placement.homes, list(zip(*crossings(program), strict=True))
@@ -179,14 +178,10 @@ class Stages:
             )
             seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             size = runs.kept(again), runs.full(again), runs.until_weight
-            held = np.max(
-                [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],
-                axis=0,
-            )
+            moments = peaks.of_stage(stage).tolist()
+            held = np.max([a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in moments], axis=0)
             fits = held + runs.static(self.optimizer_states) <= (self.ranks.limits[home] if limited else math.inf)
-            table = np.full((num_blocks, num_blocks + 1), np.inf)
-            table[firsts, ends] = np.where(fits, seconds, np.inf)
-            found.append(table)
+            found.append(np.where(fits & (firsts < ends), seconds, np.inf))
         return found
 
 

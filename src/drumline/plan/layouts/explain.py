@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drumline.core.errors import counted
@@ -46,14 +46,8 @@ class Drawing:
 
     def to_json(self) -> dict[str, Any]:
         """Return its numbers."""
-        return {
-            "shows": self.shows,
-            "makespan": self.timeline.makespan,
-            "bubble": self.timeline.bubble,
-            "span_bubble": self.timeline.span_bubble,
-            "idle": list(self.timeline.idle),
-            "peak_activations": list(self.timeline.peak_activations),
-        }
+        names = ("makespan", "bubble", "span_bubble", "idle", "peak_activations")
+        return {"shows": self.shows, **{name: getattr(self.timeline, name) for name in names}}
 
 
 def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawing | None:
@@ -95,16 +89,9 @@ class Reasons:
     changes: list[Change]
     margins: list[Margin]
     pareto: list[Choice]
-    strong: list[ScalePoint]
-    weak: list[ScalePoint]
+    scaling: dict[str, list[tuple[ScalePoint, float | None]]]  # strong and weak, each point with its efficiency
     traffic: list[tuple[str, Choice]]
     drawing: Drawing | None
-
-    @property
-    def scaling(self) -> dict[str, list[tuple[ScalePoint, float | None]]]:
-        """Return strong and weak scaling by name, each point with its efficiency."""
-        curves = {"strong": self.strong, "weak": self.weak}
-        return {name: list(zip(points, efficiency(points), strict=True)) for name, points in curves.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +146,7 @@ def explain(plan: ClusterPlan) -> Explanation:
         changes(plan),
         margins(plan),
         pareto(plan),
-        strong(plan),
-        weak(plan),
+        {"strong": efficiency(strong(plan)), "weak": efficiency(weak(plan))},
         against_fsdp(plan),
         drawing(plan.transformer, plan.cluster, plan.chosen.layout),
     )
@@ -206,7 +192,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     layout, estimate = choice.layout, choice.estimate
     return {
         "mesh": str(choice.mesh),
-        "layout": {field.name: _plain(getattr(layout, field.name)) for field in fields(layout)},
+        "layout": asdict(layout),
         "microbatches": layout.num_microbatches,
         "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),
@@ -220,9 +206,3 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
         "fits": plan.fits(choice),
         "exact": choice.is_exact,
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value

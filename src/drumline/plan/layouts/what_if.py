@@ -212,8 +212,9 @@ def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
     return found
 
 
-def efficiency(points: list[ScalePoint]) -> list[float | None]:
-    """Return what each point reaches of the throughput per device of the smallest that fits."""
+def efficiency(points: list[ScalePoint]) -> list[tuple[ScalePoint, float | None]]:
+    """Return each point with what it reaches of the throughput per device of the smallest that fits."""
     rates = [None if one.best is None else one.batch / one.best.seconds / one.devices for one in points]
     first = next((rate for rate in rates if rate is not None), None)
-    return [None if rate is None or first is None else rate / first for rate in rates]
+    shares = [None if rate is None or first is None else rate / first for rate in rates]
+    return list(zip(points, shares, strict=True))

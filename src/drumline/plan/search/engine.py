@@ -23,8 +23,7 @@ from drumline.plan.search.construct import Built
 from drumline.plan.search.instance import Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.starts import split, starts
-from drumline.plan.search.stretch import stretched
+from drumline.plan.search.starts import split, starts, stretched
 from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 SAME = 1e-9  # relative: values this close are one
