@@ -113,7 +113,7 @@ PLAN = (
     ),
     Bug(
         "step-with-a-microbatch-more",
-        "plan/cut/exact.py",
+        "plan/cut/cuts.py",
         "if whole + (num_microbatches - 1) * largest < best:",
         "if whole + num_microbatches * largest < best:",
         "Whether a cut is better is asked with one microbatch more than it is noted with.",

@@ -23,8 +23,7 @@ from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.launch.launch import launch, torchrun
-from drumline.plan.launch.ranks import AXES, links, place
+from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
 from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.planner import ClusterPlan, plan

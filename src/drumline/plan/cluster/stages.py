@@ -22,7 +22,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.kernels import Ops
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.cut.exact import dealt
+from drumline.plan.cut.cuts import dealt
 from drumline.schedules import find, generate
 
 # A look-up costs no operations, but its weights lie in the first stage: it loses every tie.

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from drumline.core.errors import PlanError
 from drumline.core.simulate.graph import Floats
-from drumline.plan.cut.climb import Counts
-from drumline.plan.cut.exact import SLACK, shortest_largest, suffixes
+from drumline.plan.cut.cuts import SLACK, Counts, shortest_largest, suffixes
 from drumline.plan.cut.peaks import HeldPairs
 
 _MAX_NODES = 100_000  # a few seconds

@@ -38,7 +38,7 @@ from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, Bounds, Chain, Partition, Search
-from drumline.plan.cut.climb import Counts, by_training, climb, ends_of, even_cut, neighbours, trained
+from drumline.plan.cut.cuts import Counts, by_training, climb, ends_of, even_cut, neighbours, trained
 from drumline.plan.cut.peaks import HeldPairs, held_by
 
 _MAX_MOVES = 20_000  # a second or two

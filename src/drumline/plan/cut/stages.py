@@ -20,8 +20,16 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
-from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
-from drumline.plan.cut.exact import shortest_largest, shortest_step
+from drumline.plan.cut.cuts import (
+    Counts,
+    by_training,
+    climb,
+    even_cut,
+    every_cut,
+    shortest_largest,
+    shortest_step,
+    trained,
+)
 from drumline.plan.cut.peaks import Peaks
 from drumline.plan.cut.tables import FIELD, OPS, CutTable, RunTable, crossings
 from drumline.plan.device.blocks import Profile

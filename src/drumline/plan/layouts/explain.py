@@ -13,8 +13,7 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
 from drumline.plan.cluster.stages import stage_costs
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.launch.launch import Launch, launch
-from drumline.plan.launch.ranks import AXES, first_places, links
+from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import (

@@ -65,9 +65,7 @@ class Beam:
         relaxed = Relaxed(instance)
         stages = [lane.stage for lanes in instance.lanes for lane in lanes]
         # What is left of a lane with so many F, I or W done, as work; and the way after its last F and its last I.
-        backwards = [
-            [[instance.seconds[n + op] for n in actions[::-1]] for op in (F, I, W)] for _, actions in self.lanes
-        ]
+        taken = [[[instance.seconds[n + op] for n in actions[::-1]] for op in (F, I, W)] for _, actions in self.lanes]
         self.left = [[list(accumulate(one, initial=0.0))[::-1] for one in ops] for ops in taken]
         self.way_back = [relaxed.way_back[s] - relaxed.seconds[s, F] + relaxed.way_out[s] for s in stages]
         self.way_out = [relaxed.way_out[s] for s in stages]
