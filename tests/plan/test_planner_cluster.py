@@ -21,7 +21,7 @@ from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated
+from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
 from drumline.plan.layouts.degrees import Degrees, Pins, meshes
@@ -231,12 +231,10 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
 
 
 def test_folded_schedules_lie_where_their_programs_put_them() -> None:
-    from drumline.plan.cluster.stages import rank_of
-
     for name in ("zb-v", "v-half", "v-min", "hanayo", "dualpipe-v", "interleaved-1f1b"):
         placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement
         for rank in range(4):
-            assert [stage for stage in range(8) if rank_of(stage, 4, name) == rank] == list(placement.stages_of(rank))
+            assert [stage for stage, _ in stages_of(name, rank, 4, 2)] == list(placement.stages_of(rank))
 
 
 def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import memory_seconds
 from drumline.plan.cluster.layout import Layout, check
-from drumline.plan.cluster.loads import Volumes, device_volumes, hop_seconds, loads_of, stages_of_loads, tied_exchange
+from drumline.plan.cluster.loads import Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
 from drumline.plan.cluster.stages import simulated, simulated_few
 from drumline.plan.cluster.transformer import Transformer, model_flops
@@ -78,8 +78,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
     formula = find(layout.schedule).makespan
     if exact or formula is None:
-        stages = stages_of_loads(transformer, cluster, layout, loads, waiting)
-        run = simulated if exact else simulated_few
+        run, stages = simulated if exact else simulated_few, stage_ops(transformer, cluster, layout)
         taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
     else:
         taken = formula(Paces(paces, times, layout.stages_per_rank, hop))

@@ -125,25 +125,21 @@ def _check_values(layout: Layout) -> None:
 
 def _check_devices(cluster: Cluster, layout: Layout) -> None:
     if layout.num_devices != cluster.num_devices:
+        copy = layout.tensor * layout.pipeline * layout.context
+        fix = f"data {cluster.num_devices // copy} would do"
+        if cluster.num_devices % copy:
+            fix = f"no data parallelism does: {copy} does not divide {cluster.num_devices}"
         raise PlanError(
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} x context {layout.context}"
             f" are {layout.num_devices} devices",
             expected=f"{cluster.num_devices}, as the cluster has",
-            fix=_other_data(cluster, layout),
+            fix=fix,
         )
     if (layout.data * layout.context) % layout.expert:
         raise PlanError(
             f"{layout.expert} expert-parallel ranks among data {layout.data} x context {layout.context}",
             expected="a divisor of their product: experts are spread over those ranks",
         )
-
-
-def _other_data(cluster: Cluster, layout: Layout) -> str:
-    """Return the data parallelism that would make the mesh fit, or which of the others cannot be."""
-    one = layout.tensor * layout.pipeline * layout.context
-    if cluster.num_devices % one == 0:
-        return f"data {cluster.num_devices // one} would do"
-    return f"no data parallelism does: {one} does not divide {cluster.num_devices}"
 
 
 def _check_model(transformer: Transformer, layout: Layout) -> None:

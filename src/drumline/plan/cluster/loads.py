@@ -174,15 +174,9 @@ def loads_of(transformer: Transformer, cluster: Cluster, layout: Layout, waiting
 def stage_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> list[Ops]:
     """Return what a microbatch takes in every stage, with everything that holds its rank up: what `exact` simulates."""
     _, waiting = hop_seconds(transformer, cluster, layout)
-    return stages_of_loads(transformer, cluster, layout, loads_of(transformer, cluster, layout, waiting), waiting)
-
-
-def stages_of_loads(
-    transformer: Transformer, cluster: Cluster, layout: Layout, loads: list[Load], waiting: float
-) -> list[Ops]:
-    """Return the stages of ranks whose loads are known."""
     slices = slices_of(transformer, counts_of(transformer, layout))
     known = {slice_: slice_ops(transformer, cluster, layout, slice_) for slice_ in set(slices)}
+    loads = loads_of(transformer, cluster, layout, waiting)
     exchanges = {rank: load.exchange for load in loads for rank in load.alike.ranks}
     found = [Ops()] * len(slices)
     for rank, exchange in exchanges.items():

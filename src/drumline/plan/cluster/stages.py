@@ -55,18 +55,8 @@ def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b"
             f"{transformer.name} has {counted(transformer.num_layers, 'layer')} for {counted(num_stages, 'stage')}",
             expected="at least one layer per stage, and at least one stage",
         )
-    owners = [rank_of(stage, pipeline, schedule) for stage in range(num_stages)]
+    owners = find(schedule).layout(pipeline, per_rank).homes
     return dealt(transformer.num_layers, owners, stage_weights(transformer, [0] * num_stages))
-
-
-def rank_of(stage: int, pipeline: int, schedule: str) -> int:
-    """Return the rank that holds a stage.
-
-    >>> [rank_of(stage, 4, "zb-v") for stage in range(8)]
-    [0, 1, 2, 3, 3, 2, 1, 0]
-    """
-    known = find(schedule)
-    return known.layout(pipeline, max(known.stages_per_rank, stage // pipeline + 1)).homes[stage]
 
 
 def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:

@@ -104,13 +104,9 @@ class Stages:
         """The speed of every stage's rank."""
         return np.array([self.ranks.speeds[home] for home in self.program.placement.homes])
 
-    def trained(self, counts: Counts) -> tuple[bool, ...]:
-        """Return which stages have anything to train."""
-        return trained([one.trains for one in self.profile.layers], counts)
-
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
-        return _pruned(self.program, self.trained(counts))[0]
+        return _pruned(self.program, trained([one.trains for one in self.profile.layers], counts))[0]
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""

@@ -97,14 +97,9 @@ def plan(
         rank_memory=rank_memory,
         links=links,
     )
-    asked = Question(
+    question = Question(
         known, ranks, batch, optimizer, _names(schedules), tuple(checkpoint), seconds, progress, stages_per_rank
     )
-    return planned(asked)
-
-
-def planned(question: Question) -> Planned:
-    """Return the best plan, what it was chosen from, and what does not fit."""
     found = list(question.combinations())
     fitting, rejected = [one for one in found if one.fits], [one for one in found if not one.fits]
     if not fitting:

@@ -45,7 +45,7 @@ _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
 _BRANCH = 40.0  # what growing one state of a beam is worth
 
 
-class Engine:
+class SearchRun:
     """One search under way: the best so far, a pool to improve on, and what is left of the budget."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Engine:
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
         seconds = min(self.deadline - time.monotonic(), self.units / _UNITS_PER_SECOND) * _STRETCHING
-        fewer = Engine(small, Objective(small, self.objective.name), seconds, 0, None)
+        fewer = SearchRun(small, Objective(small, self.objective.name), seconds, 0, None)
         fewer.run()
         self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
         for _, rows in fewer.pool:
