@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -30,8 +30,7 @@ class Row:
         return tuple(seconds / self.run.seconds - 1 for seconds in self.by_constant)
 
     def to_json(self) -> dict[str, Any]:
-        """Return an object for JSON, with sums."""
-        estimate = self.estimate
+        """Return an object for JSON."""
         return {
             "source": self.run.source,
             "name": self.run.name,
@@ -39,12 +38,7 @@ class Row:
             "published": self.run.seconds,
             "error": self.error,
             "constant_errors": list(self.constant_errors),
-            "seconds": {**asdict(estimate.seconds), "total": estimate.seconds.total},
-            "bytes": {**asdict(estimate.bytes), "total": estimate.bytes.total},
-            "volumes": asdict(estimate.volumes),
-            "bubble": estimate.bubble,
-            "flops_per_device": estimate.flops_per_device,
-            "flops_per_second": estimate.flops_per_second,
+            **self.estimate.to_json(),
         }
 
 
