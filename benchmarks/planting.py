@@ -63,7 +63,6 @@ OF_FILE = {
     "pipeline/state/scaler.py": ("tests/pipeline/test_precision.py",),
     "pipeline/record/tally.py": ("tests/pipeline/test_unused.py",),
     "pipeline/loss/weighing.py": ("tests/pipeline/test_own_loss.py",),
-    "plan/cut/shared_ranks.py": ("tests/plan/test_partition.py",),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
     "plan/device/combinations.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py",),

@@ -27,8 +27,9 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.programs import program_for
 from drumline.plan.cut.chain import Partition
+from drumline.plan.cut.partition import TimedCuts
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.timed import TimedCuts
+from drumline.plan.cut.tables import FIELD
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
@@ -40,12 +41,6 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 
-_SECONDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-}
 _SECONDS_TO_MEASURE = 10.0  # beyond the first run of everything
 
 
@@ -92,7 +87,7 @@ class Balance:
     @property
     def seconds(self) -> tuple[float, ...]:
         """Predicted seconds of one microbatch in every stage, forward and backward."""
-        of = {op: self.costs.per_stage(name, len(self.counts)) for op, name in _SECONDS.items()}
+        of = {op: self.costs.per_stage(name, len(self.counts)) for op, name in FIELD.items()}
         found = Counter((part.stage, part.op) for part in self.program.work())
         num_microbatches = self.program.num_microbatches
         return tuple(

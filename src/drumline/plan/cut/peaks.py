@@ -140,11 +140,7 @@ def _moments(row: Sequence[Action], stages: Sequence[int], backwards: Sequence[B
             yield tuple(
                 number
                 for at, pairs, later in counts
-                for number in (
-                    pairs - moved.count(at),
-                    running.count(at) - moved.count(at),
-                    later + moved.count(at),
-                )
+                for number in (pairs - moved.count(at), running.count(at) - moved.count(at), later + moved.count(at))
             )
         for at, op, kind in parts:
             held[at] -= op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (op is Op.FORWARD and kind is Backward.NONE)
