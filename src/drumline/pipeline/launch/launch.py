@@ -20,7 +20,7 @@ from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTim
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.processes import Processes
-from drumline.pipeline.launch.wire import Failure, Parts
+from drumline.pipeline.launch.wire import Failure, Parts, blank, write
 from drumline.pipeline.launch.worker import Task
 
 T = TypeVar("T")
@@ -58,15 +58,16 @@ def launch(
     """
     kwargs = _named(named, kwargs or {})
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
-    task = _packed(Task(fn, args, kwargs))
+    parts = _packed(Task(fn, args, kwargs))
     limit = None if timeout is None else time.monotonic() + timeout
-    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks, blank() as task:
+        write(task, parts)
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ranks.start(
                 lambda control: _command(control, threads=threads, backend=backend or "gloo"),
                 _environment(rank, num_ranks=num_ranks, port=port, threads=threads),
-                task,
+                task.fileno(),
                 prefix=f"[rank {rank}] " if prefix else "",
             )
         # The ranks end before their store does: without it they would complain.
@@ -75,8 +76,8 @@ def launch(
             if failures:
                 raise _error(failures, num_ranks)
             ranks.let_go()
-            parts = [rank.parts for rank in ranks]
-    return [_loaded(rank, one) for rank, one in enumerate(parts)]
+            results = [rank.parts for rank in ranks]
+    return [_loaded(rank, one) for rank, one in enumerate(results)]
 
 
 def _named(named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

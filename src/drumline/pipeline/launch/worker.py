@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from drumline.core.errors import LaunchError, RankFailed
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
-from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Inbox, Parts, framed
+from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Parts, read, write
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
@@ -70,20 +70,22 @@ def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
 
 
 def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
-    inbox = Inbox()
-    while not inbox.read(connection):
-        pass
+    _, (task, answer), _, _ = socket.recv_fds(connection, 1, 2)
+    parts = read(task)
+    os.close(task)
     all_done = _watch(connection)
-    try:
-        outcome = _result(_run(inbox.parts, threads=threads, backend=backend))
-        _take_leave()
-    except _Terminated:
-        raise
-    except BaseException as error:
-        # Exits at once: the connections that close tell the other ranks.
-        _send(connection, [FAILED, *by_value.dumps(_failure(error), reply=True)])
-        return 1
-    _send(connection, [RETURNED, *outcome])
+    with open(answer, "wb") as file:
+        try:
+            write(file, _result(_run(parts, threads=threads, backend=backend)))
+            _take_leave()
+        except _Terminated:
+            raise
+        except BaseException as error:
+            # Exits at once: the connections that close tell the other ranks.
+            write(file, by_value.dumps(_failure(error), reply=True))
+            connection.sendall(FAILED)
+            return 1
+    connection.sendall(RETURNED)
     all_done.wait()
     _leave_group()
     return 0
@@ -167,11 +169,6 @@ def _is_echo(error: BaseException) -> bool:
     return isinstance(error, RankFailed | DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in ("closed by peer", "reset by peer"))
     )
-
-
-def _send(connection: socket.socket, parts: Parts) -> None:
-    for run in framed(parts):
-        connection.sendall(run)
 
 
 def _watch(connection: socket.socket) -> threading.Event:
