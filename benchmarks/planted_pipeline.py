@@ -147,17 +147,17 @@ PIPELINE = (
     ),
     Bug(
         "merged-steps-never-captured",
-        "pipeline/engine.py",
-        "self.captured = self._capture() if capture else None",
-        "self.captured = self._capture() if capture and not merge else None",
+        "pipeline/setup.py",
+        "CapturingEngine if given.capture else Engine",
+        "CapturingEngine if given.capture and not given.merge_weight_gradients else Engine",
         "capture=True does nothing with merged weight gradients.",
     ),
     Bug(
         "captured-once-more-after-another-program",
         "pipeline/engine.py",
-        "self.captured = None if self.captured is None else self._capture()",
-        "self.captured = None",
-        "A pipeline that takes up a searched program no longer captures.",
+        "        super().take_up(program)\n        self.captured = self._capture()\n",
+        "        super().take_up(program)\n",
+        "A pipeline that takes up a searched program goes on by the graphs of the one before.",
     ),
     Bug(
         "evaluated-with-dropout",
@@ -189,7 +189,7 @@ PIPELINE = (
     ),
     Bug(
         "optimizers-looked-at-once",
-        "pipeline/state/guard.py",
+        "pipeline/state/updates.py",
         "        _found.clear()\n",
         "",
         "An optimizer that stepped before a pipeline took its parameters is never stopped.",

@@ -102,8 +102,6 @@ class Pipeline:
         """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
-
     def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
@@ -140,7 +138,7 @@ class Pipeline:
 
         Optimizers do this before they step; call it before changing parameters by hand.
         """
-        self._run.settle()
+        self._recording.settle()
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -183,8 +181,6 @@ class Pipeline:
         ['data']
         """
         return self._recording.data(loader)
-
-    # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
         """Return a torch optimizer over this process's trainable parameters, or their float32 copies.

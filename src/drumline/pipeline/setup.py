@@ -19,19 +19,18 @@ from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
 from drumline.pipeline.balance import Balance, ChosenCut
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
+from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.options import Options, device_named
 from drumline.pipeline.programs import attempt, program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.state.frozen import Frozen, unused_in
 from drumline.pipeline.state.materialise import materialise_stages, opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.unused import unused_in
 from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.step import Settle, StepRun
+from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
@@ -103,12 +102,11 @@ class _SetUp:
         engine = self._engine(assembled)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
-        recording = Recording(given.record, crew, ledger, [one.clock for one in engine.executors])
+        recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
-        settle = Settle(ledger, recording, holdings)
-        updates = Updates(numbers, holdings, master_weights=given.master_weights, settle=settle)
+        updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)
@@ -118,10 +116,10 @@ class _SetUp:
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
-        auto = AutoSchedule(crew, ledger, frozen, engine, settle) if given.schedule == AUTO else None
-        observers = [*([] if auto is None else [auto]), holdings, updates, shared, recording]
+        auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
+        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording]
         return StepRun(
-            crew, ledger, intake, frozen, engine, holdings, updates, recording, settle, watched, followed, check,
+            crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, balance, given.check_finite,
         )  # fmt: skip
 
@@ -179,14 +177,13 @@ class _SetUp:
         """Return what runs the program on this process's ranks."""
         given = self.options
         has_folder = not isinstance(given.record, bool)
-        return Engine(
+        return (CapturingEngine if given.capture else Engine)(
             self.crew,
             assembled,
             ahead=given.ahead,
             merge=given.merge_weight_gradients,
             measure=given.record is not False,
             weigh="always" if given.weigh else "first" if has_folder and not given.compile else "never",
-            capture=given.capture,
         )
 
     def _agree(self, described: dict[str, Any]) -> None:

@@ -6,20 +6,19 @@
     end      observers put back what they put aside
     tell     all ranks hear what came of it, and none waits for another
 
-Recording, adaptation and what is put aside meanwhile watch the step: see observer.py.
+Recording, adaptation, capture and what is put aside meanwhile watch the step: see observer.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.auto_schedule import AutoSchedule
@@ -31,7 +30,6 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.guard import Guard
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
@@ -74,20 +72,6 @@ class StepResult:
         return f"StepResult(step={self.step})"
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Hears how the steps so far went on all ranks, and raises if one must not be built on."""
-
-    ledger: Ledger
-    recording: Recording
-    holdings: Holdings
-
-    def __call__(self) -> None:
-        """Do so."""
-        with self.recording.during("hear"):
-            self.ledger.settle(until=None, gradients_left=self.holdings.has_gradients)
-
-
 @dataclass(eq=False)
 class StepRun:
     """What a pipeline consists of on this process; runs its steps."""
@@ -100,7 +84,6 @@ class StepRun:
     holdings: Holdings
     updates: Updates
     recording: Recording
-    settle: Settle
     watched: Watched
     followed: Followed
     check: ModelCheck
@@ -108,20 +91,9 @@ class StepRun:
     auto: AutoSchedule | None
     balance: Balance | None
     check_finite: bool
-    guard: Guard = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.guard = self._guarded()
-
-    def _guarded(self) -> Guard:
-        return Guard(self.holdings.parameters(), self.before_update, self.after_update)
-
-    # ---- before a step -----------------------------------------------------------------------------------------------
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before any other rank is asked."""
-        if step.wants_outputs and self.engine.captured is not None:
-            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
         if not self.intake.has_loss:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
@@ -139,7 +111,6 @@ class StepRun:
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
-            self.guard = self._guarded()
             self.ledger.unused.begin()
 
     def check_before(self, step: Step, call: CalledWith) -> None:
@@ -168,8 +139,6 @@ class StepRun:
                     }
                 )
 
-    # ---- the step ----------------------------------------------------------------------------------------------------
-
     def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return what will be heard of it on all of them."""
         observers = self.observers if step.train else ()
@@ -178,7 +147,10 @@ class StepRun:
         with self.crew.together("the start of a step", lambda: self.engine.action):
             self._take(step, call)
             given = self._given(call)
-            self._cut(step)
+            for observer in observers:
+                observer.taken(step)
+            if not step.repeats or self.intake.counts_labels:  # else it weighs what the last one did
+                self.intake.cut(step)
             for observer in observers:
                 observer.begin(step)
             self.engine.run(step, self.recording.drafts)
@@ -195,11 +167,6 @@ class StepRun:
     def _given(self, call: CalledWith) -> Callable[[], Given | None]:
         """Return what says what other ranks compare their batches with; ranks of one process have one."""
         return (lambda: None) if self.crew.alone else begun((call.batch, call.named), call.target)
-
-    def _cut(self, step: Step) -> None:
-        replays = step.train and self.engine.replays(step)
-        if not replays or self.intake.counts_labels:  # a step like the last one weighs what that did
-            self.intake.cut(step)
 
     def _tell(self, step: Step, given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
@@ -240,19 +207,6 @@ class StepRun:
             named = self.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
         return told
-
-    # ---- between steps -----------------------------------------------------------------------------------------------
-
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Keep an optimizer from steps that must not be built on."""
-        self.updates.check(optimizer)
-        self.check.refuse()
-        self.settle()
-        self.recording.enter("update")
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Measure the update up to here."""
-        self.recording.leave()
 
 
 def output_of(step: Step) -> Any:

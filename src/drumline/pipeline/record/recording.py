@@ -35,6 +35,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.gaps import Between
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import END, LEAVE, Draft
 from drumline.runtime.executor import Step
@@ -47,8 +48,10 @@ _SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one 
 class Recording(Observer):
     """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
 
-    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger, clocks: Sequence[Clock]) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, record: bool | str | Path, crew: Crew, ledger: Ledger, holdings: Holdings, clocks: Sequence[Clock]
+    ) -> None:
+        self._ledger, self._holdings = ledger, holdings
         self.is_on = record is not False
         self.folder: RunFolder | None = None
         self.drafts: Sequence[Draft] = ()  # of the step that runs
@@ -91,8 +94,6 @@ class Recording(Observer):
         if 0 in self._ranks and self.folder is not None:
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
-
-    # ---- a step ------------------------------------------------------------------------------------------------------
 
     def called(self, step: Step) -> None:
         """Begin drafts for a step."""
@@ -144,6 +145,11 @@ class Recording(Observer):
         if self.is_on:
             self._between.leave()
 
+    def settle(self) -> None:
+        """Hear how the steps so far went on all ranks, and raise if one must not be built on."""
+        with self.during("hear"):
+            self._ledger.settle(until=None, gradients_left=self._holdings.has_gradients)
+
     def fill(self, each: Sequence[Told]) -> None:
         """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
         if not self.is_on:
@@ -162,8 +168,6 @@ class Recording(Observer):
         for draft, clock in zip(drafts, self._clocks, strict=True):
             clock.settle(draft, wait=True)
         return [draft.record() for draft in drafts]
-
-    # ---- the files ---------------------------------------------------------------------------------------------------
 
     def add(self, tally: Tally, each: Sequence[Told]) -> None:
         """Take in what the ranks of this process told of a step, to be written during the next one."""

@@ -18,8 +18,8 @@ from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
+from drumline.pipeline.state.frozen import Unused
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.state.unused import Unused
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
 
 _NUM_RECENT = 16
