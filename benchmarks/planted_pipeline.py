@@ -168,7 +168,7 @@ PIPELINE = (
     ),
     Bug(
         "two-ranks-agree",
-        "pipeline/assembly.py",
+        "pipeline/transports.py",
         "for rank, other in enumerate(told):",
         "for rank, other in enumerate(told[:2]):",
         "The third rank may have been given another model.",
@@ -182,7 +182,7 @@ PIPELINE = (
     ),
     Bug(
         "pieces-go-on-into-the-next-step",
-        "pipeline/record/gaps.py",
+        "pipeline/record/recording.py",
         "        self._open.clear()\n",
         "",
         "What an optimizer's step began is still open after the pipeline's step inside it.",
@@ -196,7 +196,7 @@ PIPELINE = (
     ),
     Bug(
         "throughput-of-all-devices",
-        "pipeline/record/recording.py",
+        "pipeline/record/tally.py",
         'found["throughput(tps)"] = tokens / seconds / len(records)',
         'found["throughput(tps)"] = tokens / seconds',
         "Tokens per second are those of all devices, where torchtitan's are of each.",

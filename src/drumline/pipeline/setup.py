@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 
+from drumline.core.errors import DrumlineError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
-from drumline.pipeline.balance import Balance, ChosenCut
+from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.options import Options, device_named
-from drumline.pipeline.programs import attempt, program_for
+from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
@@ -34,7 +35,6 @@ from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
-from drumline.plan.device.plan import Plan
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
@@ -50,26 +50,29 @@ def set_up(options: Options) -> StepRun:
     """Return what runs the steps, connected to those of all other ranks; raises alike on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
-    program, problem = attempt(
-        program_for,
-        first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
-        num_ranks=transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout),
-        num_microbatches=options.num_microbatches,
-        stages_per_rank=options.stages_per_rank,
-    )
+    num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
+    program: Program | DrumlineError
+    try:
+        program = program_for(
+            first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
+            num_ranks=num_ranks,
+            num_microbatches=options.num_microbatches,
+            stages_per_rank=options.stages_per_rank,
+        )
+    except DrumlineError as error:
+        program = error  # a rank that was given something wrong connects all the same, so that the others learn of it
     crew = Crew.gathered(
         options.transport,
         device,
         num_ranks=options.num_ranks,
-        program=program,
+        program=program if isinstance(program, Program) else None,
         ahead=options.ahead,
         timeout=options.timeout,
         now=clock_for(device).now,
     )
     with crew.together("the set-up"):
-        # A rank that was given something wrong connects all the same, so that the others learn of it.
-        if program is None:
-            raise problem
+        if isinstance(program, DrumlineError):
+            raise program
         return _SetUp(options, device, crew, program).run()
 
 
@@ -83,13 +86,13 @@ class _SetUp:
     def run(self) -> StepRun:
         given, crew = self.options, self.crew
         intake = Intake(
+            given.model,
             given.loss_fn,
-            given.loss_weight,
             self.device,
             num_microbatches=self.program.num_microbatches,
+            weigh=given.loss_weight,
             split=given.split,
         )
-        intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
         values = {} if crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance = self._stages(intake, numbers)
@@ -142,9 +145,7 @@ class _SetUp:
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
-        assert given.plan is None or isinstance(given.plan, Plan), "options that were decided"
-        chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers, given.plan)
-        stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
+        stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
         ranks = [channel.rank for channel in self.crew.channels]
@@ -188,4 +189,4 @@ class _SetUp:
 
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise, alike on all ranks, unless all were given the same."""
-        assembly.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))
+        transports.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))

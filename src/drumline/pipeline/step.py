@@ -117,7 +117,8 @@ class StepRun:
         """Run a microbatch of the first step through the model by itself, for the step to be held against."""
         if not self.check.is_pending and step.number:
             return
-        recorded = self.recording.during("check") if self.check.is_pending else nullcontext()  # a chain has none
+        # A chain has no check.
+        recorded = self.recording.between.during("check") if self.check.is_pending else nullcontext()
         with recorded, self.crew.together("the check of the model"):
             self.check.agree_on_weights()
             scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
@@ -177,13 +178,13 @@ class StepRun:
         tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
         if step.train:
             self.recording.ended(tally)
-        with self.recording.during("tell"):
+        with self.recording.between.during("tell"):
             if step.train:
                 self.recording.fill(each)
             self.crew.tell(topic, each)
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         if step.train:
-            with self.recording.during("write"):
+            with self.recording.between.during("write"):
                 self.recording.add(tally, each)
         return tally
 

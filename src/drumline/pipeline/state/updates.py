@@ -80,11 +80,11 @@ class Updates(Observer):
         self.check(optimizer)
         self._check.refuse()
         self._recording.settle()
-        self._recording.enter("update")
+        self._recording.between.enter("update")
 
     def after(self, optimizer: Optimizer) -> None:
         """Measure the update up to here."""
-        self._recording.leave()
+        self._recording.between.leave()
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would pass the scaler or the masters by."""
