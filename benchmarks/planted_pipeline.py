@@ -161,9 +161,9 @@ PIPELINE = (
     ),
     Bug(
         "evaluated-with-dropout",
-        "pipeline/engine.py",
-        "            module.training = False\n        try:",
-        "            module.training = True\n        try:",
+        "pipeline/model/blocks.py",
+        "        part.training = False\n    try:",
+        "        part.training = True\n    try:",
         "Evaluation runs in training mode.",
     ),
     Bug(

@@ -53,6 +53,7 @@ OF_FILE = {
     "core/simulate/memory.py": ("tests/core/test_memory.py",),
     "pipeline/verify/elements.py": ("tests/pipeline/test_agreement.py",),
     "pipeline/engine.py": ("tests/pipeline/test_captured.py",),
+    "pipeline/model/blocks.py": ("tests/pipeline/test_pipeline.py",),
     "pipeline/setup.py": ("tests/pipeline/test_captured.py",),
     "pipeline/state/tensors.py": ("tests/pipeline/test_tied.py",),
     "pipeline/state/updates.py": ("tests/pipeline/test_precision.py", "tests/pipeline/test_pipeline.py"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.model.blocks import evaluating
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.capture.capture import Capture
@@ -82,8 +83,9 @@ class Engine(Observer):
         randomness.step = step.number
         if not step.train:
             executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
+        modules = (block.module for stage in self.stages() for block in stage.blocks)
         with (
-            nullcontext() if step.train else self._evaluating(),
+            nullcontext() if step.train else evaluating(modules),
             randomness.kept_aside(),
             # A backward that runs in this very thread saves handing it to another and back, for every action.
             torch.autograd.set_multithreading_enabled(False),
@@ -96,18 +98,6 @@ class Engine(Observer):
         if self._weigh == "first":
             for executor in self.executors:
                 executor.scale = None
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        blocks = (block for stage in self.stages() for block in stage.blocks)
-        training = [module for block in blocks for module in block.module.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages of this process, second copies included."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from drumline.core.errors import DrumlineError
 from drumline.core.lower import lower
@@ -27,7 +28,7 @@ from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen, unused_in
-from drumline.pipeline.state.materialise import materialise_stages, opened
+from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
@@ -40,6 +41,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
@@ -148,8 +150,15 @@ class _SetUp:
         stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
-        ranks = [channel.rank for channel in self.crew.channels]
-        materialise_stages(stages, self.program.placement, ranks, given.model, stored, self.device, given.seed)
+        held = {at for channel in self.crew.channels for at in self.program.placement.stages_of(channel.rank)}
+        materialise(
+            [block for stage in stages for block in stage],
+            [block for at in sorted(held) for block in stages[at]],
+            root=given.model if isinstance(given.model, nn.Module) else None,
+            weights=stored,
+            device=self.device,
+            seed=given.seed,
+        )
         return stages, balance
 
     def _assembled(

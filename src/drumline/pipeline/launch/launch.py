@@ -21,7 +21,6 @@ from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.processes import Processes
 from drumline.pipeline.launch.wire import Failure, Parts, blank, write
-from drumline.pipeline.launch.worker import Task
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ def launch(
     """
     kwargs = _named(named, kwargs or {})
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
-    parts = _packed(Task(fn, args, kwargs))
+    parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
     with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks, blank() as task:
         write(task, parts)
@@ -108,14 +107,13 @@ def _check(
         raise LaunchError(f"{_name(fn)}{signature} cannot be called with the given arguments: {error}") from None
 
 
-def _packed(task: Task) -> Parts:
+def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
     try:
-        return by_value.dumps(task)
+        return by_value.dumps((fn, args, kwargs))
     except LaunchError:
         raise
     except Exception as error:
-        named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
-        named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
+        named = [(_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
         found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
             f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"

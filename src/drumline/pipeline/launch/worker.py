@@ -22,8 +22,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,15 +32,6 @@ from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Parts, read
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What every rank is to run."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class _Terminated(SystemExit):
@@ -70,9 +59,13 @@ def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
 
 
 def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
-    _, (task, answer), _, _ = socket.recv_fds(connection, 1, 2)
+    _, files, _, _ = socket.recv_fds(connection, 1, 2)
+    if not files:
+        raise EOFError
+    task, answer = files
     parts = read(task)
     os.close(task)
+    os.set_inheritable(answer, False)
     all_done = _watch(connection)
     with open(answer, "wb") as file:
         try:
@@ -94,13 +87,13 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
 def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     _join_group(threads=threads, backend=backend)
     try:
-        task: Task = by_value.loads(parts)
+        fn, args, kwargs = by_value.loads(parts)
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
             fix="every rank imports by name what the calling process imported: see that it finds the same modules",
         ) from error
-    return task.fn(*task.args, **task.kwargs)
+    return fn(*args, **kwargs)
 
 
 def _join_group(*, threads: int, backend: str) -> None:
@@ -139,8 +132,7 @@ def _result(value: Any) -> Parts:
     except Exception as error:
         found = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"what fn returned cannot be sent back: {found}",
-            fix="return tensors, numbers, or a state_dict()",
+            f"what fn returned cannot be sent back: {found}", fix="return tensors, numbers, or a state_dict()"
         ) from error
 
 

@@ -62,13 +62,8 @@ class Frozen:
 
     def check_trains(self) -> None:
         """Refuse a training step where nothing trains; alike on all ranks that were given the same model."""
-        if self.program.has_backward:
-            if not self._is_whole:
-                return  # the others may train
-            if any(one.requires_grad for stage in self._parameters for _, seen in stage if (one := seen()) is not None):
-                return
-            if any(trainable(self._cuts)):  # parameters were exchanged
-                return
+        if self.program.has_backward and (not self._is_whole or any(trainable(self._cuts))):
+            return  # what is in other processes may train
         raise ModelError(
             "nothing trains: every parameter of the model is frozen",
             expected="a parameter with requires_grad",
