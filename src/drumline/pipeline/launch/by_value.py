@@ -176,8 +176,8 @@ class _Pickler(_Base):  # type: ignore[misc]
             data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             return _untyped, (data.tobytes() if data.nbytes < _SMALL_BYTES else pickle.PickleBuffer(data),)
         if isinstance(storage, torch.storage.TypedStorage):
-            typed = {"wrap_storage": untyped, "dtype": storage.dtype, "_internal": True}
-            return functools.partial(torch.storage.TypedStorage, **typed), ()
+            kind: Any = torch.storage.TypedStorage
+            return functools.partial(kind, wrap_storage=untyped, dtype=storage.dtype, _internal=True), ()
         return NotImplemented
 
     def _keep_source(self, code: CodeType) -> None:

@@ -55,7 +55,10 @@ def launch(
     >>> launch(rank_of, word="rank", num_ranks=2)
     ['rank 0 of 2', 'rank 1 of 2']
     """
-    kwargs = _named(named, kwargs or {})
+    kwargs = kwargs or {}
+    for name in named.keys() & kwargs.keys():
+        raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+    kwargs = {**named, **kwargs}
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
@@ -77,14 +80,6 @@ def launch(
             ranks.let_go()
             results = [rank.parts for rank in ranks]
     return [_loaded(rank, one) for rank, one in enumerate(results)]
-
-
-def _named(named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `fn` gets by name."""
-    for name in named:
-        if name in kwargs:
-            raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
-    return {**named, **kwargs}
 
 
 def _check(
