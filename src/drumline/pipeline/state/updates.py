@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
-from drumline.pipeline.state.optimizer_state import Named, StateByName
+from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.verify.model_check import ModelCheck
@@ -109,7 +109,7 @@ class Updates(Observer):
         kind: type[Optimizer],
         parameters: Sequence[nn.Parameter],
         settings: dict[str, Any],
-        named: Named = tuple,
+        named: NamedTensors = tuple,
     ) -> Optimizer:
         """Return an optimizer of the kind that was asked for, whose state goes by the names of what it updates."""
         if not isinstance(kind, type):
