@@ -86,14 +86,16 @@ def _make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
 
-_SENTINELS = ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+# Dataclasses compare their sentinels by identity, so they go by name.
+_SENTINELS: dict[Any, str] = {
+    getattr(dataclasses, name): name for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+}
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     ModuleType: _module,
     CellType: lambda _: (cloudpickle._make_empty_cell, ()),  # its functions fill it: it may hold one of them
     functools.cached_property: lambda one: (functools.cached_property, (one.func,), {"attrname": one.attrname}),
     type(functools.lru_cache(len)): _cached,
-    # Dataclasses compare their sentinels by identity, so they go by name.
-    **{type(getattr(dataclasses, name)): lambda _, name=name: name for name in _SENTINELS},
+    **dict.fromkeys(map(type, _SENTINELS), _SENTINELS.__getitem__),
 }
 
 
