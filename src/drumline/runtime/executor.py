@@ -19,9 +19,9 @@ from torch import Tensor
 
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
@@ -49,6 +49,7 @@ class Step:
     cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
     wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
+    repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
+from drumline.core.rules import Backward
 from drumline.runtime.backward import engine
 from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.loss.weighing import Weighing, weighed
+from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.script import Inputs, Kind, Loss, Script
 from drumline.runtime.loss.counts import labels_counted, mixed_by
@@ -68,17 +69,10 @@ class OwnWeight(TorchFunctionMode):
         A loss that adds up means over different counts is refused: no one weight is right for it.
         """
         self.counts = []
-        modes = [module for module in self.model.modules() if module.training]
-        for module in modes:
-            module.training = False
-        try:
-            with self, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                output = self._run(inputs)
-                if self.loss_fn is not None:
-                    self.loss_fn(output, target)
-        finally:
-            for module in modes:
-                module.training = True
+        with evaluating([self.model]), self, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = self._run(inputs)
+            if self.loss_fn is not None:
+                self.loss_fn(output, target)
         if len(set(self.counts)) > 1:
             raise ModelError(
                 f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",

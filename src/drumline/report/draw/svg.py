@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from drumline.core.action import Action, Op
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import MUTED, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, number, rect, safe, sheet, text, upright
+from drumline.report.draw.sheet import Axis, number, rect, sheet, text, upright, xml_text
 from drumline.report.units import size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
@@ -18,30 +17,15 @@ _DIGIT = 6.3  # width of a digit at the labels' size
 _TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips nobody can aim at
 
 
-@dataclass(frozen=True, slots=True)
 class _RankRows:
     """Where ranks and times lie on the sheet."""
 
-    width: float
-    num_ranks: int
-    start: float
-    makespan: float
-
-    @property
-    def row(self) -> float:
-        return 26.0 if self.num_ranks <= 16 else 16.0
-
-    @property
-    def bottom(self) -> float:
-        return _TOP + self.num_ranks * (self.row + 6) - 6
-
-    @property
-    def room(self) -> float:
-        return self.width - _LEFT - _RIGHT
-
-    @property
-    def axis(self) -> Axis:
-        return Axis(0, self.makespan, _LEFT, _LEFT + self.room)
+    def __init__(self, timeline: Timeline, width: float) -> None:
+        self.width = width
+        self.row = 26.0 if timeline.num_ranks <= 16 else 16.0
+        self.bottom = _TOP + timeline.num_ranks * (self.row + 6) - 6
+        self.room = width - _LEFT - _RIGHT
+        self.start, self.makespan = timeline.start, timeline.makespan
 
     def x(self, time: float) -> float:
         return _LEFT + (time - self.start) * self.room / (self.makespan or 1.0)
@@ -60,12 +44,13 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     (4, True)
     """
     name = timeline.program.name if title is None else title
-    layout = _RankRows(max(width, 320), timeline.num_ranks, timeline.start, timeline.makespan)
+    layout = _RankRows(timeline, max(width, 320))
+    axis = Axis(0, timeline.makespan, _LEFT, _LEFT + layout.room)
     legend, legend_rows = _legend(timeline, layout)
     lines = [
         text(layout.width - 76, _TOP - 7, "idle", anchor="end", fill=MUTED),
         text(layout.width - 16, _TOP - 7, "peak", anchor="end", fill=MUTED),
-        *upright(layout.axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
+        *upright(axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
         *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout)),
         *legend,
     ]
@@ -96,7 +81,7 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
     yield '<g text-anchor="middle">'
     later = []
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-        note = f"<title>{safe(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
+        note = f"<title>{xml_text(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
         bands = list(islice(local, len(action.work)))
         box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, bands))}</g>'
         if end > start:
