@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ myst_heading_anchors = 3
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-# The pages build without PyTorch too: the reference needs its names, not its work.
-autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 
 here = Path(__file__).parent
 pictures = here / "pictures"
