@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
-from drumline.runtime.backward import engine
 from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.backward.tape import Gradients, Tape, accumulate, merged
+from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
@@ -210,7 +209,7 @@ class Stage:
             self._again(segment, this, microbatch)
             roots, given = this.paired(gradients)
             if roots:
-                engine.backward(roots, given)
+                add_gradients(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
         del self.held[microbatch]
         return tuple(gradients)

@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.halves import halves
-from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place, running
+from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, changed_in_place, running
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, which it empties
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
@@ -48,10 +48,8 @@ class Waiting(OwnerCall):
         return True
 
 
-class WeightHalf:
-    """The compiled weight half of one piece of code, as the owner of the records that it leaves."""
-
-    by_autograd = False
+class WeightHalf(Owner):
+    """The compiled weight half of one piece of code, as the owner of the records that it leaves; it joins none."""
 
     def __init__(self, run: Callable[[list[Any]], list[Any]]) -> None:
         self.run = run
@@ -70,10 +68,6 @@ class WeightHalf:
             with torch._C._DisableAutocast():  # the graph has its casts
                 return self.run(left)
         return self.run(left)
-
-    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
-        """Return the records as they are: compiled code runs once for each microbatch."""
-        return records
 
 
 @dataclass(frozen=True, slots=True)
