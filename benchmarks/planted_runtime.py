@@ -211,7 +211,7 @@ RUNTIME = (
     ),
     Bug(
         "conjugates-copied-raw",
-        "runtime/channel/slots.py",
+        "runtime/channel/shared_memory.py",
         "and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():",
         "and tensor.is_cpu and not tensor.is_neg():",
         "A conjugated tensor arrives as what it is the conjugate of.",
@@ -246,7 +246,7 @@ RUNTIME = (
     ),
     Bug(
         "copies-stay-frozen",
-        "runtime/weights/copies.py",
+        "runtime/weights/tied.py",
         "if copied.requires_grad is not original.requires_grad:",
         "if copied.requires_grad and not original.requires_grad:",
         "A parameter that is freed again stays frozen in its copy.",

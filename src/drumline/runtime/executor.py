@@ -25,8 +25,8 @@ from drumline.core.program import Program
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
+from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.gradients.exchange import Exchange
-from drumline.runtime.gradients.witness import Witness
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.values import pack, unpack

@@ -22,8 +22,7 @@ from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import Crossing, Graph, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
 from drumline.runtime.follow.numbers import packed
-from drumline.runtime.follow.skeleton import Meta, Skeleton
-from drumline.runtime.follow.stand_ins import Known
+from drumline.runtime.follow.skeleton import Known, Meta, Skeleton
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale

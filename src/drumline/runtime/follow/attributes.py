@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.ambient import HOOKS
+from drumline.runtime.follow.refusals import HOOKS
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1

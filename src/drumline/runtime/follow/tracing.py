@@ -26,25 +26,26 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
 from drumline.runtime.blocks.graph import Graph, may_draw
-from drumline.runtime.follow.ambient import Ambient, LocalHooks, refuse_backward_hooks
 from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
+    Ambient,
+    LocalHooks,
     changes_variable,
     draws_on_host,
     line_here,
     line_of,
     name_of,
     property_of,
+    refuse_backward_hooks,
     refuse_changed,
     refuse_function,
     refuse_marked,
     refuse_others,
 )
-from drumline.runtime.follow.skeleton import Meta, Skeleton
-from drumline.runtime.follow.stand_ins import Known, StandIns
+from drumline.runtime.follow.skeleton import Known, Meta, Skeleton, StandIns
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
 from drumline.runtime.watch.watch import Surroundings

@@ -29,8 +29,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.ambient import BACKWARD, FORWARD
 from drumline.runtime.follow.attributes import MISSING, Place
+from drumline.runtime.follow.refusals import BACKWARD, FORWARD
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint
 from drumline.runtime.weights.catalogue import whole_name
 
