@@ -208,12 +208,12 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
             if error.block not in fresh:
                 raise closed or error from error
             closed = closed or error
-            script = replace(script, inside=script.inside | fresh, _known={})
+            script = replace(script, inside=script.inside | fresh)
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs, at_most=_FEW)
             if not baked:
                 raise closed or error from error
-            script = replace(script, baked=script.baked | baked, _known={})
+            script = replace(script, baked=script.baked | baked)
         except ModelError as error:
             raise closed or error from error
 

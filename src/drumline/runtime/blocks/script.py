@@ -22,7 +22,7 @@ from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import Crossing, Graph, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
 from drumline.runtime.follow.numbers import packed
-from drumline.runtime.follow.skeleton import Known, Meta, Skeleton
+from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
@@ -120,7 +120,6 @@ class Script:
     skeleton: Skeleton
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
-    _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
     _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
@@ -154,7 +153,6 @@ class Script:
             kind.form,
             kind.metas,
             train=kind.train,
-            known=self._known,
             autocast=kind.autocast,
         )
         if self.watch is not None:
@@ -188,7 +186,6 @@ class Script:
         self.skeleton = Skeleton(model, self.skeleton.device)
         self._codes.clear()
         self._losses.clear()
-        self._known.clear()
         self.epoch += 1
         return True
 

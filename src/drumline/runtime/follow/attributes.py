@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.follow.refusals import HOOKS
+from drumline.runtime.values import MISSING
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
-MISSING: Any = object()
 Place = tuple[str, str]  # a module's name, and that of an attribute
 
 # What modules consist of: looked after by itself.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.attributes import MISSING, Attributes
+from drumline.runtime.follow.attributes import Attributes
 from drumline.runtime.patches import Patch, Replaced
-from drumline.runtime.values import tensors_in
+from drumline.runtime.values import MISSING, tensors_in
 from drumline.runtime.watch.fingerprint import can_change
 
 _Apply = Callable[..., Any]

@@ -54,21 +54,15 @@ def around() -> list[str]:
     return found
 
 
-class Ambient:
-    """What was switched on when following began; anything more is refused around a block."""
-
-    def __init__(self) -> None:
-        self.known = around()
-
-    def refuse_more(self, what: str) -> None:
-        """Refuse a call of a block with more going on around it than when following began."""
-        more = [one for one in around() if one not in self.known]
-        if more:
-            raise ModelError(
-                f"the model's forward calls {what} inside of {more[0]}",
-                expected="blocks that are called by themselves",
-                fix="call it as it is, or move what is around it into the block",
-            )
+def refuse_around(block: str, known: Collection[str]) -> None:
+    """Refuse a call of a block with more going on around it than when following began."""
+    more = [one for one in around() if one not in known]
+    if more:
+        raise ModelError(
+            f"the model's forward calls {block!r} inside of {more[0]}",
+            expected="blocks that are called by themselves",
+            fix="call it as it is, or move what is around it into the block",
+        )
 
 
 def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,21 +31,22 @@ from drumline.runtime.follow.interception import Nodes, coming_by, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
-    Ambient,
     LocalHooks,
+    around,
     changes_variable,
     draws_on_host,
     line_here,
     line_of,
     name_of,
     property_of,
+    refuse_around,
     refuse_backward_hooks,
     refuse_changed,
     refuse_function,
     refuse_marked,
     refuse_others,
 )
-from drumline.runtime.follow.skeleton import Known, Meta, Skeleton, StandIns
+from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
 from drumline.runtime.watch.watch import Surroundings
@@ -66,10 +67,9 @@ def trace(
     metas: Sequence[Meta],
     *,
     train: bool,
-    known: Known,
     autocast: torch.dtype | None = None,
 ) -> Followed:
-    """Follow the model's forward on inputs of this form; `known` remembers what blocks return that need zeros to run.
+    """Follow the model's forward on inputs of this form.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
@@ -79,7 +79,7 @@ def trace(
     with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         inputs = skeleton.fakes(metas)
         args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
-        tracer = _Tracer(skeleton, inside, inputs, known)
+        tracer = _Tracer(skeleton, inside, inputs)
         everywhere = Surroundings(skeleton.model.modules())
         with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
             try:
@@ -101,11 +101,10 @@ class Decides(ModelError):
 
 
 class _Tracer(Notes, TorchFunctionMode):
-    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], known: Known) -> None:
+    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor]) -> None:
         Notes.__init__(self, skeleton)
         TorchFunctionMode.__init__(self)
         self.inside = inside
-        self.stand_ins = StandIns(skeleton, known)
         self.within: list[str] = []  # the block that runs now
         self.taken: set[int] = set()  # tensors that came in through the running block's arguments
         self.reads: set[str] = set()
@@ -239,7 +238,7 @@ class _Tracer(Notes, TorchFunctionMode):
         self.reads = set()
         self.within.append(name)
         try:
-            made = self.stand_ins.run(module, call, args, kwargs)
+            made = self.skeleton.run(module, call, args, kwargs)
             self.attributes.look()
         except Exception:
             self.broken = name
@@ -256,20 +255,18 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def _begin(self, module: nn.Module, name: str) -> None:
         """Refuse to run a block in other surroundings than its own."""
-        self._refuse_chance()
-        self._refuse_variables()
-        self.attributes.look()
-        self.ambient.refuse_more(f"{name!r}")
+        self._look_around()
+        refuse_around(name, self.around)
         self.hooks.look_after(module, name)
         refuse_others(module, name, self.skeleton.states)
 
-    def _refuse_chance(self) -> None:
+    def _look_around(self) -> None:
+        """Refuse what has changed since the last block, and could not be repeated."""
         if self.chance.has_moved():
             raise draws_on_host()
-
-    def _refuse_variables(self) -> None:
         if name := self.surroundings.changed(self.variables):
             raise changes_variable(name)
+        self.attributes.look()
 
     def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the stand-ins for values: parameters may have attributes of their own."""
@@ -301,10 +298,8 @@ class _Tracer(Notes, TorchFunctionMode):
             for module, _ in before:
                 module.training = False
         try:
-            with ExitStack() as stack:
-                stack.enter_context(coming_by(self))
-                stack.enter_context(self)
-                self.ambient = Ambient()
+            with coming_by(self), self:
+                self.around = around()
                 yield
             self._refuse_exchanged(buffers)
         finally:
@@ -330,9 +325,7 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def finish(self, made: Any) -> None:
         """Note what the model returned, and refuse what could not be repeated."""
-        self._refuse_chance()
-        self._refuse_variables()
-        self.attributes.look()
+        self._look_around()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(made)
         refuse_objects(self.graph.output_form, "the model's output")
