@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from ctypes import memmove
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,30 +60,28 @@ class _Sent(NamedTuple):
     work: Work | None
 
 
+@dataclass(slots=True, eq=False)
 class _Coming:
     """A message whose header has arrived; `flat` exists once its receive is issued."""
 
-    __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
-
-    def __init__(self, number: int, layout: MessageLayout, made_ns: int) -> None:
-        self.number = number
-        self.layout = layout
-        self.made_ns = made_ns
-        self.arrived_ns = 0
-        self.flat: Tensor | None = None
-        self.work: Work | None = None
-        self.has_arrived = False
-        self.error: RuntimeError | None = None
+    number: int
+    layout: MessageLayout
+    made_ns: int
+    arrived_ns: int = 0
+    flat: Tensor | None = None
+    work: Work | None = None
+    has_arrived: bool = False
+    error: RuntimeError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Edge:
     """This rank's side of the two directed edges that join it to a peer."""
 
-    def __init__(self) -> None:
-        self.num_sent = 0
-        self.under_way: dict[int, _Sent] = {}
-        self.not_issued: deque[_Coming] = deque()
-        self.num_issued = 0
+    num_sent: int = 0
+    under_way: dict[int, _Sent] = field(default_factory=dict)
+    not_issued: deque[_Coming] = field(default_factory=deque)
+    num_issued: int = 0
 
 
 class DistributedChannel(MeshChannel[_Coming]):

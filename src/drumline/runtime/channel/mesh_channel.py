@@ -139,8 +139,7 @@ class MeshChannel(Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {self.rank} never took up {key_text(key)} of rank {source}",
-                        expected=_EXPECTED,
+                        f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
                     )
 
     def post(self, receive: Action, source: int) -> None:
