@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
@@ -190,11 +191,10 @@ class Executor:
     def _other(self, action: Action) -> int:
         if action.op is Op.REDUCE_GRAD:
             return next((rank for rank in self.placement.ranks_of(action.stage) if rank != self.rank), -1)
-        if action.op in TRANSFER_OPS and action.microbatch is not None:
-            message = rules.message_of(action)
-            peer = message.recv if action == message.send else message.send
-            return self.placement.rank_of(peer.stage, action.microbatch)
-        return -1
+        assert action.microbatch is not None, f"{action} belongs to no microbatch"
+        message = rules.message_of(action)
+        peer = message.recv if action == message.send else message.send
+        return self.placement.rank_of(peer.stage, action.microbatch)
 
     def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
@@ -358,17 +358,13 @@ class Executor:
 
 def _merge(jobs: list[Job]) -> None:
     """Let the last of several W of one stage that stand together run them all."""
-    run: list[Job] = []
-    for job in [*jobs, None]:
-        weight = job is not None and job.action.op is Op.BACKWARD_WEIGHT
-        if run and (not weight or job is None or job.action.stage != run[0].action.stage):
-            for one in run[:-1]:
-                one.call = _nothing
-            run[-1].together = tuple(one.microbatch for one in run)
-            run[-1].call = partial(_merged, run[-1])
-            run = []
-        if weight and job is not None:
-            run.append(job)
+    for (op, _), run in groupby(jobs, key=lambda job: (job.action.op, job.action.stage)):
+        if op is Op.BACKWARD_WEIGHT:
+            *others, last = run
+            for job in others:
+                job.call = _nothing
+            last.together = tuple(job.microbatch for job in (*others, last))
+            last.call = partial(_merged, last)
 
 
 def _merged(job: Job, microbatch: int) -> None:

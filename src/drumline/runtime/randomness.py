@@ -83,12 +83,9 @@ class HostChance:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw from here on inside, and go on afterwards where others stood."""
-        now = HostChance()
-        self._set()
-        try:
+        with HostChance().kept():
+            self._set()
             yield
-        finally:
-            now._set()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -199,8 +196,7 @@ class Randomness:
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+            self.go_on(states)
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:

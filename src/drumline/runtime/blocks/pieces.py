@@ -44,8 +44,8 @@ class Piece(nn.Module):
         super().__init__()
         self.script = script
         self._number = number
-        self._callees: dict[str, Callable[..., Any]] = {}
-        self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
+        self.callees: dict[str, Callable[..., Any]] = {}  # the model's modules that it calls, by name
+        self.homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
 
     def forward(self, value: Any, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
@@ -64,11 +64,6 @@ class Piece(nn.Module):
 
     __call__ = forward  # it is no module of the model's, so that no hook of all modules is for it
 
-    @property
-    def epoch(self) -> int:
-        """How often the model was followed anew because something about it had changed."""
-        return self.script.epoch
-
     def seal(self, value: Any) -> Any:
         """Return of what the piece returned only what travels to the next stage."""
         if not isinstance(value, Live):
@@ -81,16 +76,6 @@ class Piece(nn.Module):
         """Where it is looked up what the parts of the model's own loss count."""
         return self.script.sheet
 
-    @property
-    def called(self) -> list[str]:
-        """The names of the model's modules that it calls."""
-        return list(self._callees)
-
-    @property
-    def lent(self) -> list[str]:
-        """The names of parameters and buffers that it uses outside of their modules."""
-        return list(self._homes)
-
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
         *path, last = name.split(".")
@@ -98,7 +83,7 @@ class Piece(nn.Module):
         # What a class of the user's does around the call of a module was followed like all else between blocks.
         kind = type(module)
         own = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
-        self._callees[name] = partial(nn.Module.__call__, module) if own else module
+        self.callees[name] = partial(nn.Module.__call__, module) if own else module
 
     def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
         """Take in a parameter or buffer that is used outside of its module; `stored`, one that states contain."""
@@ -108,11 +93,11 @@ class Piece(nn.Module):
             home._parameters.setdefault(last, tensor)
         elif last not in home._buffers:
             home.register_buffer(last, tensor, persistent=stored)
-        self._homes[name] = home
+        self.homes[name] = home
 
     def exchange(self, name: str, buffer: Tensor) -> None:
         """Take another tensor for a buffer that it was lent, if it was."""
-        home = self._homes.get(name)
+        home = self.homes.get(name)
         if home is None:
             return
         last = name.rpartition(".")[2]
@@ -166,7 +151,6 @@ def pieces_of(
     script, kind, graph = _followed(Script(Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
-    states = []
     named = dict(named_tensors(model))
     fleeting = {
         whole_name(path, name)
@@ -177,10 +161,9 @@ def pieces_of(
         for at in range(start, end):
             if graph.calls[at].block:
                 piece.adopt(graph.calls[at].block, there[graph.calls[at].block])
-        states.append(states_of(graph, range(start, end)))
-        for name in sorted(states[-1]):
+        script.states.append(states_of(graph, range(start, end)))
+        for name in sorted(script.states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
-    script.lent(states)
     script.look_after(model, pieces)
     used = {id(one) for piece in pieces for one in piece.parameters()}
     script.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
@@ -256,7 +239,7 @@ def _rest(
     """Give what the forward never used to the last piece, so that nothing of the model is lost."""
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        if name not in inside and parent in inside and not any(name in piece._callees for piece in pieces):
+        if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
             pieces[-1].adopt(name, module)
     held = {id(one) for piece in pieces for one in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():

@@ -7,7 +7,7 @@ before the same blocks. A piece takes the values that are alive before it and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
@@ -121,11 +121,12 @@ class Script:
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
-    _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    # Which parameters and buffers each piece holds for use between blocks.
+    states: list[set[str]] = field(default_factory=list)
     _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
     _pieces: list[ref[Holder]] = field(default_factory=list)
     watch: Watch | None = None
-    epoch: int = 0
+    epoch: int = 0  # how often the model was followed anew because something about it had changed
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
@@ -147,17 +148,12 @@ class Script:
 
     def graph(self, kind: Kind) -> Graph:
         """Follow the model's forward on inputs of a kind."""
-        followed = trace(
-            self.skeleton,
-            self.inside,
-            kind.form,
-            kind.metas,
-            train=kind.train,
-            autocast=kind.autocast,
+        graph, attributes = trace(
+            self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
         )
         if self.watch is not None:
-            self.watch.read(followed.attributes)
-        return followed.graph
+            self.watch.read(attributes)
+        return graph
 
     def look_after(self, model: nn.Module, pieces: Sequence[Holder]) -> None:
         """Follow what becomes of the model that the pieces were made from."""
@@ -236,7 +232,7 @@ class Script:
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
         self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
         for number, (start, end) in enumerate(pairwise(bounds)):
-            for name in states_of(graph, range(start, end)) - self._states[number]:
+            for name in states_of(graph, range(start, end)) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
                     expected="the parameters that it uses for the inputs that it was cut with",
@@ -248,7 +244,7 @@ class Script:
         ]
 
     def _code(self, graph: Graph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
-        emitter = Emitter(graph, "piece._callees[{!r}]".format, _state)
+        emitter = Emitter(graph, "piece.callees[{!r}]".format, _state)
         if after is None:
             kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
         else:
@@ -260,14 +256,10 @@ class Script:
         sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
         return Code(run, resume, sent)
 
-    def lent(self, states: Sequence[Collection[str]]) -> None:
-        """Note which parameters and buffers each piece holds for use between blocks."""
-        self._states = [frozenset(one) for one in states]
-
 
 def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
     """Return what the loss in a model's output is made of; None where there is none."""
-    place = loss_place(graph.output_form, len(graph.outputs))
+    place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
         return None
     fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
@@ -279,7 +271,7 @@ def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
 
 def _state(name: str) -> str:
     last = name.rpartition(".")[2]
-    return f"getattr(piece._homes[{name!r}], {last!r})"
+    return f"getattr(piece.homes[{name!r}], {last!r})"
 
 
 def states_of(graph: Graph, calls: range) -> set[str]:

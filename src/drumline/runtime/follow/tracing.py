@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,6 @@ from drumline.runtime.watch.watch import Surroundings
 from drumline.runtime.weights.catalogue import whole_name
 
 
-class Followed(NamedTuple):
-    """A forward that was followed: its graph, and the attributes that decided what it is."""
-
-    graph: Graph
-    attributes: list[Place]
-
-
 def trace(
     skeleton: Skeleton,
     inside: frozenset[str],
@@ -68,8 +61,8 @@ def trace(
     *,
     train: bool,
     autocast: torch.dtype | None = None,
-) -> Followed:
-    """Follow the model's forward on inputs of this form.
+) -> tuple[Graph, list[Place]]:
+    """Follow the model's forward on inputs of this form; returns its graph, and what attributes decided what it is.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
@@ -89,7 +82,7 @@ def trace(
             except Exception as error:
                 raise tracer.failed(error) from error
             tracer.finish(made)
-    return Followed(tracer.graph, tracer.attributes.read_between())
+    return tracer.graph, tracer.attributes.read_between()
 
 
 class Decides(ModelError):

@@ -104,8 +104,7 @@ class Counts:
         self.graph = graph
         self.terms = terms.known
         wanted = list(dict.fromkeys(value for term in self.terms for value in _needed(term)))
-        self._order = [value for value in wanted if graph.is_carried(value)]
-        _, calls = graph.origins(self._order)
+        _, calls = graph.origins(wanted)
         emitter = Emitter(graph, str, state)
         self._places = {value: at for at, value in enumerate(wanted)}
         # All that is wanted is returned, parameters and constants too.

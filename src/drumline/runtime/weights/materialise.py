@@ -184,7 +184,8 @@ def materialise(
     loaded: list[Entry] = []
     sources = Sources()
     if weights is not None:
-        sources = sources_of(weights.tensors, _names(catalogue), root)
+        names = {name for entry in catalogue.entries if entry.saved for name in entry.names}
+        sources = sources_of(weights.tensors, names, root)
         _check(catalogue, catalogue.of(blocks), sources, weights)
         loaded = [entry for entry in entries if _name_in(sources, entry) is not None]
     before = [(entry, entry.tensor) for entry in empty]
@@ -201,10 +202,6 @@ def materialise(
         raise
     finally:
         _renew_flat_weights(mine)
-
-
-def _names(catalogue: Catalogue) -> dict[str, Entry]:
-    return {name: entry for entry in catalogue.entries if entry.saved for name in entry.names}
 
 
 def _name_in(sources: Sources, entry: Entry) -> str | None:
