@@ -201,10 +201,10 @@ class Copies:
     def of(self, stage: int, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Return the blocks of a stage, those that cannot be the user's own as copies."""
         second = self.ties.placement.homes[stage] != self.rank
-        held = [any(self.ties.home(place.name, stage) != self.rank for place in places_in(block)) for block in blocks]
-        return tuple(
-            self._copied(block) if second or other else block for block, other in zip(blocks, held, strict=True)
-        )
+        return tuple(self._copied(block) if second or self._holds_others(stage, block) else block for block in blocks)
+
+    def _holds_others(self, stage: int, block: Block) -> bool:
+        return any(self.ties.home(place.name, stage) != self.rank for place in places_in(block))
 
     def _copied(self, block: Block) -> Block:
         made = copy.deepcopy(block.module, self._memo)
