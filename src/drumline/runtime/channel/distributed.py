@@ -37,7 +37,7 @@ from drumline.core.action import Action
 from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
 from drumline.runtime.channel.waiter import Waiter
 
@@ -117,20 +117,19 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
         spin = 0.0 if self._by_host else SPIN
-        super().__init__(ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
+        super().__init__(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now)
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
-        self._edges = {peer: _Edge() for peer in self._mesh.links}
+        self._edges = {peer: _Edge() for peer in self.links}
         self._has_failed = False
         self._waiter = Waiter()
-        self._mesh.listen(self._waiter.fd, self._waiter.finished)
-        self._mesh.on(_MESSAGE, self._on_message)
-        self._mesh.on(_SMALL_MESSAGE, self._on_message)
-        self._mesh.on(_DONE, self._on_done)
+        self.listen(self._waiter.fd, self._waiter.finished)
+        self.on(_MESSAGE, self._on_message)
+        self.on(_SMALL_MESSAGE, self._on_message)
+        self.on(_DONE, self._on_done)
         if edges is None:
             edges = ((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
-        self._timeout = timeout
         self._known: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self.connect(list(edges))
@@ -139,11 +138,11 @@ class DistributedChannel(MeshChannel[_Coming]):
         """Make a group for every edge that has none; every rank makes every group, in one order, as torch asks for."""
         for edge in (one for one in edges if one not in self._known):
             self._known.add(edge)
-            group = dist.new_group(list(edge), timeout=timedelta(seconds=self._timeout), backend=self.name)
+            group = dist.new_group(list(edge), timeout=timedelta(seconds=self.timeout), backend=self.name)
             if self.rank in edge:
                 assert isinstance(group, ProcessGroup)
                 self._groups[edge] = group
-                self._try_out(edge, self._timeout)
+                self._try_out(edge, self.timeout)
 
     def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
         """Send one byte: backends connect at the first message, which must not happen amid others."""
@@ -161,11 +160,11 @@ class DistributedChannel(MeshChannel[_Coming]):
                 work.wait()
                 torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
-            raise self._mesh.explain(target if self.rank == source else source, error) from error
+            raise self.explain(target if self.rank == source else source, error) from error
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Start a transfer; a form that was used must not be changed."""
-        made_ns = self._now()
+        made_ns = self.now()
         edge, key = self._edges[target], self._key(receive)
         self._forget_ended(edge)
         layout = self._layouts[target].find(tensors, form)
@@ -175,22 +174,22 @@ class DistributedChannel(MeshChannel[_Coming]):
         edge.num_sent += 1
         if layout.room <= self._small_bytes:
             header = _HEADER.pack(_SMALL_MESSAGE, layout.number, number, key, made_ns)
-            self._mesh.send(target, header + flat.numpy().tobytes())
+            self.send_packet(target, header + flat.numpy().tobytes())
             return
         if layout.room:
             try:
                 work = dist.isend(flat, target, group=self._group(self.rank, target))
             except RuntimeError as error:
-                raise self._mesh.explain(target, error) from error
+                raise self.explain(target, error) from error
             edge.under_way[number] = _Sent(key, flat, work)
         if len(edge.under_way) > self.peak_open_sends:
             self.peak_open_sends = len(edge.under_way)
-        self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
+        self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Hand over a message whose payload is there, or which the device's stream can wait for."""
         key, inbox = self._key(receive), self._inbox[source]
-        while key not in inbox and self._mesh.look():
+        while key not in inbox and self.look():
             pass
         coming = inbox.get(key)
         if coming is None:
@@ -199,12 +198,12 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._issue_through(source, edge, coming)
         if not coming.has_arrived:
             if self._by_host:
-                self._mesh.look()
+                self.look()
                 if not coming.has_arrived:
                     return None
             elif coming.work is not None:
                 coming.work.wait()  # the current stream waits, the host does not
-                coming.arrived_ns = self._now()
+                coming.arrived_ns = self.now()
         self._pick(source, key)
         if coming.work is not None:
             edge.num_issued -= 1
@@ -220,9 +219,9 @@ class DistributedChannel(MeshChannel[_Coming]):
         coming = self._inbox[wait.source][self._key(wait.receive)]
         self._issue_through(wait.source, self._edges[wait.source], coming)
         if self._by_host:
-            self._mesh.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
+            self.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
             if coming.error is not None:
-                raise self._mesh.explain(wait.source, coming.error) from coming.error
+                raise self.explain(wait.source, coming.error) from coming.error
 
     def _issue(self, source: int, edge: _Edge, most: int) -> None:
         """Issue receives in the order of the headers, until `most` are open."""
@@ -230,7 +229,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             coming = edge.not_issued.popleft()
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             if not coming.layout.room:
-                coming.has_arrived, coming.arrived_ns = True, self._now()
+                coming.has_arrived, coming.arrived_ns = True, self.now()
                 continue
             try:
                 coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
@@ -239,12 +238,12 @@ class DistributedChannel(MeshChannel[_Coming]):
                 continue
             edge.num_issued += 1
             if self._by_host and coming.work is not None:
-                self._waiter.watch(source, coming.work, partial(self._ended, source, coming))
+                self._waiter.watch(source, coming.work, partial(self._transferred, source, coming))
 
-    def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
+    def _transferred(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
         if error is None:
-            coming.has_arrived, coming.arrived_ns = True, self._now()
-            self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
+            coming.has_arrived, coming.arrived_ns = True, self.now()
+            self.send_packet(source, _NUMBER.pack(_DONE, coming.number))
         else:
             coming.error = error
 
@@ -263,9 +262,6 @@ class DistributedChannel(MeshChannel[_Coming]):
             ended = [number for number, sent in edge.under_way.items() if sent.work is None or sent.work.is_completed()]
             for number in ended:
                 del edge.under_way[number]
-
-    def _before_sleep(self) -> None:
-        """Nothing: what a wait depends on it issues itself."""
 
     def _unsent(self) -> tuple[int, bytes] | None:
         for target, edge in self._edges.items():
@@ -303,7 +299,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         if kind == _SMALL_MESSAGE:
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
-            coming.has_arrived, coming.arrived_ns = True, self._now()
+            coming.has_arrived, coming.arrived_ns = True, self.now()
         else:
             edge.not_issued.append(coming)
             self._issue(source, edge, _MOST_AHEAD)

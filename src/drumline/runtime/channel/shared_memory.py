@@ -31,7 +31,7 @@ from drumline.core.action import Action
 from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import SPIN, TIMEOUT, Delivery
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
 
 _SMALLEST = 64 * 1024
@@ -201,11 +201,11 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        mesh = ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
-        super().__init__(mesh)
-        elsewhere = sorted(peer for peer, link in mesh.links.items() if not link.carries_fds)
+        super().__init__(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
+        self._edges = {peer: _Edge(num_slots) for peer in self.links}
+        elsewhere = sorted(peer for peer, link in self.links.items() if not link.carries_fds)
         if elsewhere:
-            mesh.close()
+            self.close()
             raise RunError(
                 f"rank {rank} does not share a host with rank {', '.join(map(str, elsewhere))}",
                 fix="use a channel over torch.distributed between hosts",
@@ -213,19 +213,18 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         self._device = torch.device(device)
         self._num_slots = num_slots
         self._num_parked = 0
-        self._edges = {peer: _Edge(num_slots) for peer in mesh.links}
-        mesh.on(_MESSAGE, self._on_message)
-        mesh.on(_CREDITS, self._on_credits)
-        mesh.on(_SLOT, self._on_slot)
+        self.on(_MESSAGE, self._on_message)
+        self.on(_CREDITS, self._on_credits)
+        self.on(_SLOT, self._on_slot)
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Copy a message into shared memory, or park it; a form that was used must not be changed."""
-        made_ns = self._now()
+        made_ns = self.now()
         edge = self._edges[target]
         layout = self._layouts[target].find(tensors, form)
         key = self._key(receive)
         if self._num_parked or edge.slots.num_busy == self._num_slots:
-            self._mesh.pump()  # credits may have come
+            self.pump()  # credits may have come
         if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
             edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
             self._num_parked += 1
@@ -242,28 +241,28 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             return False
         slot, fd = free
         if fd is not None:
-            self._mesh.send(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
+            self.send_packet(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
         self._tell_layout(target, layout)
         slot.fill(layout, tensors)
-        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self._now())
+        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self.now())
         if edge.credits:
             packet += edge.credits
             edge.credits.clear()
-        self._mesh.send(target, packet)
+        self.send_packet(target, packet)
         return True
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Copy a message out of shared memory, if it is there."""
         key, inbox = self._key(receive), self._inbox[source]
         if self._num_parked:
-            self._mesh.pump()
-        while key not in inbox and self._mesh.look():
+            self.pump()
+        while key not in inbox and self.look():
             pass
         arrived = self._pick(source, key)
         return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
 
     def _copy_out(self, source: int, packet: bytes, layout: MessageLayout) -> Delivery:
-        arrived_ns = self._now()
+        arrived_ns = self.now()
         edge = self._edges[source]
         _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
         tensors = edge.peer_slots[slot].copies(layout, self._device)
@@ -275,7 +274,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
 
     def _send_credits(self, source: int, edge: _Edge) -> None:
-        self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)
+        self.send_packet(source, bytes((_CREDITS,)) + edge.credits)
         edge.credits.clear()
 
     def _before_sleep(self) -> None:
