@@ -121,16 +121,8 @@ class Executor:
 
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages in the same places."""
-        return Executor(
-            program,
-            self.rank,
-            self.stages,
-            self.channel,
-            self.clock,
-            merge_weight_gradients=self.merge,
-            scale=self.scale,
-            ties=self.exchange.ties,
-        )
+        own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
+        return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
         works: dict[Op, Work] = {

@@ -20,16 +20,9 @@ from torch import Tensor, nn
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
 _DRAWING = (
-    nn.modules.dropout._DropoutNd,
-    nn.RReLU,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
+    nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.Transformer,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+)  # fmt: skip
 
 
 def may_draw(block: nn.Module) -> bool:

@@ -144,16 +144,11 @@ class LayerNormOwner(WithFormula):
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return what torch's own kernel makes of them."""
         taken, mean, deviation = record.inputs
-        _, weight, bias = torch.ops.aten.native_layer_norm_backward(
-            record.gradients[0],
-            self._checked(record, taken),
-            cast(nn.LayerNorm, self.module).normalized_shape,
-            mean,
-            deviation,
-            _like(taken, self.weight),
-            _like(taken, self.bias),
-            [False, self.to_weight is not None, self.to_bias is not None],
-        )
+        shape = cast(nn.LayerNorm, self.module).normalized_shape
+        given = (record.gradients[0], self._checked(record, taken), shape, mean, deviation)
+        weights = (_like(taken, self.weight), _like(taken, self.bias))
+        wanted = [False, self.to_weight is not None, self.to_bias is not None]
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(*given, *weights, wanted)
         pairs = ((self.to_weight, weight), (self.to_bias, bias))
         return [(parameter, made) for parameter, made in pairs if parameter is not None]
 
@@ -181,13 +176,8 @@ class EmbeddingOwner(WithFormula):
         """Return the sums per row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        made = torch.ops.aten.embedding_dense_backward(
-            record.gradients[0],
-            self._checked(record, record.inputs),
-            module.num_embeddings,
-            padding,
-            module.scale_grad_by_freq,
-        )
+        given = (record.gradients[0], self._checked(record, record.inputs), module.num_embeddings, padding)
+        made = torch.ops.aten.embedding_dense_backward(*given, module.scale_grad_by_freq)
         return [] if self.to_weight is None else [(self.to_weight, made)]
 
 

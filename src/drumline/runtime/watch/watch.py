@@ -32,11 +32,11 @@ from drumline.core.errors import ModelError
 from drumline.runtime.follow.attributes import Place
 from drumline.runtime.follow.refusals import BACKWARD, FORWARD
 from drumline.runtime.values import MISSING, content_of
-from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint
+from drumline.runtime.watch.fingerprint import LIBRARIES, PLAIN, can_change, fingerprint
 from drumline.runtime.weights.catalogue import whole_name
 
 Reader = Callable[[], Any]
-_LIBRARIES = frozenset({"torch", "numpy", "drumline", "transformers", "builtins"}) | sys.stdlib_module_names
+_LIBRARIES = LIBRARIES | {"drumline"}
 
 
 class Surroundings:
@@ -171,13 +171,7 @@ def _of_function(function: FunctionType) -> Reader:
 
 
 _HOOKS = (*FORWARD, *BACKWARD)
-_shared = nn.modules.module
-_GLOBAL: list[dict[int, Any]] = [
-    _shared._global_forward_hooks,
-    _shared._global_forward_pre_hooks,
-    _shared._global_backward_hooks,
-    _shared._global_backward_pre_hooks,
-]
+_GLOBAL: list[dict[int, Any]] = [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 
 Table = dict[str, Tensor | None]
 
