@@ -27,14 +27,13 @@ from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
 from drumline.runtime.gradients.clip import Witness
-from drumline.runtime.gradients.exchange import Exchange
+from drumline.runtime.gradients.exchange import GradientExchange
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
-Work = tuple[Callable[..., Any], str, Callable[..., Any]]  # take, the stage's method, put
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class Executor:
         self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
-        self.exchange = Exchange(rank, stages, channel, self.placement, ties)
+        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
         self.draft = Draft(rank)  # of the step that runs
@@ -125,7 +124,8 @@ class Executor:
         return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
-        works: dict[Op, Work] = {
+        # Of what computes: take, the stage's method, put.
+        works: dict[Op, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
             Op.FORWARD: (self._inputs, "forward", self._keep_output),
             Op.BACKWARD: (self._gradients_of, "backward", self._keep_gradients),
             Op.BACKWARD_INPUT: (self._gradients_of, "backward_input", self._keep_gradients),

@@ -62,7 +62,7 @@ class Barrier:
 
 
 @dataclass(eq=False)
-class Graph:
+class CallGraph:
     """The calls of one forward, and what they are about."""
 
     values: list[Value] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Crossing:
 _EFFORT = 16  # how many bytes may be computed for each that need not travel
 
 
-def crossings(graph: Graph, starts: Sequence[int]) -> list[Crossing]:
+def crossings(graph: CallGraph, starts: Sequence[int]) -> list[Crossing]:
     """Return what is handed over before each of the calls in `starts`, which are in order."""
     found: list[Crossing] = []
     kept: set[int] = set()  # inputs that a later cut sends, so that all before have to
@@ -177,7 +177,7 @@ def crossings(graph: Graph, starts: Sequence[int]) -> list[Crossing]:
     return found[::-1]
 
 
-def _made_again(graph: Graph, whole: Sequence[int]) -> Crossing:
+def _made_again(graph: CallGraph, whole: Sequence[int]) -> Crossing:
     """Leave out of what travels the values that are made again, where that moves fewer bytes."""
     again = {value for value in whole if value in graph.repeatable} - set(graph.inputs)
     inputs, calls = graph.origins(again)

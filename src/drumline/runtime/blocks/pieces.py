@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.graph import Graph
+from drumline.runtime.blocks.graph import CallGraph
 from drumline.runtime.blocks.script import Inputs, Kind, Live, Script, named_calls, states_of
 from drumline.runtime.follow.notes import Unseen
 from drumline.runtime.follow.numbers import names_of
@@ -175,7 +175,7 @@ def pieces_of(
 _FEW = 256  # numbers of an argument, by which a forward may decide
 
 
-def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, Graph]:
+def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
     """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are.
 
     If an opened block cannot be followed inside, the error is that of the model with the block closed.
@@ -208,7 +208,7 @@ def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[st
     return {name for name in beside if any(True for _ in there[name].children())} - script.inside
 
 
-def _begun(script: Script, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
+def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
     """Return the pieces and the calls with which they begin: at every block that a cut may stand before."""
     if not any(call.block for call in graph.calls):
         raise ModelError("the model calls none of its modules", expected="a model made of modules")

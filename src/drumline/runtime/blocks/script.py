@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.emit import Emitter
-from drumline.runtime.blocks.graph import Crossing, Graph, crossings
+from drumline.runtime.blocks.graph import CallGraph, Crossing, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
 from drumline.runtime.follow.numbers import packed
 from drumline.runtime.follow.skeleton import Meta, Skeleton
@@ -146,7 +146,7 @@ class Script:
         """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
         return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
 
-    def graph(self, kind: Kind) -> Graph:
+    def graph(self, kind: Kind) -> CallGraph:
         """Follow the model's forward on inputs of a kind."""
         graph, attributes = trace(
             self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
@@ -197,7 +197,7 @@ class Script:
             found = self.write(kind, graph, self._starts(graph))
         return found
 
-    def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
+    def write(self, kind: Kind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
         """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
@@ -210,7 +210,7 @@ class Script:
         self.codes(kind)
         return self._losses[kind]
 
-    def _starts(self, graph: Graph) -> list[int]:
+    def _starts(self, graph: CallGraph) -> list[int]:
         """Return the call with which each piece begins, in a graph of another kind of input."""
         at = {name: call for call, name in named_calls(graph)}
         missing = [name for name in self.names if name not in at]
@@ -225,7 +225,7 @@ class Script:
             )
         return [0, *order[1:]]
 
-    def _written(self, graph: Graph, starts: Sequence[int], kind: str) -> list[Code]:
+    def _written(self, graph: CallGraph, starts: Sequence[int], kind: str) -> list[Code]:
         bounds = [*starts, len(graph.calls)]
         names = Names(graph)
         crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
@@ -243,7 +243,7 @@ class Script:
             for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
         ]
 
-    def _code(self, graph: Graph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
+    def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
         emitter = Emitter(graph, "piece.callees[{!r}]".format, _state)
         if after is None:
             kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
@@ -257,7 +257,7 @@ class Script:
         return Code(run, resume, sent)
 
 
-def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> Loss | None:
     """Return what the loss in a model's output is made of; None where there is none."""
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
@@ -274,7 +274,7 @@ def _state(name: str) -> str:
     return f"getattr(piece.homes[{name!r}], {last!r})"
 
 
-def states_of(graph: Graph, calls: range) -> set[str]:
+def states_of(graph: CallGraph, calls: range) -> set[str]:
     """Return the parameters and buffers that calls use and that no block of theirs brings along."""
     found: set[str] = set()
     for at in calls:
@@ -283,7 +283,7 @@ def states_of(graph: Graph, calls: range) -> set[str]:
     return found - {""}
 
 
-def named_calls(graph: Graph) -> list[tuple[int, str]]:
+def named_calls(graph: CallGraph) -> list[tuple[int, str]]:
     """Return the calls of blocks with their names; the second call of `x` is `x#2`."""
     seen: dict[str, count[int]] = {}
     found = []

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import SPIN, TIMEOUT, Delivery
+from drumline.runtime.channel.channel import TIMEOUT, Delivery
 from drumline.runtime.channel.layout import MessageLayout
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
@@ -196,12 +196,11 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         device: torch.device | str = "cpu",
         timeout: float = TIMEOUT,
         num_slots: int = 4,
-        spin: float = SPIN,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        super().__init__(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
+        super().__init__(rank, num_ranks, store=store, timeout=timeout, now=now)
         self._edges = {peer: _Edge(num_slots) for peer in self.links}
         elsewhere = sorted(peer for peer, link in self.links.items() if not link.carries_fds)
         if elsewhere:

@@ -31,7 +31,7 @@ from drumline.runtime.weights.tied import HeldTensor, Ties
 _BEFORE_ALL_STEPS = -1
 
 
-class Exchange:
+class GradientExchange:
     """One rank's part in the exchanges of a step; without `ties` only copies of whole stages are exchanged."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Exchange:
                 )
 
 
-def share(exchange: Exchange) -> Generator[Wait, None, None]:
+def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
     """Give the rank's copies the values that their homes have, and other ranks' copies those of its own."""
     assert exchange.ties is not None
     rank, channel, copied = exchange.rank, exchange.channel, exchange.ties.copied(exchange.rank)

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.runtime.blocks.emit import Emitter
-from drumline.runtime.blocks.graph import Call, Graph, Value
+from drumline.runtime.blocks.graph import Call, CallGraph, Value
 from drumline.runtime.loss.terms import Labels, Term, Terms, Walk, arguments_of, name_of
 from drumline.runtime.values import found_in, pack, tensors_in
 
 
-def watched(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> tuple[Tensor, Graph, int]:
+def watched(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> tuple[Tensor, CallGraph, int]:
     """Call a loss function and return its value, its calls, and how many of the graph's inputs are the output's.
 
     >>> from torch.nn.functional import mse_loss
@@ -44,7 +44,7 @@ def watched(loss_fn: Callable[..., Tensor], output: Any, target: Any) -> tuple[T
 class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = CallGraph()
         self.numbers: dict[int, int] = {}
         self.kept: list[Any] = []  # so that no id is taken twice
 
@@ -100,7 +100,7 @@ _ALONG = (
 class Counts:
     """Counts the parts of one graph's loss; `piece` is where a parameter that weighs classes is found."""
 
-    def __init__(self, graph: Graph, terms: Terms, state: Callable[[str], str]) -> None:
+    def __init__(self, graph: CallGraph, terms: Terms, state: Callable[[str], str]) -> None:
         self.graph = graph
         self.terms = terms.known
         wanted = list(dict.fromkeys(value for term in self.terms for value in _needed(term)))

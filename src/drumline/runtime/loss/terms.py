@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from drumline.runtime.blocks.graph import Call, Graph
+from drumline.runtime.blocks.graph import Call, CallGraph
 from drumline.runtime.values import unpack
 
 _PASSED_ON = {
@@ -100,7 +100,7 @@ def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class Walk:
     """The way back from a graph's loss; `fixed` are inputs that are alike in all microbatches, `known` those before."""
 
-    def __init__(self, graph: Graph, known: Collection[int], fixed: Collection[int] = ()) -> None:
+    def __init__(self, graph: CallGraph, known: Collection[int], fixed: Collection[int] = ()) -> None:
         self.graph = graph
         self.known = set(known)
         self.fixed = set(fixed)
