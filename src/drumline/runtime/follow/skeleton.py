@@ -8,10 +8,9 @@ own part of it.
 would append to the model's list, while the copy reads its own. So functions are copied too, where they have captured
 something that the model has as an attribute; all else that they captured stays what it is.
 
-What a block returns while a model is followed: by running it on stand-ins, or in the end on zeros.
-
-Hooks of the block run in any case, on stand-ins, as they will when it really runs. What blocks return that were run on
-zeros is remembered for others like them: only the forward of these is left out.
+What a block returns is found by running it on stand-ins, or in the end on zeros. Hooks of the block run in any case, on
+stand-ins, as they will when it really runs. What blocks return that were run on zeros is remembered for others like
+them: only the forward of these is left out.
 """
 
 from __future__ import annotations

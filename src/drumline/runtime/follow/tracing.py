@@ -62,7 +62,7 @@ def trace(
     train: bool,
     autocast: torch.dtype | None = None,
 ) -> tuple[CallGraph, list[Place]]:
-    """Follow the model's forward on inputs of this form; returns its graph, and what attributes decided what it is.
+    """Follow the model's forward on inputs of this form; returns its graph, and which attributes decided it.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
