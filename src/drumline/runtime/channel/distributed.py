@@ -18,9 +18,8 @@ between CPUs travel inside their header's packet.
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import memmove
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Delivery, Wait
+from drumline.runtime.channel.channel import GRACE, SPIN, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
@@ -89,7 +88,8 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     `edges` are the directed edges (source, target) that will be used, the same and in the same order on all ranks;
     unless given, all. What arrives is put on `device`, through the host if the backend is gloo; of gloo's messages
-    those up to `small_bytes` travel in one packet.
+    those up to `small_bytes` travel in one packet. How it connects, by which store above all, is what `ControlMesh` is
+    told.
     """
 
     layout_kind = _LAYOUT
@@ -99,14 +99,11 @@ class DistributedChannel(MeshChannel[_Coming]):
         rank: int,
         num_ranks: int,
         *,
-        store: Store,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
-        timeout: float = TIMEOUT,
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
-        host: str | None = None,
-        now: Callable[[], int] = time.perf_counter_ns,
+        **connecting: Any,
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
             raise RunError(
@@ -116,8 +113,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         self.name = backend
         self._by_host = backend == "gloo"
         # Spinning would take the processor from gloo's threads and ours.
-        spin = 0.0 if self._by_host else SPIN
-        super().__init__(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now)
+        super().__init__(rank, num_ranks, spin=0.0 if self._by_host else SPIN, **connecting)
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device

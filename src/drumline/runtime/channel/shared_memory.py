@@ -17,19 +17,17 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import TIMEOUT, Delivery
+from drumline.runtime.channel.channel import Delivery
 from drumline.runtime.channel.layout import MessageLayout
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
@@ -182,25 +180,20 @@ _Arrived = tuple[bytes, MessageLayout] | Delivery
 
 
 class SharedMemoryChannel(MeshChannel[_Arrived]):
-    """Carries messages between ranks that share a host; what arrives is put on `device`."""
+    """Carries messages between ranks that share a host; what arrives is put on `device`.
+
+    How it connects, by which store above all, is what `ControlMesh` is told.
+    """
 
     name = "shared-memory"
     layout_kind = _LAYOUT
 
     def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        *,
-        store: Store,
-        device: torch.device | str = "cpu",
-        timeout: float = TIMEOUT,
-        num_slots: int = 4,
-        now: Callable[[], int] = time.perf_counter_ns,
+        self, rank: int, num_ranks: int, *, device: torch.device | str = "cpu", num_slots: int = 4, **connecting: Any
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        super().__init__(rank, num_ranks, store=store, timeout=timeout, now=now)
+        super().__init__(rank, num_ranks, **connecting)
         self._edges = {peer: _Edge(num_slots) for peer in self.links}
         elsewhere = sorted(peer for peer, link in self.links.items() if not link.carries_fds)
         if elsewhere:
