@@ -164,7 +164,7 @@ def pieces_of(
         script.states.append(states_of(graph, range(start, end)))
         for name in sorted(script.states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
-    script.look_after(model, pieces)
+    script.look_after(model, [piece.exchange for piece in pieces])
     used = {id(one) for piece in pieces for one in piece.parameters()}
     script.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
     _rest(pieces, script.inside, model, named, fleeting)

@@ -7,12 +7,12 @@ before the same blocks. A piece takes the values that are alive before it and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
-from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from typing import Any, NamedTuple
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -97,13 +97,6 @@ class Code:
     sent: tuple[int, ...]  # which of the values that the piece returns travel on
 
 
-class Holder(Protocol):
-    """Who was lent buffers of the model."""
-
-    def exchange(self, name: str, buffer: Tensor) -> None:
-        """Take another tensor for a buffer that it was lent, if it was."""
-
-
 class Loss(NamedTuple):
     """What the model's own loss is made of, for one kind of input."""
 
@@ -124,7 +117,7 @@ class Script:
     # Which parameters and buffers each piece holds for use between blocks.
     states: list[set[str]] = field(default_factory=list)
     _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
-    _pieces: list[ref[Holder]] = field(default_factory=list)
+    _exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)  # of the pieces
     watch: Watch | None = None
     epoch: int = 0  # how often the model was followed anew because something about it had changed
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
@@ -155,9 +148,9 @@ class Script:
             self.watch.read(attributes)
         return graph
 
-    def look_after(self, model: nn.Module, pieces: Sequence[Holder]) -> None:
-        """Follow what becomes of the model that the pieces were made from."""
-        self._model, self._pieces = ref(model), [ref(one) for one in pieces]
+    def look_after(self, model: nn.Module, exchanges: Iterable[Callable[[str, Tensor], None]]) -> None:
+        """Follow what becomes of the model that pieces were made from, whose `exchanges` take other buffers for it."""
+        self._model, self._exchanges = ref(model), [WeakMethod(one) for one in exchanges]
 
     @property
     def model(self) -> nn.Module | None:
@@ -175,8 +168,8 @@ class Script:
         if model is None or self.watch is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for piece in (one for seen in self._pieces if (one := seen()) is not None):
-                piece.exchange(name, buffer)
+            for exchange in (one for seen in self._exchanges if (one := seen()) is not None):
+                exchange(name, buffer)
         if not self.watch.has_changed():
             return False
         self.skeleton = Skeleton(model, self.skeleton.device)
