@@ -138,9 +138,9 @@ class DistributedChannel(MeshChannel[_Coming]):
             if self.rank in edge:
                 assert isinstance(group, ProcessGroup)
                 self._groups[edge] = group
-                self._try_out(edge, self.timeout)
+                self._try_out(edge)
 
-    def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
+    def _try_out(self, edge: tuple[int, int]) -> None:
         """Send one byte: backends connect at the first message, which must not happen amid others."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._at)
         source, target = edge
@@ -151,7 +151,7 @@ class DistributedChannel(MeshChannel[_Coming]):
                 work = dist.irecv(byte, source, group=self._groups[edge])
             assert work is not None
             if self._by_host:
-                work.wait(timedelta(seconds=timeout))
+                work.wait(timedelta(seconds=self.timeout))
             else:
                 work.wait()
                 torch.accelerator.synchronize(self._device)
