@@ -116,11 +116,6 @@ class _Tracer(Notes, TorchFunctionMode):
         for tensor in inputs:
             self.graph.inputs.append(self.new(tensor))
 
-    @property
-    def is_within(self) -> bool:
-        """Whether a block runs."""
-        return bool(self.within)
-
     def _who(self) -> int:
         return len(self.graph.calls) if self.within else BETWEEN
 
