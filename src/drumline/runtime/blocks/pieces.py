@@ -60,7 +60,7 @@ class Piece(nn.Module):
         code = self.script.codes(kind)[self._number]
         run = code.resume if sealed else code.run
         made = (run if compiled is None else compiled(run))(self, *tensors)
-        return made if self._number == self.script.num_pieces - 1 else Live(kind, False, made)
+        return made if self._number == len(self.script.names) - 1 else Live(kind, False, made)
 
     __call__ = forward  # it is no module of the model's, so that no hook of all modules is for it
 

@@ -127,11 +127,6 @@ class Script:
     # By kind of input, what was written, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def num_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self.names)
-
     def __deepcopy__(self, memo: Any) -> Script:
         return self
 

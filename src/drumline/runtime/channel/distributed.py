@@ -112,6 +112,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             )
         self.name = backend
         self._by_host = backend == "gloo"
+        self.looks_every_ms = None if self._by_host else 1  # the end of a device's transfer wakes nobody up
         # Spinning would take the processor from gloo's threads and ours.
         super().__init__(rank, num_ranks, spin=0.0 if self._by_host else SPIN, **connecting)
         self._device = torch.device(device)
@@ -265,9 +266,6 @@ class DistributedChannel(MeshChannel[_Coming]):
             for sent in edge.under_way.values():
                 return target, sent.key
         return None
-
-    def _looks_every_ms(self) -> int | None:
-        return None if self._by_host else 1  # the end of a device's transfer wakes nobody up
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell every rank of a failure and its origin."""

@@ -64,6 +64,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
     """
 
     layout_kind: int
+    looks_every_ms: int | None = None  # how often `_unsent` has to be asked while nothing arrives
 
     def __init__(self, rank: int, num_ranks: int, **connecting: Any) -> None:
         """Connect all ranks, as `ControlMesh` does."""
@@ -83,10 +84,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
     @abstractmethod
     def _unsent(self) -> tuple[int, bytes] | None:
         """Return target and key of a message that has not left, if there is one."""
-
-    def _looks_every_ms(self) -> int | None:
-        """Return how often `_unsent` has to be asked while nothing arrives."""
-        return None
 
     def _key(self, receive: Action) -> bytes:
         code = self._codes.get(receive)
@@ -176,6 +173,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             what,
             deadline_ns,
             needs=lambda: () if (late := self._unsent()) is None else (late[0],),
-            every_ms=self._looks_every_ms(),
+            every_ms=self.looks_every_ms,
             refuse=lambda: None if (late := self._unsent()) is None else self._refuse_ended(late[0], what),
         )
