@@ -110,7 +110,7 @@ class OwnShares:
     def __init__(self, script: Script, piece: Any, num_last: int) -> None:
         self.script = script
         self.piece = piece  # the last one, where parameters are found that weigh classes
-        self._first = script.num_pieces - num_last  # of the last stage
+        self._first = len(script.names) - num_last  # of the last stage
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
 

@@ -216,7 +216,7 @@ def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> 
     starts: list[int] = []
     for at, name in named_calls(graph):
         block = graph.calls[at].block
-        counts = is_list(there[block.rpartition(".")[0]]) or any(True for _ in there[block].parameters())
+        counts = isinstance(there[block.rpartition(".")[0]], _LISTS) or any(True for _ in there[block].parameters())
         barred = next((one for one in graph.barriers if one.first < at <= one.last), None)
         if pieces and (barred is not None or not counts):
             if barred is not None:
@@ -276,8 +276,3 @@ def _outermost(module: nn.Module, name: str) -> Iterator[str]:
                 yield path
         else:
             yield from _outermost(child, path)
-
-
-def is_list(module: nn.Module) -> bool:
-    """Whether a module is a mere list of others."""
-    return isinstance(module, _LISTS)
