@@ -29,15 +29,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from drumline.core.errors import ModelError
 from drumline.runtime.patches import put_in
 
-Place = tuple[nn.Module, str]
-
 
 class Buffers:
     """The buffers of some modules, and which of them forwards change."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         seen = dict.fromkeys(part for module in modules for part in module.modules())
-        self.places: list[Place] = [
+        self.places: list[tuple[nn.Module, str]] = [
             (part, name) for part in seen for name, buffer in part._buffers.items() if buffer is not None
         ]
         self._statistics = {

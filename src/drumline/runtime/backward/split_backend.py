@@ -71,7 +71,7 @@ class WeightHalf(Owner):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ParameterPlaces:
     """Where the trainable parameters stand among the inputs of compiled code."""
 
     num_inputs: int
@@ -79,7 +79,7 @@ class Places:
     parameters: tuple[int, ...]
 
     @classmethod
-    def among(cls, inputs: Sequence[Any]) -> Places:
+    def among(cls, inputs: Sequence[Any]) -> ParameterPlaces:
         """Look at the inputs that code is compiled for."""
         placed = list(enumerate(inputs))
         tensors = tuple(place for place, one in placed if isinstance(one, Tensor))
@@ -87,7 +87,7 @@ class Places:
         return cls(len(placed), tensors, tuple(trained))
 
 
-def split(whole: GraphModule, examples: Sequence[Any], places: Places, compile_half: CompileHalf) -> Boxed:
+def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, compile_half: CompileHalf) -> Boxed:
     """Return a backward that can be split, for a graph of it."""
     num_outputs = len(whole.graph.output_node().args[0])  # type: ignore[arg-type]
     if not places.parameters or num_outputs != places.num_inputs:
@@ -218,7 +218,7 @@ class AotEager:
         from torch._dynamo.backends.debugging import boxed_nop
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        places = Places.among(inputs)
+        places = ParameterPlaces.among(inputs)
         plain: Any = boxed_nop
 
         def backward(whole: GraphModule, examples: Sequence[Any]) -> Boxed:
@@ -248,7 +248,7 @@ class Inductor:
         from torch._inductor import compile_fx
 
         inner: Any = compile_fx.compile_fx_inner
-        places = Places.among(inputs)
+        places = ParameterPlaces.among(inputs)
 
         def half(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
             output = part.graph.output_node()

@@ -97,7 +97,7 @@ class Code:
     sent: tuple[int, ...]  # which of the values that the piece returns travel on
 
 
-class Loss(NamedTuple):
+class OwnLossParts(NamedTuple):
     """What the model's own loss is made of, for one kind of input."""
 
     walk: Walk
@@ -123,7 +123,7 @@ class Script:
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
-    _losses: dict[Kind, Loss | None] = field(default_factory=dict)
+    _losses: dict[Kind, OwnLossParts | None] = field(default_factory=dict)
     # By kind of input, what was written, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ class Script:
         found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
-    def loss(self, kind: Kind) -> Loss | None:
+    def loss(self, kind: Kind) -> OwnLossParts | None:
         """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
         self.codes(kind)
         return self._losses[kind]
@@ -245,7 +245,7 @@ class Script:
         return Code(run, resume, sent)
 
 
-def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts | None:
     """Return what the loss in a model's output is made of; None where there is none."""
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
@@ -254,7 +254,7 @@ def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> Loss | None:
     walk = Walk(graph, graph.inputs, fixed)
     terms = walk.terms(graph.outputs[place])
     pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
-    return Loss(walk, terms, Counts(graph, terms, _state), pieces)
+    return OwnLossParts(walk, terms, Counts(graph, terms, _state), pieces)
 
 
 def _state(name: str) -> str:

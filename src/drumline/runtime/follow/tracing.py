@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
-from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
+from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.numbers import unchecked, unpacked
@@ -61,7 +61,7 @@ def trace(
     *,
     train: bool,
     autocast: torch.dtype | None = None,
-) -> tuple[CallGraph, list[Place]]:
+) -> tuple[CallGraph, list[AttributeName]]:
     """Follow the model's forward on inputs of this form; returns its graph, and which attributes decided it.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.

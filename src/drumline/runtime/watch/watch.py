@@ -29,7 +29,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.attributes import Place
+from drumline.runtime.follow.attributes import AttributeName
 from drumline.runtime.follow.refusals import BACKWARD, FORWARD
 from drumline.runtime.values import MISSING, content_of
 from drumline.runtime.watch.fingerprint import LIBRARIES, PLAIN, can_change, fingerprint
@@ -190,7 +190,7 @@ class Watch:
         self._inside = inside
         self._children = [(name, seen, _children(module)) for name, seen, module in self._alive()]
         self._surroundings = self._around()
-        self._places: dict[Place, ref[nn.Module]] = {}
+        self._places: dict[AttributeName, ref[nn.Module]] = {}
         self._before = self._now()
         self._tables: list[tuple[str, ref[nn.Module], Table, Table]] = []
 
@@ -200,7 +200,7 @@ class Watch:
             if module is not None:
                 yield name, seen, module
 
-    def read(self, places: Iterable[Place]) -> None:
+    def read(self, places: Iterable[AttributeName]) -> None:
         """Look after these attributes too, which decided how the model was followed."""
         named = {name: seen for name, seen in self._modules if name in {place[0] for place in places}}
         self._places.update((place, named[place[0]]) for place in places if place[0] in named)
