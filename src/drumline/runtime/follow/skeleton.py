@@ -189,14 +189,16 @@ class Skeleton:
             for name, one in places.items()
             if one is not None
         ]
-        no_hooks = [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]  # they are to see stand-ins
         with unset_fake_temporarily():
             # What is no stand-in has numbers of its own, by which the block may decide.
             zeros = {
                 id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
                 for one in (*tensors, *(one for _, _, one in own))
             }
-            with put_in([*no_hooks, *((places, name, zeros[id(one)]) for places, name, one in own)]):
+            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(one)]) for table, name, one in own]
+            # Hooks are to see stand-ins.
+            entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
+            with put_in(entries):
                 given, named = unpack([zeros[id(one)] for one in tensors], form)
                 made, made_form = pack(module(*given, **named))
         inputs = {id(zeros[id(one)]): at for at, one in enumerate(tensors)}
