@@ -20,8 +20,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
-from drumline.runtime.weights.copies import Copies
-from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.tied import Copies, Ties
 
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 

@@ -26,7 +26,7 @@ from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.weights.copies import Copies
+from drumline.runtime.weights.tied import Copies
 
 Weighs = Literal["never", "first", "always"]  # the steps in which executors weigh what they hold
 

@@ -15,7 +15,7 @@ from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import Inputs, Kind, Loss, Script
+from drumline.runtime.blocks.script import Inputs, Kind, OwnLossParts, Script
 from drumline.runtime.loss.counts import labels_counted, mixed_by
 from drumline.runtime.loss.terms import name_of
 
@@ -104,7 +104,7 @@ class OwnShares:
     def __init__(self, script: Script, piece: Any, num_last: int) -> None:
         self.script = script
         self.piece = piece  # the last one, where parameters are found that weigh classes
-        self._first = script.num_pieces - num_last  # of the last stage
+        self._first = len(script.names) - num_last  # of the last stage
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
 
@@ -140,7 +140,7 @@ class OwnShares:
             factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
         return Weighing(made.shares, factors)
 
-    def _look(self, loss: Loss, kind: Kind, rows: int) -> None:
+    def _look(self, loss: OwnLossParts, kind: Kind, rows: int) -> None:
         """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
         if self._looked_at:
             return
@@ -169,7 +169,7 @@ class OwnShares:
             )
         self._looked_at = True
 
-    def _mixers(self, loss: Loss, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
+    def _mixers(self, loss: OwnLossParts, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
         """Return the parts that bring rows together, seen on a batch of more rows: in which call, and in what degree.
 
         Degree 1 brings rows down to a few numbers, degree 2 compares each with each.

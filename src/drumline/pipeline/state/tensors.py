@@ -19,8 +19,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
-from drumline.runtime.weights.copies import Copies
-from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.tied import Copies, Ties
 
 Named = list[tuple[str, nn.Parameter]]
 
