@@ -64,6 +64,7 @@ def test_brief_leaves_the_explanations_out(capsys: pytest.CaptureFixture[str]) -
     assert "more" not in json.loads(out)
 
 
+@pytest.mark.slow
 def test_out_writes_page_picture_json_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, begins in (("plan.html", "<!doctype html>"), ("plan.svg", "<svg")):
         code, out, _ = run(capsys, *SMALL, *FAST, "--pipeline", "2", "--out", str(tmp_path / name))

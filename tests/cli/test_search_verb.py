@@ -47,6 +47,7 @@ def test_search_draws_what_it_found(suffix: str, tmp_path: Path, capsys: pytest.
     assert "4 ranks" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_placements_that_do_not_admit_the_counts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--ranks", "3", "--microbatches", "2", "--placement", "all", "--tries", "20")
     for more in ((), ("--pareto",)):

@@ -24,6 +24,7 @@ def report(tmp_path: Path) -> RunReport:
     return report_of(read_run(write_simulated_run(tmp_path / "run", program, per_stage(1e-3, 2e-3))))
 
 
+@pytest.mark.slow
 def test_plots_are_a_png_or_an_svg_with_words_as_text(report: RunReport) -> None:
     pytest.importorskip("matplotlib")
     assert plots([report], file_type="png").startswith(b"\x89PNG")
