@@ -198,7 +198,7 @@ def trains(path: Path) -> bool:
     return any(block.needs_torch for block in blocks(path.read_text(encoding="utf-8").split("\n")))
 
 
-@pytest.mark.parametrize("path", map(marked, PAGES), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [marked(path) for path in PAGES], ids=lambda path: path.name)
 def test_examples_print_what_their_page_shows(path: Path) -> None:
     shown = path.read_text(encoding="utf-8").split("\n")
     assert replay(path, torch=False).split("\n") == shown, "python tests/test_docs.py --update rewrites the outputs"
