@@ -370,7 +370,7 @@ def test_twenty_optima_of_the_oracle_are_found() -> None:
 def test_the_oracle_proves_what_brute_force_and_the_search_find() -> None:
     if find_spec("ortools") is None:
         assert os.environ.get("CI") != "true", "CI has to install the extra `plan`: OR-Tools is missing"
-        pytest.skip("OR-Tools is not installed: pip install 'drumline[plan]'")
+        pytest.skip("OR-Tools is not installed: pip install -e '.[plan]'")
     from search_exact import optimum
 
     for seed in range(8):

@@ -40,7 +40,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
         raise ImportError(name)
 
     monkeypatch.setattr(follow, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"the package matplotlib is not installed; pip install 'drumline\[viz\]'"):
+    with pytest.raises(UsageError, match=r"matplotlib is not installed; in your clone .* pip install -e '\.\[viz\]'"):
         plots([report], file_type="png")
 
 

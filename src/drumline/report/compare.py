@@ -179,4 +179,4 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
         if bytes_known:
             cells.append(f"{max(timeline.peak_bytes or (0.0,)):.4g}")
         lines.append(cells)
-    return table(header, lines, width=width)
+    return table(header, lines, width=width, keep=("time/microbatch", "bubble"))

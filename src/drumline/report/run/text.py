@@ -53,7 +53,7 @@ def ranks_table(report: RunReport, *, width: int = 100) -> str:
         cells = [str(one["rank"]), " ".join(map(str, report.run.program.placement.stages_of(one["rank"])))]
         cells += [duration(one[part]) for part in PARTS]
         rows.append([*cells, f"{one['idle_share']:.1%}", held(one)])
-    return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2)
+    return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2, keep=("idle",))
 
 
 def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
@@ -74,7 +74,7 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
                 held(fullest),
             ]
         )
-    return table(header, rows, width=width, left=2)
+    return table(header, rows, width=width, left=2, keep=("makespan", "bubble"))
 
 
 def held(rank: dict[str, Any]) -> str:
