@@ -293,7 +293,9 @@ def _loaded(args: argparse.Namespace) -> Program:
         ("--stages-per-rank", args.stages_per_rank, stages_per_rank),
     ):
         if given is not None and given != found:
-            raise UsageError(f"{flag} is {given}, but {args.schedule} has {found}", fix=f"leave {flag} out")
+            raise UsageError(
+                f"{flag} is {given}, but {args.schedule} has {found}", fix=f"leave {flag} out: the file says it"
+            )
     return program
 
 

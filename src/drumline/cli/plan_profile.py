@@ -142,7 +142,7 @@ def _text(planned: Planned, width: int) -> str:
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
         lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
-    return "\n".join(lines[:3] + [wrapped(line, width) for line in lines[3:]])
+    return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
 
 
 def _row(candidate: Candidate, planned: Planned) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_BREAKS = re.compile(r" |(?<=/)")
+_BREAKS = re.compile(" "), re.compile(r" |(?<=/)")
 
 # Fewer characters than that do not name a thing any more.
 _FEWEST = 8
@@ -16,9 +16,9 @@ def table(
 ) -> str:
     """Return a table whose first `left` columns are flush left.
 
-    Where it is too wide, headings break at spaces; then columns are left out from the right, those named by `keep`
-    after all others, and the table says how many; then the last column is shortened with an ellipsis. Before a column
-    to keep is left out, the first column is shortened.
+    Where it is too wide, headings break at spaces, or behind strokes too; then columns are left out from the right,
+    those named by `keep` after all others, and the table says how many; then the last column is shortened with an
+    ellipsis. Before a column to keep is left out, the first column is shortened.
 
     >>> print(table(["name", "n"], [["gpipe", "8"], ["1f1b", "12"]]))
     name    n
@@ -34,8 +34,9 @@ def table(
     (1 more column in a wide
     """
     headings = [[heading] for heading in header]
-    if _width(headings, rows) > width:
-        headings = [[heading] if at < left else _BREAKS.split(heading) for at, heading in enumerate(header)]
+    for breaks in _BREAKS:
+        if _width(headings, rows) > width:
+            headings = [[heading] if at < left else breaks.split(heading) for at, heading in enumerate(header)]
     shown = _shown(header, headings, rows, width, 1 if keep else max(left, 1), keep)
     left = sum(at < left for at in shown)
     headings, cells = [headings[at] for at in shown], [[row[at] for at in shown] for row in rows]
