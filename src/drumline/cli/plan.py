@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from drumline.cli import flags, plan_cluster, plan_profile
-from drumline.cli.output import print_json, terminal_width
+from drumline.cli.output import TEXTS, Paper, deliver
 from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
 from drumline.plan.device.model_profile import is_profile
@@ -75,22 +75,22 @@ def _list(args: argparse.Namespace) -> int:
     from drumline.report.table import table
     from drumline.report.units import size_text
 
-    if args.json:
-        models = {
-            name: {"layers": one.num_layers, "hidden": one.hidden, "sequence": one.sequence}
-            for name, one in MODELS.items()
-        }
-        hardware = {
-            name: {"device": one.device.name, "memory_bytes": one.device.memory_bytes} for name, one in MACHINES.items()
-        }
-        print_json({"models": models, "hardware": hardware})
-        return 0
-    models_rows = [[name, str(one.num_layers), str(one.hidden), str(one.sequence)] for name, one in MODELS.items()]
-    rows = [
-        [name, one.device.name, size_text(one.device.memory_bytes), f"{one.device.flops_per_second / 1e12:.0f}"]
-        for name, one in MACHINES.items()
-    ]
-    width = terminal_width()
-    print(table(["model", "layers", "hidden size", "sequence"], models_rows, width=width) + "\n")
-    print(table(["hardware", "device", "memory", "TFLOP/s"], rows, width=width, left=2, keep=("memory",)))
+    models = {
+        name: {"layers": one.num_layers, "hidden": one.hidden, "sequence": one.sequence} for name, one in MODELS.items()
+    }
+    devices = {name: one.device for name, one in MACHINES.items()}
+
+    def make(form: str, paper: Paper) -> str:
+        rows = [[name, *map(str, one.values())] for name, one in models.items()]
+        kinds = [
+            [name, one.name, size_text(one.memory_bytes), f"{one.flops_per_second / 1e12:.0f}"]
+            for name, one in devices.items()
+        ]
+        known = table(["model", "layers", "hidden size", "sequence"], rows, width=paper.width)
+        header = ["hardware", "device", "memory", "TFLOP/s"]
+        return f"{known}\n\n{table(header, kinds, width=paper.width, left=2, keep=('memory',))}"
+
+    hardware = {name: {"device": one.name, "memory_bytes": one.memory_bytes} for name, one in devices.items()}
+    args.formats = TEXTS
+    deliver(args, make, lambda: {"models": models, "hardware": hardware}, instead=True)
     return 0

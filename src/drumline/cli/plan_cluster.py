@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config"}
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
-_DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
+_DEGREES = {
+    "tensor": "degree of tensor parallelism",
+    "pipeline": "number of pipeline ranks",
+    "data": "degree of data parallelism",
+    "context": "degree of context parallelism",
+    "expert": "degree of expert parallelism",
+    "microbatch": "sequences in a microbatch",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,22 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whose = "framework whose command is printed and whose config is written (default drumline)"
     add("--launch", choices=tuple(_ENDINGS), default="drumline", help=whose)
     pins = parser.add_argument_group("decisions to keep (default: all are planned)")
-    for name in _DEGREES:
-        pins.add_argument(f"--{name}", type=whole, metavar="N", help=_PINS[name])
+    for name, meaning in _DEGREES.items():
+        pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
     pins.add_argument("--recompute", metavar="HOW", help="activations to recompute: none, selective or full")
     without = "plan tensor parallelism without sequence parallelism"
     pins.add_argument("--no-sequence-parallel", action="store_true", help=without)
-
-
-_PINS = {
-    "tensor": "degree of tensor parallelism",
-    "pipeline": "number of pipeline ranks",
-    "data": "degree of data parallelism",
-    "context": "degree of context parallelism",
-    "expert": "degree of expert parallelism",
-    "microbatch": "sequences in a microbatch",
-}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,19 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import (
-    FILE,
-    PICTURES,
-    PROGRAMS,
-    TEXTS,
-    TRACES,
-    Paper,
-    deliver,
-    files_of,
-    print_json,
-    terminal_width,
-    wrapped,
-)
+from drumline.cli.output import FILE, PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, files_of, wrapped
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
@@ -143,11 +131,13 @@ def _list(args: argparse.Namespace) -> int:
     from drumline.report.table import table
     from drumline.schedules import schedules
 
-    known = schedules()
-    if args.json:
-        print_json({"schedules": {name: schedule.summary for name, schedule in known.items()}})
-        return 0
-    width = terminal_width()
-    print(table(["schedule", "what it is"], [[name, one.summary] for name, one in known.items()], width=width, left=2))
-    print("\n" + wrapped("`drumline show NAME --ranks 4 --microbatches 8` draws one of them.", width))
+    known = {name: schedule.summary for name, schedule in schedules().items()}
+
+    def make(form: str, paper: Paper) -> str:
+        listed = table(["schedule", "what it is"], list(known.items()), width=paper.width, left=2)
+        below = "`drumline show NAME --ranks 4 --microbatches 8` draws one of them."
+        return f"{listed}\n\n{wrapped(below, paper.width)}"
+
+    args.formats, args.format = TEXTS, None
+    deliver(args, make, lambda: {"schedules": known}, instead=True)
     return 0
