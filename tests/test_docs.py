@@ -186,12 +186,12 @@ def replay(path: Path, *, torch: bool = True) -> str:
                 unregister(name)
 
 
-# Commands that compute for a second or more; pages full of them wait for `make test`.
-SEARCHES = re.compile(r"^\$ drumline (?:search|plan .*--gpus) ", re.MULTILINE)
+# Commands that compute for a while; pages full of them wait for `make test`.
+COMPUTES = re.compile(r"^\$ drumline (?:search|plan|compare) ", re.MULTILINE)
 
 
 def marked(path: Path) -> Any:
-    return pytest.param(path, marks=[pytest.mark.slow] * (len(SEARCHES.findall(path.read_text(encoding="utf-8"))) > 1))
+    return pytest.param(path, marks=[pytest.mark.slow] * (len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 3))
 
 
 def trains(path: Path) -> bool:

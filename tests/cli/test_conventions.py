@@ -275,6 +275,7 @@ def test_bad_input_is_exit_2_in_every_verb(verb: str, here: Path, capsys: pytest
     assert err.startswith("drumline: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["show", "compare", "check 1f1b", "plan --list", "completion bash", "report RUNS"])
 def test_output_that_nobody_takes_is_exit_3(verb: str, here: Path) -> None:
     command = [sys.executable, "-m", "drumline", *verb.replace("RUNS", str(here / "runs")).split()]

@@ -63,7 +63,7 @@ def test_plan_as_json_has_all_of_it(profile: str, capsys: pytest.CaptureFixture[
         (("--batch", "8"), "--ranks is missing"),
         (("--ranks", "2", "--batch", "8", "--headroom", "1.5"), "headroom is 1.5"),
         (("--ranks", "2", "--batch", "8", "--memory", "0"), "is not more than 0"),
-        (("--ranks", "2", "--batch", "8", "--memory", "1KiB"), "nothing fits"),
+        pytest.param(("--ranks", "2", "--batch", "8", "--memory", "1KiB"), "nothing fits", marks=pytest.mark.slow),
         (("--ranks", "2", "--batch", "8", "--rank-speed", "1"), "1 speeds"),
         (("--ranks", "2", "--batch", "8", "--link", "0-1"), "is not a link like"),
         (("--ranks", "2", "--batch", "8", "--out", "plan.docx"), "--out is plan.docx"),

@@ -15,7 +15,7 @@ from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement
 from drumline.report.summary import refused, summarize
 from drumline.report.units import counts
 
-EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 3 --out found.csv"
+EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
