@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
+import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,19 +16,41 @@ import pytest
 # Where searches look at the clock; their budgets are counted in timed actions, too.
 SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
-TORCH_HALF = ("runtime", "profile", "pipeline")
+TORCH_HALF = ("runtime", "profile", "pipeline", "train", "serve", "peers", "zoo")
+IMPORTS_TORCH = re.compile(
+    r"^(?:from|import) (?:torch|transformers|drumline\.(?:runtime|profile|pipeline|train|serve))"
+    r"|^\w.*\b(?:importorskip|needed)\(",
+    re.MULTILINE,
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make torch unimportable in the quick half, so that what passes there passes where torch is not installed."""
+    if "not torch" in config.option.markexpr:
+        sys.modules["torch"] = None  # type: ignore[assignment]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the torch half out, so that collecting it does not import torch."""
+    """Leave the torch half out, so that collecting it does not import torch; and pages where no browser is wanted."""
     parts = collection_path.relative_to(config.rootpath).parts if config.rootpath in collection_path.parents else ()
-    needs_torch = any(part in TORCH_HALF for part in parts) and parts[0] in ("src", "tests")
-    needs_torch |= collection_path.name in ("torch_models.py", "hf_models.py")
-    if collection_path.name == "hf_models.py" and find_spec("transformers") is None:
+    if parts[:2] == ("tests", "browser") and "not browser" in config.option.markexpr:
         return True
-    if needs_torch and ("not torch" in config.option.markexpr or find_spec("torch") is None):
+    if find_spec("torch") is not None and (collection_path.name != "hf_models.py" or find_spec("transformers")):
+        return None
+    return True if _needs_torch(collection_path, parts) else None
+
+
+def _needs_torch(path: Path, parts: tuple[str, ...]) -> bool:
+    if parts[:1] not in (("src",), ("tests",)):
+        return False
+    if any(part in TORCH_HALF for part in parts):
         return True
-    return None
+    return path.suffix == ".py" and parts[0] == "tests" and bool(IMPORTS_TORCH.search(path.read_text(encoding="utf-8")))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives until the end: thousands of tests, and every module they import."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

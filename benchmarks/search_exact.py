@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.core.errors import CostsError, PlanError
+from drumline.core.errors import CostsError, PlanError, installing
 from drumline.core.simulate.graph import Messages
 from drumline.plan.search.instance import F, I, Instance, Rows, W
 
@@ -48,9 +48,7 @@ def optimum(instance: Instance, objective: str = "makespan", *, seconds: float =
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise PlanError(
-            "OR-Tools is not installed", expected="the extra `plan`", fix="pip install 'drumline[plan]'"
-        ) from None
+        raise PlanError("OR-Tools is not installed", expected="the extra `plan`", fix=installing("plan")) from None
     if instance.messages is not Messages.LATENCY:
         raise CostsError("the costs have finite links", expected="pure latency, for a proven optimum")
     scale = _scale(instance)

@@ -5,12 +5,18 @@ from importlib.util import find_spec
 
 import pytest
 
+from matrices import examples
+
 if find_spec("hypothesis") is not None:  # a machine with just PyTorch can run the tests that do without
     from hypothesis import HealthCheck, settings
 
     # Bounded and repeatable: what fails in CI fails everywhere, and a busy machine fails nothing.
     settings.register_profile(
-        "drumline", deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+        "drumline",
+        deadline=None,
+        max_examples=examples(100),
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("drumline")
 os.environ.setdefault("COLUMNS", "100")

@@ -227,11 +227,19 @@ def replay(path: Path, *, torch: bool = True) -> str:
                 unregister(name)
 
 
+# Commands that compute for a while; pages full of them wait for `make test`.
+COMPUTES = re.compile(r"^\$ drumline (?:search|plan|compare) ", re.MULTILINE)
+
+
+def marked(path: Path) -> Any:
+    return pytest.param(path, marks=[pytest.mark.slow] * (len(COMPUTES.findall(path.read_text(encoding="utf-8"))) > 3))
+
+
 def trains(path: Path) -> bool:
     return any(block.needs_torch for block in blocks(path.read_text(encoding="utf-8").split("\n")))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [marked(path) for path in PAGES], ids=lambda path: path.name)
 def test_examples_print_what_their_page_shows(path: Path) -> None:
     shown = path.read_text(encoding="utf-8").split("\n")
     assert replay(path, torch=False).split("\n") == shown, "python tests/test_docs.py --update rewrites the outputs"
@@ -268,10 +276,21 @@ def test_python_that_is_not_run_is_python(path: Path) -> None:
             compile("\n".join(block.lines), str(path), "exec")
 
 
+def missing(path: Path, *, pictures: bool) -> list[str]:
+    """Return the links to files that are not there, to drawn pictures or to others."""
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+    return [link for link in links if link.startswith("pictures/") == pictures and not (path.parent / link).exists()]
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert missing(path, pictures=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pictures_are_drawn_when_the_docs_are_built(path: Path) -> None:
+    assert missing(path, pictures=True) == []
 
 
 def anchors(path: Path) -> set[str]:

@@ -35,13 +35,22 @@ def test_no_import_leads_round_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield every statement, however deep; expressions, which hold none, are passed over."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(node, field, ())
+        for one in inner if isinstance(inner, list) else ():
+            yield one
+            yield from _statements(one)
+
+
 def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """Yield every module of ours that a module imports, wherever in it; one name of a package may be a module."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]

@@ -64,6 +64,7 @@ def test_brief_leaves_the_explanations_out(capsys: pytest.CaptureFixture[str]) -
     assert "more" not in json.loads(out)
 
 
+@pytest.mark.slow
 def test_out_writes_page_picture_json_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, begins in (("plan.html", "<!doctype html>"), ("plan.svg", "<svg")):
         code, out, _ = run(capsys, *SMALL, *FAST, "--pipeline", "2", "--out", str(tmp_path / name))
@@ -133,7 +134,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         ),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
         ((*SMALL, "--schedules", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),
-        (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware missing", "for example"),
+        (("gpt-1.7b", "--gpus", "8", "--batch", "16"), "--hardware is missing", "for example"),
         ((*SMALL, "--tensor", "0"), "--tensor is 0", ""),
         ((*SMALL, "--out", "plan.pdf"), "--out is plan.pdf", ""),
         ((*SMALL, "--brief", "--out", "plan.html"), "--out is plan.html, with --brief", "leave --brief out"),

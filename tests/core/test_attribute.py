@@ -12,6 +12,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Cause, Idle, Limit
+from matrices import examples
 from programs import build, costs_for, programs
 
 
@@ -22,7 +23,7 @@ def seconds_by_cause(intervals: tuple[Idle, ...]) -> dict[str, float]:
     return total
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(programs(), st.data())
 def test_causes_sum_to_the_idle_time_of_every_rank(program: Program, data: st.DataObject) -> None:
     timeline = simulate(program, data.draw(costs_for(program)))
@@ -33,7 +34,7 @@ def test_causes_sum_to_the_idle_time_of_every_rank(program: Program, data: st.Da
         assert idle == pytest.approx(timeline.idle[rank], abs=1e-9)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(programs(), st.data())
 def test_intervals_fill_exactly_the_gaps(program: Program, data: st.DataObject) -> None:
     timeline = simulate(program, data.draw(costs_for(program)))

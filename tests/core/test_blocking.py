@@ -14,6 +14,7 @@ from drumline.core.costs import Costs
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
+from matrices import examples
 from programs import build, programs
 from reference import reference_times
 from some import some
@@ -33,7 +34,7 @@ def test_a_pair_sends_its_activation_before_its_gradient() -> None:
     assert sends == [str(action) for action in lower(program).rows[1] if action.op in SEND_OPS]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_messages_leave_and_arrive_in_the_order_of_the_lowered_program(program: Program) -> None:
     timeline, lowered = simulate(program, COSTS), lower(program)
@@ -60,7 +61,7 @@ def test_messages_leave_and_arrive_in_the_order_of_the_lowered_program(program: 
     assert received == sent
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_a_rank_does_one_thing_at_a_time(program: Program) -> None:
     timeline = simulate(program, COSTS)

@@ -18,6 +18,7 @@ from drumline.core.prove.frozen import prune
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.torch_text import for_torch
+from matrices import kinds
 from programs import NAMES, admissible, build
 
 REFUSED = ("dualpipe", "chimera", "pipedream", "pipedream-2bw", "forward-only")
@@ -71,7 +72,7 @@ def test_messages_that_wait_only_for_each_other_are_told() -> None:
     assert [channel for channel in CHANNELS if hangs(text, channel)] == ["pair", "rank"]
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", kinds(EXPORTED))
 def test_no_export_hangs_on_any_channel(name: str) -> None:
     counts = [*admissible(name, 3, 4, 3), (4, 5, None), (6, 8, None)]
     assert len(counts) > 8
@@ -89,7 +90,7 @@ def test_receives_posted_early_would_hang_in_every_export(name: str) -> None:
     assert [channel for channel in CHANNELS if hangs(text, channel)] == ["pair", "rank"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("chimera", "dualpipe")])
+@pytest.mark.parametrize("name", kinds([name for name in NAMES if name not in ("chimera", "dualpipe")]))
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_what_is_lowered_for_a_channel_runs_on_it_and_computes_the_same(name: str, channel: str) -> None:
     for counts in ((1, 2), (3, 6), (4, 8)):
@@ -183,6 +184,7 @@ def _peer(program: Program, action: Action) -> int:
     return program.placement.rank_of(other, action.microbatch or 0)
 
 
+@pytest.mark.slow
 def test_validator_and_model_agree_on_random_programs() -> None:
     rng = random.Random(15)
     verdicts: Counter[tuple[str, bool]] = Counter()

@@ -24,6 +24,7 @@ from drumline.report.draw.grid import grid
 from drumline.report.draw.html import page
 from drumline.report.draw.svg import svg
 from drumline.report.draw.trace import trace
+from matrices import examples, kinds
 from programs import NAMES, admissible, build, costs_for, programs
 from reference import reference_times, run_on_edge_channel
 from some import some
@@ -158,7 +159,7 @@ def flags(num_stages: int) -> st.SearchStrategy[list[bool]]:
     return st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_a_pruned_program_is_proven_and_neither_longer_nor_larger(data: st.DataObject) -> None:
     whole = data.draw(programs())
@@ -177,7 +178,7 @@ def test_a_pruned_program_is_proven_and_neither_longer_nor_larger(data: st.DataO
         assert sum(one.seconds for one in less.causes if one.rank == rank) == pytest.approx(idle)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_pruned_program_runs_on_the_strictest_channel(data: st.DataObject) -> None:
     whole = data.draw(programs())
@@ -192,7 +193,7 @@ def test_a_pruned_program_runs_on_the_strictest_channel(data: st.DataObject) -> 
     assert simulate(spelled).makespan <= simulate(lower(whole)).makespan + 1e-9
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_times_are_those_of_the_slow_simulator(data: st.DataObject) -> None:
     whole = data.draw(programs(tuple(name for name in NAMES if not name.startswith("pipedream"))))
@@ -205,7 +206,7 @@ def test_times_are_those_of_the_slow_simulator(data: st.DataObject) -> None:
                 assert (span.start, span.end) == pytest.approx(expected[part])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), st.randoms(use_true_random=False))
 def test_a_single_forgotten_action_is_caught(data: st.DataObject, rng: random.Random) -> None:
     whole = data.draw(programs().filter(lambda program: program.num_microbatches > 1 and program.has_backward))
@@ -220,7 +221,7 @@ def test_a_single_forgotten_action_is_caught(data: st.DataObject, rng: random.Ra
             simulate(damaged)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", kinds(NAMES))
 def test_what_a_rank_holds_is_counted_alike_for_cutting(name: str) -> None:
     for counts in admissible(name, 4, 5, 2):
         whole = build(name, *counts)

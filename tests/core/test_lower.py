@@ -9,11 +9,12 @@ from drumline.core.errors import ProgramError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
+from matrices import examples
 from programs import NAMES, build, programs
 from reference import run_on_edge_channel
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs(), st.integers(1, 4))
 def test_what_is_lowered_is_the_same_compute_with_every_message_once(program: Program, ahead: int) -> None:
     lowered = lower(program, ahead=ahead)

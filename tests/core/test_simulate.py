@@ -15,12 +15,13 @@ from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import makespans, simulate
 from drumline.core.timeline.timeline import LatestInputs, Timeline
+from matrices import examples
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
 from some import some
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(programs(), st.data())
 def test_times_are_those_of_the_reference(program: Program, data: st.DataObject) -> None:
     costs = data.draw(costs_for(program))
@@ -30,7 +31,7 @@ def test_times_are_those_of_the_reference(program: Program, data: st.DataObject)
     assert found == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs(), st.data())
 def test_spelling_communication_out_changes_no_time_where_receives_are_posted_ahead(
     program: Program, data: st.DataObject
@@ -41,7 +42,7 @@ def test_spelling_communication_out_changes_no_time_where_receives_are_posted_ah
     assert [track.starts for track in spelled.tracks] == [track.starts for track in plain.tracks]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(programs(), st.data())
 def test_a_late_receive_only_delays(program: Program, data: st.DataObject) -> None:
     costs = data.draw(costs_for(program))
@@ -179,7 +180,7 @@ def test_the_queue_of_1f1b_is_bounded_by_the_ranks_behind_it() -> None:
     assert all(deepest[rank, rank + 1] <= 6 - rank for rank in range(5))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(programs(), st.data())
 def test_the_critical_path_is_a_chain_as_long_as_the_makespan(program: Program, data: st.DataObject) -> None:
     costs = data.draw(costs_for(program, links=False))
@@ -248,7 +249,7 @@ def test_messages_in_two_orders_are_refused_whatever_the_links() -> None:
             simulate(Program.parse(text), costs)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(programs(), st.data())
 def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Program, data: st.DataObject) -> None:
     timeline = simulate(program, data.draw(costs_for(program)))

@@ -16,7 +16,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
-from matrices import ALL
+from matrices import ALL, FEW, examples
 from programs import NAMES, admissible, build, programs
 from reference import run_on_edge_channel
 
@@ -29,7 +29,7 @@ def reasons(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_legal_on_small_counts(name: str) -> None:
-    for counts in admissible(name, 5, 8, 3):
+    for counts in admissible(name, *((3, 6, 2) if FEW else (5, 8, 3))):
         program = build(name, *counts)
         assert validate(program) == [], (name, counts)
         assert validate(lower(program)) == [], (name, counts)
@@ -45,7 +45,7 @@ def test_every_schedule_is_legal_for_every_admissible_count(name: str) -> None:
             assert validate(build(name, ranks, microbatches, stages)) == [], (name, ranks, microbatches, stages)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_a_proven_program_runs_on_the_strictest_channel(program: Program) -> None:
     lowered = lower(program)
@@ -278,7 +278,7 @@ def _somewhere(rows: Rows, rng: random.Random, wanted: Callable[[Action], bool])
     return rng.choice(places) if places else (0, -1)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     programs(),
     st.sampled_from([_drop, _double, _misplace, _backward_first, _weight_first]),
@@ -295,7 +295,7 @@ def test_each_kind_of_damage_is_caught(
     assert any(kind in reason for reason in found), (kind, found)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(programs(max_ranks=4, max_microbatches=5), st.randoms(use_true_random=False))
 def test_damaged_messages_are_caught(program: Program, rng: random.Random) -> None:
     rows = [list(row) for row in lower(program).rows]
@@ -312,7 +312,7 @@ def test_damaged_messages_are_caught(program: Program, rng: random.Random) -> No
     assert validate(Program.of(rows)) != []
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(programs(max_ranks=4, max_microbatches=4), st.randoms(use_true_random=False))
 def test_a_shuffled_program_is_legal_exactly_if_it_can_be_run(program: Program, rng: random.Random) -> None:
     """Swap neighbours at random: the validator and the strictest channel must agree on the result."""
@@ -337,7 +337,7 @@ def _simulates_exactly_if_valid(program: Program) -> None:
         assert simulate(program).makespan > 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     programs(max_ranks=4, max_microbatches=4),
     st.sampled_from([_drop, _double, _misplace, _backward_first, _weight_first]),

@@ -19,6 +19,7 @@ from drumline.plan.cluster.memory import activation_bytes
 from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import Experts, Transformer
+from matrices import examples
 from published_runs import MEGATRON_2022
 from some import some
 
@@ -73,7 +74,7 @@ def numbers(found: Estimate) -> list[float]:
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(cases())
 def test_everything_is_finite_and_nothing_is_negative(case: tuple[Transformer, Cluster, Layout]) -> None:
     found = estimate(*case)
@@ -83,7 +84,7 @@ def test_everything_is_finite_and_nothing_is_negative(case: tuple[Transformer, C
     assert found.seconds.total == pytest.approx(sum(asdict(found.seconds).values()))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases(), st.sampled_from(["intra_node", "inter_node"]), st.floats(1.0, 8.0))
 def test_more_bandwidth_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
     one, machines, layout = case
@@ -95,7 +96,7 @@ def test_more_bandwidth_is_never_slower(case: tuple[Transformer, Cluster, Layout
     assert fast.bytes == slow.bytes
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases(), st.sampled_from(["flops_per_second", "memory_bytes_per_second"]), st.floats(1.0, 8.0))
 def test_a_faster_device_is_never_slower(case: tuple[Transformer, Cluster, Layout], which: str, factor: float) -> None:
     one, machines, layout = case
@@ -105,7 +106,7 @@ def test_a_faster_device_is_never_slower(case: tuple[Transformer, Cluster, Layou
     assert found <= estimate(*case).seconds.total * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases())
 def test_what_saves_memory_never_takes_more_of_it(case: tuple[Transformer, Cluster, Layout]) -> None:
     one, machines, layout = case
@@ -121,7 +122,7 @@ def test_what_saves_memory_never_takes_more_of_it(case: tuple[Transformer, Clust
     assert held(sequence_parallel=True).activations <= held(sequence_parallel=False).activations
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases())
 def test_overlapping_and_fusing_never_cost_time(case: tuple[Transformer, Cluster, Layout]) -> None:
     one, machines, layout = case
@@ -135,7 +136,7 @@ def test_overlapping_and_fusing_never_cost_time(case: tuple[Transformer, Cluster
         assert seconds(accumulation_bytes=0) <= seconds(accumulation_bytes=10) * 1.001
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 @given(cases())
 def test_the_formula_is_near_the_simulator(case: tuple[Transformer, Cluster, Layout]) -> None:
     assume(case[2].num_microbatches >= 2 * case[2].pipeline and case[2].zero < 2)

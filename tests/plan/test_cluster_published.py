@@ -61,6 +61,7 @@ def test_the_best_constant_is_the_best() -> None:
     assert min(means) == means[2]
 
 
+@pytest.mark.slow
 def test_the_constants_are_those_of_the_sc21_rows() -> None:
     (product, memory, node), rest = published.fit(sc21())
     assert product == pytest.approx(REACH.product, abs=0.005)

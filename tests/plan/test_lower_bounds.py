@@ -13,6 +13,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.lower_bounds import BOUNDS, lower_bound, residence
 from drumline.plan.search.instance import F, I, Instance, W
 from drumline.plan.search.objective import OBJECTIVES, Objective
+from matrices import examples
 
 
 @cache
@@ -84,7 +85,7 @@ def drawn(seed: int) -> Instance:
     return Instance(costs, placement, num_microbatches, limit)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 def test_no_bound_exceeds_the_best_of_all_programs(seed: int) -> None:
     instance = drawn(seed)
     for objective in OBJECTIVES:
@@ -93,6 +94,7 @@ def test_no_bound_exceeds_the_best_of_all_programs(seed: int) -> None:
             assert bound(instance, objective) <= best * (1 + 1e-12), (name, objective)
 
 
+@pytest.mark.slow
 def test_bounds_are_often_what_the_best_program_reaches() -> None:
     reached = [
         lower_bound(drawn(seed)).value == pytest.approx(brute_force(drawn(seed), "makespan")) for seed in range(40)

@@ -20,6 +20,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.chain import BlockCosts, Partition
 from drumline.plan.cut.partition import partition, rank_bytes
 from drumline.plan.cut.peaks import held_by
+from matrices import examples
 from programs import build, programs
 
 blocks = st.builds(
@@ -59,7 +60,7 @@ def assert_covers(found: Partition, chain: list[BlockCosts], num_stages: int) ->
     assert found.seconds == stage_seconds(chain, found.counts)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.lists(blocks, min_size=1, max_size=9), st.data())
 def test_no_cut_has_a_shorter_largest_stage_or_is_more_even(chain: list[BlockCosts], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(chain)))

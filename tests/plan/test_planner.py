@@ -23,6 +23,7 @@ from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks
+from matrices import examples
 from names import build
 from profiles import NONE, SOME, model_profile
 from some import some
@@ -129,7 +130,8 @@ def brute_force(
     return found
 
 
-@settings(deadline=None, max_examples=25)
+@pytest.mark.slow
+@settings(deadline=None, max_examples=examples(25))
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=5),
     st.integers(0, 200),

@@ -27,7 +27,7 @@ from drumline.plan.search.starts import split
 from drumline.plan.search.times import clock
 from drumline.report.draw.pareto import pareto_page, pareto_svg
 from drumline.schedules import generate
-from matrices import ALL
+from matrices import ALL, examples
 from search_instances import drawn
 from some import some
 
@@ -96,7 +96,7 @@ def test_pairs_never_go_below_their_bound_and_the_gap_says_how_far() -> None:
     assert found.bound.value >= by_hand * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(examples(12)))
 def test_a_search_is_proven_within_the_limit_and_no_worse_than_any_start(seed: int) -> None:
     instance = drawn(1000 + seed)
     found = search(
@@ -147,7 +147,7 @@ def strange(rng: random.Random) -> tuple[Costs, Placement, int]:
     return costs, placement, num_microbatches
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 def test_whatever_the_costs_the_limit_holds_and_the_value_is_what_the_simulator_says(seed: int) -> None:
     rng = random.Random(seed)
     costs, placement, num_microbatches = strange(rng)
@@ -179,6 +179,7 @@ def test_every_hand_made_schedule_that_fits_is_among_the_starts(name: str) -> No
     assert found.value <= found.starts[0].value
 
 
+@pytest.mark.slow
 def test_the_same_seed_finds_the_same_program() -> None:
     # It ends at its bound, long before its budget.
     first, again = (searched(PUBLISHED[0], 2, Placement.linear(8)) for _ in range(2))
@@ -262,6 +263,7 @@ def test_jitter_measures_the_quantile_that_the_simulator_has() -> None:
     assert by_row.mean() == pytest.approx(1.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_under_jitter_the_search_beats_the_best_start_or_equals_it() -> None:
     limit = Limit(max_activations=3)
     found = search(Costs(), Placement.linear(3), num_microbatches=6, limit=limit, jitter=Jitter(0.3), seconds=1)
@@ -316,6 +318,7 @@ def test_split_makes_every_whole_backward_two_halves() -> None:
     assert all(sorted(n % 4 for n in row) == sorted([F, I, W] * 3) for row in rows)
 
 
+@pytest.mark.slow
 def test_all_placements_cut_the_same_model() -> None:
     costs = Costs(forward=[1, 1, 1, 1.6], backward_input=1, backward_weight=[1, 1, 1, 1.6], activation_bytes=8)
     finer = cut_finer(costs, 2)
@@ -326,6 +329,7 @@ def test_all_placements_cut_the_same_model() -> None:
     assert all(max(one.timeline.peak_bytes or ()) <= 40 for one in found)
 
 
+@pytest.mark.slow
 def test_the_front_is_never_above_a_hand_made_schedule() -> None:
     picture = pareto(Costs(), 4, num_microbatches=6, placement="v", seconds=4)
     for dot in some(picture.hand_made):
@@ -362,10 +366,11 @@ def test_twenty_optima_of_the_oracle_are_found() -> None:
     assert max(over.values()) <= 0.02, over
 
 
+@pytest.mark.slow
 def test_the_oracle_proves_what_brute_force_and_the_search_find() -> None:
     if find_spec("ortools") is None:
         assert os.environ.get("CI") != "true", "CI has to install the extra `plan`: OR-Tools is missing"
-        pytest.skip("OR-Tools is not installed: pip install 'drumline[plan]'")
+        pytest.skip("OR-Tools is not installed: pip install -e '.[plan]'")
     from search_exact import optimum
 
     for seed in range(8):

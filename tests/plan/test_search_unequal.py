@@ -21,6 +21,7 @@ from drumline.plan.search.search import placement_named, search
 from drumline.plan.search.starts import split, stretched
 from drumline.plan.search.styles import WOVEN, Styles
 from drumline.schedules import generate
+from matrices import examples
 from reference import reference_times
 
 
@@ -72,7 +73,7 @@ def peaks(program: Program, costs: Costs) -> tuple[int, float]:
     return most_pairs, most_bytes
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 def test_a_search_with_unequal_microbatches_is_valid_within_its_limit_and_as_long_as_it_says(seed: int) -> None:
     one = unequal(seed)
     found = search(one.costs, one.placement, num_microbatches=one.num_microbatches, limit=one.limit, seconds=0.1)
@@ -90,6 +91,7 @@ def overtaking(rows: Rows, instance: Instance) -> bool:
     return any(row != sorted(row) for row in firsts)
 
 
+@pytest.mark.slow
 def test_weight_gradients_woven_into_an_order_follow_their_own_input_gradient() -> None:
     num_overtaking = 0
     for seed in range(24):

@@ -12,6 +12,7 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import TimedCuts, partition
 from drumline.plan.cut.peaks import held_by
+from matrices import examples
 from programs import build, programs
 
 
@@ -30,7 +31,7 @@ def chain_of(*seconds: float, size: float = 0.0) -> list[BlockCosts]:
     return [BlockCosts(one, static_bytes=size) for one in seconds]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(programs(FLUSHED, max_ranks=3, max_microbatches=5), st.data())
 def test_a_step_is_no_longer_than_with_the_evenest_ranks(program: Program, data: st.DataObject) -> None:
     seconds = st.integers(1, 20)

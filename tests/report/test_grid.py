@@ -10,6 +10,7 @@ from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.report.draw.grid import grid, legend
+from matrices import examples
 from programs import NAMES, build, costs_for, programs
 
 
@@ -21,7 +22,7 @@ def test_1f1b_as_it_is_drawn_everywhere() -> None:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs(), st.data(), st.integers(10, 160))
 def test_never_wider_than_the_terminal(program: Program, data: st.DataObject, width: int) -> None:
     timeline = simulate(program, data.draw(costs_for(program)))

@@ -203,6 +203,7 @@ def test_the_same_timelines_give_the_same_bytes() -> None:
     assert page([timeline("dualpipe")]) == page([timeline("dualpipe")])
 
 
+@pytest.mark.slow
 def test_fifty_thousand_boxes_stay_below_two_megabytes() -> None:
     drawn = simulate(generate("1f1b", num_ranks=16, num_microbatches=1600))
     text = page([drawn])

@@ -25,6 +25,7 @@ from drumline.report.kineto.clocks import align
 from drumline.report.kineto.load import load
 from drumline.report.summary import idle_by_cause
 from kineto_traces import BEGIN, MESSAGE_BYTES, UNIT, Event, event, info, mark, save, written
+from matrices import examples
 from names import build
 from some import some
 
@@ -73,7 +74,7 @@ def test_a_device_counts_its_kernels_and_not_the_profilers_annotations(tmp_path:
     assert load([written(expected, tmp_path / "host")]).step().kernel_seconds is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.sampled_from(["1f1b", "interleaved-1f1b", "zb-v"]), st.lists(st.integers(-400, 400), min_size=3, max_size=3))
 def test_clocks_of_several_hosts_are_put_right_within_the_error_that_is_reported(name: str, skews: list[int]) -> None:
     expected = simulate(build(name, 3, 6), Costs(comm=0.05))

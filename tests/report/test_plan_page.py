@@ -76,6 +76,7 @@ class Told(HTMLParser):
             self.words.append(data)
 
 
+@pytest.mark.slow
 def test_page_asks_for_nothing_from_anywhere() -> None:
     for pipeline in (1, 2):
         told = Told(page(pipeline))

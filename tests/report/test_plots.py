@@ -24,6 +24,7 @@ def report(tmp_path: Path) -> RunReport:
     return report_of(read_run(write_simulated_run(tmp_path / "run", program, per_stage(1e-3, 2e-3))))
 
 
+@pytest.mark.slow
 def test_plots_are_a_png_or_an_svg_with_words_as_text(report: RunReport) -> None:
     pytest.importorskip("matplotlib")
     assert plots([report], file_type="png").startswith(b"\x89PNG")
@@ -39,7 +40,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
         raise ImportError(name)
 
     monkeypatch.setattr(follow, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"the package matplotlib is not installed; pip install 'drumline\[viz\]'"):
+    with pytest.raises(UsageError, match=r"matplotlib is not installed; in your clone .* pip install -e '\.\[viz\]'"):
         plots([report], file_type="png")
 
 

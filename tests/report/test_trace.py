@@ -19,6 +19,7 @@ from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.draw.trace import trace, traces
+from matrices import examples
 from programs import NAMES, build, costs_for, programs
 from records import PROGRAM, two_ranks
 
@@ -89,7 +90,7 @@ def test_every_schedules_trace_keeps_the_rules(name: str) -> None:
     assert len(starts) == len(timeline.transfers)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(programs(max_ranks=4, max_microbatches=5), st.data())
 def test_random_costs_keep_the_rules(program: Program, data: st.DataObject) -> None:
     check(parsed(simulate(program, data.draw(costs_for(program)))))

@@ -67,6 +67,7 @@ def test_of_an_odd_number_of_microbatches_more_go_down(num_microbatches: int) ->
         assert placement.mirrored == frozenset(range((num_microbatches + 1) // 2, num_microbatches))
 
 
+@pytest.mark.slow
 def test_a_recipe_that_yields_empty_rows_for_ever_is_stopped() -> None:
     @schedule("endless")
     def endless(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:

@@ -16,7 +16,6 @@ from drumline.core.action import Action, F, I, W
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.torch_text import for_torch, titan_schedule
-from drumline.pipeline.verify.verify import verify
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import num_sides, pairs_held, stages_of
@@ -113,7 +112,10 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
     assert any("the placement" in one for one in missing) == (name == "upstream")
 
 
+@pytest.mark.torch
 def test_it_runs_with_the_gradients_of_one_process(name: str) -> None:
+    from drumline.pipeline.verify.verify import verify
+
     assert verify(name, num_ranks=2, num_microbatches=4, transport="in-process").passes
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, deliver, progress, terminal_width, wrapped
+from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, progress, wrapped
 from drumline.report.units import counts
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
     from drumline.report.kineto.analysis import Analysis
 
+EXAMPLE = "drumline analyze traces/1f1b --out bubble.html"
 # More violations, ranks or steps than anybody reads; --json has them all.
 _MOST_SHOWN = 10
 _MOST_DRAWN = 32
@@ -27,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="TRACE",
-        help="torch.profiler's .json or .json.gz, a rank's each; or a folder",
+        help="trace files of torch.profiler, .json or .json.gz, one for each rank; or a folder of them",
     )
-    parser.add_argument("--step", type=flags.whole_number, metavar="N", help="the step to report (default: the median)")
+    median = "the step to report (default: the one of median length)"
+    parser.add_argument("--step", type=flags.whole_number, metavar="N", help=median)
     flags.add_json(parser)
-    formats = ("text", "html", "svg", "perfetto", "csv")
-    meaning = "text: the report; html, svg: pictures; perfetto: a trace; csv: the program that ran"
-    flags.add_format(parser, formats, meaning)
+    flags.add_out(parser, TEXTS | PICTURES | TRACES | PROGRAMS)
+    meaning = "text is the report, html and svg are pictures, perfetto is a trace, csv is the program that ran"
+    flags.add_format(parser, ("text", "html", "svg", "perfetto", "csv"), f"{meaning} (default text)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,25 +45,23 @@ def run(args: argparse.Namespace) -> int:
 
     analysis = analyze(args.traces, step=args.step, progress=progress)
     progress("")
-    summary = {**analysis.summary(), "advice": analysis.advice.sentence} if args.json else {}
-    if args.out is not None:
-        summary["out"] = str(args.out)
-    deliver(args, _written(args, analysis), summary)
+    make = partial(_written, analysis)
+    deliver(args, make, lambda: {**analysis.summary(), "advice": analysis.advice.sentence}, instead=True)
     return 1 if analysis.violations else 0
 
 
-def _written(args: argparse.Namespace, analysis: Analysis) -> str | bytes:
-    """Return what --format asks for."""
-    if args.format == "text":
-        return _text(args, analysis)
-    if args.format == "csv":
+def _written(analysis: Analysis, form: str, paper: Paper) -> str | bytes:
+    """Return the analysis in a format."""
+    if form == "text":
+        return _text(analysis, paper)
+    if form == "csv":
         return analysis.timeline.ran.format()
     from drumline.report.draw.html import page, picture
 
     timeline = analysis.timeline
     name, title = timeline.program.name, f"{timeline.program.name}, step {timeline.step}, as recorded"
-    if args.format != "html":
-        return picture(args.format, timeline, title=title)
+    if form != "html":
+        return picture(form, timeline, title=title)
     shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
@@ -71,20 +72,18 @@ def _called(timeline: Timeline, name: str) -> Timeline:
     return replace(timeline, program=replace(timeline.program, name=name))
 
 
-def _text(args: argparse.Namespace, analysis: Analysis) -> str:
+def _text(analysis: Analysis, paper: Paper) -> str:
     from drumline.report.draw.grid import grid
     from drumline.report.kineto.load import described
     from drumline.report.table import table
 
-    timeline = analysis.timeline
-    to_terminal = args.out is None and not args.json
-    width = terminal_width() if to_terminal else 200
+    timeline, width = analysis.timeline, paper.width
     head = [
         f"{timeline.program.name}: {counts(timeline.program)}; step {timeline.step} of {_steps(analysis)}, "
         f"actions found by {analysis.traces.found_by}"
     ]
     if timeline.num_ranks <= _MOST_DRAWN:
-        head.append(grid(timeline, width=width, colour=to_terminal and colour_wanted()))
+        head.append(grid(timeline, width=width, colour=paper.colour))
     lines = [
         f"step {_ms(timeline.step_seconds)} ms, pipeline {_ms(timeline.makespan)} ms of it, "
         f"bubble {timeline.bubble:.2%} of the pipeline",
@@ -98,9 +97,9 @@ def _text(args: argparse.Namespace, analysis: Analysis) -> str:
         *(wrapped(line, width) if "\n" not in line else line for line in head),
         *(wrapped(line, width) for line in lines),
         "\nmilliseconds of each rank:",
-        table(*_ranks(analysis), width=width, left=2),
+        table(*_ranks(analysis), width=width, left=2, keep=("idle",)),
         "\nmilliseconds of each step:",
-        table(*_all_steps(analysis), width=width),
+        table(*_all_steps(analysis), width=width, keep=("bubble",)),
         *(["", *(wrapped(line, width) for line in _against(analysis))] if analysis.violations else []),
         "\n" + wrapped(analysis.advice.sentence, width),
     ]

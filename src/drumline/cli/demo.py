@@ -13,6 +13,7 @@ from drumline.cli.output import colour_wanted, print_json, progress, pytorch, sa
 if TYPE_CHECKING:
     from drumline.train.demo import Outcome
 
+EXAMPLE = "drumline demo --out out/demo --epochs 1"
 _BAR = 30
 _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 
@@ -20,9 +21,10 @@ _DRAWN = ("gpipe-4", "1f1b-4", "zb-h1-4")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
     out, whole = Path("out/demo"), flags.whole_number
-    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the runs and the report")
-    parser.add_argument("--width", type=whole, default=512, metavar="N", help="of the layers (default 512)")
-    parser.add_argument("--epochs", type=whole, default=5, metavar="N", help="(default 5)")
+    meaning = f"folder for the runs and the report (default {out})"
+    parser.add_argument("-o", "--out", type=Path, default=out, metavar="FOLDER", help=meaning)
+    parser.add_argument("--width", type=whole, default=512, metavar="N", help="width of a layer (default 512)")
+    parser.add_argument("--epochs", type=whole, default=5, metavar="N", help="number of epochs (default 5)")
     flags.add_json(parser)
 
 
@@ -91,7 +93,7 @@ def _print(outcomes: Sequence[Outcome]) -> None:
                 "same bits" if one.difference == 0 else f"off by {one.difference:.2g}",
             ]
         )
-    print(table(header, rows, width=width))
+    print(table(header, rows, width=width, keep=("M", "utilisation")))
     print(
         "\n"
         + wrapped(

@@ -10,11 +10,14 @@ from drumline.cli import flags
 from drumline.cli.output import print_json
 from drumline.core.errors import UsageError
 
+EXAMPLE = "drumline explore --no-browser"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("--port", type=flags.whole_number, default=0, metavar="N", help="port on 127.0.0.1")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    meaning = "port on 127.0.0.1 (default: a free one)"
+    parser.add_argument("--port", type=flags.whole_number, default=0, metavar="N", help=meaning)
+    parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     flags.add_json(parser)
 
 
@@ -27,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = ExploreServer(args.port)
     except OSError as error:
-        raise UsageError(f"port {args.port} cannot be had: {error.strerror}", fix="leave --port out") from None
+        raise UsageError(f"port {args.port} cannot be used: {error.strerror}", fix="leave --port out") from None
     with server:
         if args.json:
             print_json({"address": server.address})

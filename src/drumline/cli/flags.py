@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import math
-from collections.abc import Sequence
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,9 @@ from drumline.core.timeline.idle import Limit
 
 PLACEMENTS = ("linear", "loop", "v", "bidirectional")
 CHANNELS = tuple(str(queues) for queues in Queues)
+# What show, simulate, compare and check take where nothing is said.
+RANKS, MICROBATCHES = 4, 8
+_MOST_OF_STDIN = 2**30
 
 
 def whole_number(text: str) -> int:
@@ -74,11 +81,28 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def file(text: str) -> str:
+    """Return the name of a file to read; for `-`, of one that holds what came by stdin.
+
+    Files are read strictly, and a pipe is none, so that what comes by it is put into one first.
+    """
+    if text != "-":
+        return text
+    home = tempfile.mkdtemp(prefix="drumline-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    data = sys.stdin.buffer.read(_MOST_OF_STDIN)
+    if not data:
+        raise argparse.ArgumentTypeError("- reads from stdin, and nothing came")
+    path = Path(home, "stdin.json" if data.lstrip()[:1] in (b"{", b"[") else "stdin.csv")
+    path.write_bytes(data)
+    return str(path)
+
+
 def require(args: argparse.Namespace, *names: str, example: str) -> None:
     """Refuse a command without a flag that it needs."""
     for name in names:
         if getattr(args, name) is None:
-            raise UsageError(f"{_flag(name)} missing", fix=f"for example: drumline {example}")
+            raise UsageError(f"{_flag(name)} is missing", fix=f"for example: drumline {example}")
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:
@@ -94,13 +118,28 @@ def _flag(name: str) -> str:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_out(parser: argparse.ArgumentParser, formats: Mapping[str, str], meaning: str = "") -> None:
+    """Add --out, which may be given several times: the ending of each name says what is written there."""
+    parser.set_defaults(formats=formats)
+    meaning = meaning or f"write a file; the ending of its name says which kind: {' '.join(formats)}"
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"{meaning}. May be repeated; - means stdout",
+    )
 
 
 def add_format(parser: argparse.ArgumentParser, formats: Sequence[str], meaning: str) -> None:
-    """Add --format and --out."""
-    parser.add_argument("--format", choices=formats, default="text", help=meaning)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write there instead of printing")
+    """Add --format, which says what is printed, and what goes to --out whatever the names end in."""
+    told = "what to print, or to write whatever the names of --out end in"
+    parser.add_argument("--format", choices=formats, help=f"{told}: {meaning}")
 
 
 def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -108,29 +147,32 @@ def add_channel(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--channel", choices=CHANNELS, default=str(STRICTEST), help=meaning)
 
 
-def add_counts(parser: argparse.ArgumentParser) -> None:
-    """Add the counts that a recipe needs."""
-    parser.add_argument("--ranks", type=whole_number, metavar="P", help="number of ranks")
-    parser.add_argument("--microbatches", type=whole_number, metavar="M", help="number of microbatches in a step")
-    parser.add_argument("--stages-per-rank", type=whole_number, metavar="V", help="number of stages on each rank")
+def add_ranks(parser: argparse._ActionsContainer, meaning: str, default: int | None = None) -> None:
+    """Add --ranks."""
+    parser.add_argument("-r", "--ranks", type=whole_number, default=default, metavar="P", help=meaning)
 
 
-def add_schedule(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add SCHEDULE and the counts that its recipe needs."""
+def add_counts(parser: argparse.ArgumentParser, told: str = "(default {})", ranks: int = RANKS) -> None:
+    """Add the counts that a recipe needs; `told` says what holds where they are not given."""
+    add_ranks(parser, f"number of ranks {told.format(ranks)}")
+    meaning = f"number of microbatches in a step {told.format(MICROBATCHES)}"
+    parser.add_argument("-m", "--microbatches", type=whole_number, metavar="M", help=meaning)
+    meaning = "number of stages on each rank (default: the schedule's own)"
+    parser.add_argument("--stages-per-rank", type=whole_number, metavar="V", help=meaning)
+
+
+def add_schedule(parser: argparse.ArgumentParser, *, optional: str = "", ranks: int = RANKS) -> None:
+    """Add SCHEDULE and the counts that its recipe needs; `optional` says what happens without a SCHEDULE."""
     nargs: Any = "?" if optional else None
-    parser.add_argument(
-        "schedule",
-        nargs=nargs,
-        metavar="SCHEDULE",
-        help="a schedule's name, a CSV file, or FILE.py[:NAME] that registers it",
-    )
-    add_counts(parser)
+    meaning = "the name of a schedule, a CSV file (- reads it from stdin), or FILE.py[:NAME] that registers one"
+    parser.add_argument("schedule", nargs=nargs, metavar="SCHEDULE", type=file, help=meaning + optional)
+    add_counts(parser, "(default {}; a CSV file has its own)", ranks)
 
 
 def add_frozen(parser: argparse.ArgumentParser) -> None:
     """Add which stages are not trained."""
     parser.add_argument(
-        "--frozen", type=ranges, metavar="STAGES", help="stages without trainable parameters, like 0-2,5"
+        "--frozen", type=ranges, metavar="STAGES", help="stages that have no trainable parameters, like 0-2,5"
     )
 
 
@@ -159,24 +201,23 @@ def pruned(program: Program, args: argparse.Namespace) -> Program:
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the costs of a stage."""
-    group = parser.add_argument_group("costs of one stage, in any one unit of time")
-    group.add_argument("--forward", type=number, metavar="T", help="F, the forward (default 1)")
-    group.add_argument("--backward-input", type=number, metavar="T", help="I, the input-gradient half (default 1)")
-    group.add_argument("--backward-weight", type=number, metavar="T", help="W, the weight-gradient half (default 1)")
-    group.add_argument("--comm", type=number, metavar="T", help="latency of an edge between ranks (default 0)")
-    group.add_argument("--overlapped", type=number, metavar="T", help="a fused F and B (default F + B)")
-    group.add_argument("--activation-bytes", type=number, metavar="A", help="bytes a microbatch holds from F on")
-    group.add_argument(
-        "--held-until-weight-bytes", type=number, metavar="G", help="of which stay from I to W (default all)"
-    )
-    group.add_argument("--costs", type=Path, metavar="FILE", help="all of these and more, as JSON; flags override it")
+    add = parser.add_argument_group("costs of one stage, all times in the same unit").add_argument
+    add("--forward", type=number, metavar="T", help="time of the forward pass, F (default 1)")
+    add("--backward-input", type=number, metavar="T", help="time of the input-gradient half, I (default 1)")
+    add("--backward-weight", type=number, metavar="T", help="time of the weight-gradient half, W (default 1)")
+    add("--comm", type=number, metavar="T", help="time of a message between two ranks (default 0)")
+    add("--overlapped", type=number, metavar="T", help="time of a fused F and B (default: the sum of both)")
+    add("--activation-bytes", type=number, metavar="A", help="bytes that a microbatch holds from F on (default: none)")
+    held = "bytes of these that stay from I to W (default: all)"
+    add("--held-until-weight-bytes", type=number, metavar="G", help=held)
+    add("--costs", type=file, metavar="FILE", help="read all of these and more from a JSON file; flags override it")
 
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     """Add what a rank may hold."""
-    group = parser.add_argument_group("what a rank may hold")
-    group.add_argument("--max-activations", type=number, metavar="N", help="(stage, microbatch) pairs")
-    group.add_argument("--max-bytes", type=number, metavar="N", help="bytes")
+    add = parser.add_argument_group("memory limit of a rank (default: none)").add_argument
+    add("--max-activations", type=number, metavar="N", help="most (stage, microbatch) pairs that a rank may hold")
+    add("--max-bytes", type=number, metavar="N", help="most bytes that a rank may hold; needs --activation-bytes")
 
 
 def costs_of(args: argparse.Namespace) -> Costs:
@@ -190,7 +231,9 @@ def costs_of(args: argparse.Namespace) -> Costs:
 def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
     """Return the limit that the flags say, or None."""
     if args.max_bytes is not None and costs.activation_bytes is None:
-        raise UsageError("--max-bytes without bytes to hold against it", fix="give --activation-bytes or --costs")
+        raise UsageError(
+            "--max-bytes without bytes to hold against it", fix="say what a stage holds: --activation-bytes or --costs"
+        )
     for flag, value in (("--max-activations", args.max_activations), ("--max-bytes", args.max_bytes)):
         if value is not None and value <= 0:
             raise UsageError(f"{flag} is {value:g}", expected="more than 0")
@@ -208,17 +251,9 @@ def program_of(args: argparse.Namespace) -> Program:
         name = _registered_by(path, recipe)
     elif name.lower().endswith(".csv") or "/" in name or is_regular(name):
         return _loaded(args)
-    schedule = find(name)
-    if args.ranks is None or args.microbatches is None:
-        missing = " and ".join(
-            flag for flag, value in (("--ranks", args.ranks), ("--microbatches", args.microbatches)) if value is None
-        )
-        raise UsageError(
-            f"{missing} missing",
-            expected=f"the counts to generate {name} for",
-            fix=f"for example: {name} --ranks 4 --microbatches 8",
-        )
-    return schedule.build(args.ranks, args.microbatches, args.stages_per_rank)
+    ranks = RANKS if args.ranks is None else args.ranks
+    microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
+    return find(name).build(ranks, microbatches, args.stages_per_rank)
 
 
 def _registered_by(path: str, wanted: str) -> str:

@@ -1,6 +1,11 @@
 """`drumline`: finds the verb, runs it, and turns refusals into exit codes.
 
-Exit codes: 0 fine, 1 the answer is no, 2 bad input, 3 the run failed, 130 interrupted.
+0     done, and the answer is yes where the verb answers a question
+1     done, and the answer is no
+2     bad input: nothing was run
+3     the run failed, or the output cannot be written
+70    a bug in Drumline
+130   interrupted
 """
 
 from __future__ import annotations
@@ -9,35 +14,38 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from drumline.cli.output import print_error
+from drumline.cli.output import files_of, print_error, terminal_width, wrapped
 from drumline.core.errors import DrumlineError, RunError, UsageError, nearest
 
 # One thin module a verb; only the one that runs is imported.
 VERBS = {
-    "demo": "train a small model by several schedules on two ranks; ends with a report",
-    "show": "draw a schedule in the terminal, or write it out",
-    "simulate": "times, idle time by cause, and memory of one program",
-    "compare": "all schedules for one model on given ranks, best first",
-    "search": "the best program under a memory limit, with a bound and the gap",
-    "profile": "seconds and bytes of a model's blocks on this device, links between ranks",
-    "plan": "what to run: from a profile on this device, or for a model on a cluster",
-    "check": "prove that a program can run, or list every violation",
-    "verify": "run a model pipelined and in one process, and compare the two",
-    "report": "recorded runs as a page: where the time went, and what to change",
-    "watch": "a run live in the terminal: loss, throughput, bubble, queues",
-    "analyze": "the bubble of somebody else's run, from its profiler traces",
-    "explore": "schedules under sliders, in the browser",
+    "demo": "train a small model on two ranks with several schedules, and write a report",
+    "show": "draw a schedule in the terminal, or write it to a file",
+    "simulate": "print the times, the idle time by cause and the memory of one schedule",
+    "compare": "compare all schedules for one model, best first",
+    "search": "find the best schedule within a memory limit, and say how far from optimal it can be",
+    "profile": "measure a model's blocks and the links between ranks on this machine",
+    "plan": "choose what to run, for a profiled model on this machine or for a model on a cluster",
+    "check": "prove that a schedule can run, or list every violation",
+    "verify": "check that a pipelined run matches single-process training",
+    "report": "turn recorded runs into a page: where the time went, and what to change",
+    "watch": "follow a run live: loss, throughput, bubble, queues",
+    "analyze": "report the bubble of any PyTorch run from its profiler traces",
+    "explore": "open schedules with sliders in the browser",
+    "completion": "print a script that completes verbs, flags and schedules in your shell",
 }
+FINE, NO, BAD_INPUT, FAILED, BUG, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that raises instead of exiting, so that errors look the same everywhere."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, fix=f"`{self.prog} --help` shows what it takes")
+        raise UsageError(message, fix=f"`{self.prog} --help` lists what it takes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,22 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except DrumlineError as error:
         print_error(error, as_json="--json" in words)
-        return 3 if isinstance(error, RunError) else 2
+        return FAILED if isinstance(error, RunError) else BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         _abandon_stdout()  # the reader (head, less) has seen enough
-        return 0
+        return FINE
     except OSError as error:
         if error.filename is None:  # a file that cannot be read has a name, and was refused where it was opened
             _abandon_stdout()
         what = "the output cannot be written" if error.filename is None else f"{error.filename} cannot be used"
         print(f"drumline: {what}: {error.strerror or error}", file=sys.stderr)
-        return 3
+        return FAILED
     except UnicodeEncodeError as error:
         _abandon_stdout()
         print(f"drumline: the output cannot be written: {error}", file=sys.stderr)
-        return 3
+        return FAILED
+    except Exception:
+        if argv is not None:  # whoever calls this from Python sees the error itself
+            raise
+        traceback.print_exc()
+        print("drumline: this is a bug in Drumline; please report it with the lines above", file=sys.stderr)
+        return BUG
 
 
 def _abandon_stdout() -> None:
@@ -84,29 +98,45 @@ def _abandon_stdout() -> None:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
-        return 0
+        return FINE
     if words[0] == "--version":
         from importlib.metadata import version
 
         print(f"drumline {version('drumline')}")
-        return 0
+        return FINE
     verb = words[0]
     if verb not in VERBS:
         raise UsageError(f"unknown verb {verb[:40]!r}", fix=nearest(verb[:40], VERBS))
     module = importlib.import_module(f"drumline.cli.{verb}")
-    parser = _Parser(prog=f"drumline {verb}", description=VERBS[verb].capitalize() + ".", allow_abbrev=False)
-    module.add_arguments(parser)
     try:
-        args = parser.parse_args(words[1:])
+        args = parser_of(verb).parse_args(words[1:])
     except SystemExit as stop:  # --help
-        return int(stop.code or 0)
+        return int(stop.code or FINE)
+    if "formats" in args:
+        files_of(args)  # refused before anything is computed
     code: int = module.run(args)
     return code
 
 
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return what parses a verb's words, with an example below its help."""
+    module = importlib.import_module(f"drumline.cli.{verb}")
+    summary = VERBS[verb]
+    parser = _Parser(
+        prog=f"drumline {verb}",
+        description=wrapped(f"{summary[0].upper()}{summary[1:]}.", terminal_width() - 2),
+        epilog=f"example:\n  {module.EXAMPLE}",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    return parser
+
+
 def _help() -> str:
     lines = [f"  {verb:<10} {summary}" for verb, summary in VERBS.items()]
-    return "\n".join(["usage: drumline VERB ...", "", *lines, "", "`drumline VERB --help` shows what a verb takes."])
+    below = "`drumline VERB --help` lists the flags of a verb and shows an example."
+    return "\n".join(["usage: drumline VERB ...", "", *lines, "", below, "`drumline --version` prints the version."])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Printing: JSON objects, results, errors, and what is known of the terminal."""
+"""Printing and writing: results, files, errors, and what is known of the terminal.
+
+Every verb with `--out` hands `deliver` a function that makes each of its formats. The ending of a file's name says
+which one goes there, unless --format says it; the name `-` is stdout.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,42 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.core.errors import DrumlineError, UsageError
+from drumline.core.errors import DrumlineError, UsageError, installing
+
+STDOUT = Path("-")
+
+# What endings of names mean; each verb takes some of these.
+TEXTS = {".txt": "text", ".json": "json"}
+PICTURES = {".svg": "svg", ".html": "html", ".htm": "html"}
+TRACES = {".gz": "perfetto", ".pftrace": "perfetto"}
+PROGRAMS = {".csv": "csv"}
+_BINARY = ("perfetto", "png")
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """What a text is drawn on: how many columns wide, and whether in colour."""
+
+    width: int
+    colour: bool = False
+
+
+FILE = Paper(200)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one object."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    print(_spelled(value))
+
+
+def _spelled(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, allow_nan=False)
 
 
 def print_error(error: DrumlineError, *, as_json: bool) -> None:
@@ -41,30 +70,64 @@ def save(path: Path, written: str | bytes) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}", fix="choose another --out") from None
 
 
-def deliver(args: argparse.Namespace, written: str | bytes, summary: dict[str, Any]) -> None:
-    """Hand over what --format asked for: to --out, or to stdout; --json prints the summary there instead."""
-    if args.out is not None:
-        save(args.out, written)
-    elif isinstance(written, bytes) and (args.json or sys.stdout.isatty()):
-        raise UsageError(f"a {args.format} file is not text", fix="give --out FILE")
-    if args.json:
-        print_json(summary)
-    elif args.out is not None:
-        print(f"wrote {args.out}")
-    elif isinstance(written, bytes):
-        sys.stdout.buffer.write(written)
-    else:
-        print(written)
+def files_of(args: argparse.Namespace) -> list[tuple[Path, str]]:
+    """Return the files of --out with their formats; refuse a name whose ending says nothing.
+
+    >>> files_of(argparse.Namespace(out=[Path("a.svg"), STDOUT], formats=PICTURES))
+    [(PosixPath('a.svg'), 'svg')]
+    >>> files_of(argparse.Namespace(out=[Path("a.doc")], formats=PICTURES))
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: --out is a.doc; expected a name that ends in .svg, .html or .htm
+    """
+    chosen = getattr(args, "format", None)
+    files = []
+    for path in args.out:
+        form = chosen or args.formats.get(path.suffix.lower())
+        if path != STDOUT and form is None:
+            *others, last = args.formats
+            told = f"a name that ends in {', '.join(others)} or {last}"
+            fix = "or say what to write with --format" if "format" in args else ""
+            raise UsageError(f"--out is {path}", expected=told, fix=fix)
+        if path != STDOUT:
+            files.append((path, str(form)))
+    return files
 
 
-def report(args: argparse.Namespace, text: str, summary: dict[str, Any], *, gap: str = "") -> None:
-    """Print a result as text, or as one object, and where a file of it was written to."""
+def deliver(
+    args: argparse.Namespace,
+    make: Callable[[str, Paper], str | bytes],
+    summary: Callable[[], dict[str, Any]],
+    *,
+    instead: bool = False,
+    gap: str = "",
+) -> None:
+    """Write every file of --out, and print the text, or what --format asks for; --json prints the summary.
+
+    With `instead`, a text that was written to files is not printed. A line names each file that was written.
+    """
+    files = files_of(args)
+    chosen = getattr(args, "format", None)
+    to_stdout = STDOUT in args.out
+    if chosen in _BINARY and (to_stdout or not files) and (args.json or sys.stdout.isatty()):
+        raise UsageError(f"{chosen} is not text", fix="give --out FILE")
+    told = summary() if args.json or "json" in (form for _, form in files) else {}
+    for path, form in files:
+        save(path, _spelled(told) if form == "json" else make(form, FILE))
+    names = [str(path) for path, _ in files]
     if args.json:
-        print_json(summary if args.out is None else {**summary, "out": str(args.out)})
+        out = {"out": names[0] if len(names) == 1 else names} if names else {}
+        print_json({**out, **told} if "out" in told else {**told, **out})
         return
-    print(text)
-    if args.out is not None:
-        print(f"{gap}wrote {args.out}")
+    if to_stdout or not (instead and files):
+        form = chosen if chosen and (to_stdout or not files) else "text"
+        written = make(form, Paper(terminal_width(), colour_wanted()))
+        if isinstance(written, bytes):
+            sys.stdout.flush()
+            sys.stdout.buffer.write(written)
+        else:
+            print(written)
+    for at, name in enumerate(names):
+        print(f"{'' if at else gap}wrote {name}", file=sys.stderr if to_stdout else sys.stdout)
 
 
 def progress(what: str) -> None:
@@ -85,8 +148,12 @@ def terminal_width() -> int:
 
 
 def colour_wanted() -> bool:
-    """Whether stdout takes colour: a terminal, and NO_COLOR is not set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether stdout takes colour: a terminal does, NO_COLOR forbids it, and FORCE_COLOR wants it elsewhere too."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 @contextmanager
@@ -96,11 +163,11 @@ def pytorch(verb: str) -> Iterator[None]:
     >>> with pytorch("demo trains a model"):
     ...     raise ModuleNotFoundError(name="torch")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: demo trains a model, and PyTorch is not installed; pip install "drumline[train]"
+    drumline.core.errors.UsageError: demo trains a model, which needs PyTorch; in your clone of Drumline, run: ...
     """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        raise UsageError(f"{verb}, and PyTorch is not installed", fix='pip install "drumline[train]"') from None
+        raise UsageError(f"{verb}, which needs PyTorch", fix=installing("train")) from None

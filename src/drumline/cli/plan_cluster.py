@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import progress, report, save, terminal_width
+from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress
 from drumline.core.errors import UsageError
 from drumline.core.files import is_regular
 
@@ -21,43 +20,37 @@ if TYPE_CHECKING:
     from drumline.plan.layouts.explain import Explanation
     from drumline.plan.layouts.planner import ClusterPlan
 
-_GIB = 2**30
-_DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
+FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config"}
+_ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
+_DEGREES = {
+    "tensor": "degree of tensor parallelism",
+    "pipeline": "number of pipeline ranks",
+    "data": "degree of data parallelism",
+    "context": "degree of context parallelism",
+    "expert": "degree of expert parallelism",
+    "microbatch": "sequences in a microbatch",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what planning for a cluster takes; the subject is the dispatcher's."""
-    group = parser.add_argument_group("a model on a cluster")
-    whole = flags.whole_number
-    group.add_argument("--hardware", metavar="NAME", help="of a device, like h100, or a JSON file of its numbers")
-    group.add_argument("--gpus", type=whole, metavar="N", help="devices of the cluster")
-    group.add_argument("--nodes", type=whole, metavar="N", help="nodes of the cluster, instead of --gpus")
-    group.add_argument("--gpus-per-node", type=whole, metavar="N", help="devices of a node (default: the hardware's)")
-    group.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
-    group.add_argument("--top", type=whole, metavar="N", default=10, help="how many meshes to explain (default 10)")
-    group.add_argument("--brief", action="store_true", help="the plan alone, without the plans that explain it")
-    group.add_argument(
-        "--launch",
-        choices=("drumline", "torchtitan", "megatron"),
-        default="drumline",
-        help="whose command to print, and whose config --out FILE.toml writes (default drumline)",
-    )
-    pins = parser.add_argument_group("what is decided already")
-    for name in _DEGREES:
-        pins.add_argument(f"--{name}", type=whole, metavar="N", help=_PINS[name])
+    add, whole = parser.add_argument_group("a model on a cluster").add_argument, flags.whole_number
+    add("--hardware", metavar="NAME", help="name of the hardware, like h100, or a JSON file with its numbers (needed)")
+    add("--gpus", type=whole, metavar="N", help="number of devices in the cluster (needed, or --nodes)")
+    add("--nodes", type=whole, metavar="N", help="number of nodes, instead of --gpus")
+    add("--gpus-per-node", type=whole, metavar="N", help="devices in a node (default: the hardware's)")
+    add("--sequence", type=whole, metavar="N", help="tokens in a sequence (default: the model's)")
+    add("--top", type=whole, metavar="N", default=10, help="number of meshes to show and explain (default 10)")
+    add("--brief", action="store_true", help="print the plan alone, without what more would buy, scaling and traffic")
+    whose = "framework whose command is printed and whose config is written (default drumline)"
+    add("--launch", choices=tuple(_ENDINGS), default="drumline", help=whose)
+    pins = parser.add_argument_group("decisions to keep (default: all are planned)")
+    for name, meaning in _DEGREES.items():
+        pins.add_argument(f"--{name}", type=whole, metavar="N", help=meaning)
     pins.add_argument("--zero", type=whole, metavar="N", help="ZeRO stage: 0, 1, 2 or 3")
-    pins.add_argument("--recompute", metavar="HOW", help="none, selective or full")
-    pins.add_argument("--no-sequence-parallel", action="store_true", help="keep it out of tensor parallelism")
-
-
-_PINS = {
-    "tensor": "tensor parallelism",
-    "pipeline": "pipeline ranks",
-    "data": "data parallelism",
-    "context": "context parallelism",
-    "expert": "expert parallelism",
-    "microbatch": "sequences of a microbatch",
-}
+    pins.add_argument("--recompute", metavar="HOW", help="activations to recompute: none, selective or full")
+    without = "plan tensor parallelism without sequence parallelism"
+    pins.add_argument("--no-sequence-parallel", action="store_true", help=without)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,21 +66,27 @@ def run(args: argparse.Namespace) -> int:
         progress("planning what more would buy")
         told = explain(planned)
         progress("")
-    if args.out is not None:
-        save(args.out, _WRITERS[args.out.suffix](args, told))
-    text = "" if args.json else plan_text(told, width=terminal_width(), framework=args.launch)
-    report(args, text, told.to_json() if args.json else {}, gap="\n")
+
+    def make(form: str, paper: Paper) -> str:
+        if form == "text":
+            return plan_text(told, width=paper.width, framework=args.launch)
+        return told.launch.of(args.launch).text if form == "config" else _picture(form, told)
+
+    deliver(args, make, told.to_json, gap="\n")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
+    args.formats = FORMATS
     needed = ("hardware", "batch") if args.nodes is not None else ("hardware", "batch", "gpus")
     flags.require(args, *needed, example=f"plan {args.subject} --hardware h100 --gpus 64 --batch 256")
     flags.check_counts(args, "gpus", "nodes", "gpus_per_node", "batch", "sequence", "top", *_DEGREES)
-    if args.out is not None and args.out.suffix not in _WRITERS:
-        raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_WRITERS)}")
-    if args.out is not None and args.brief and args.out.suffix in (".html", ".svg"):
-        raise UsageError(f"--out is {args.out}, with --brief", fix="a page shows the reasons: leave --brief out")
+    for path, form in files_of(args):
+        if args.brief and form in PICTURES.values():
+            raise UsageError(f"--out is {path}, with --brief", fix="a page shows the reasons: leave --brief out")
+        if form == "config" and path.suffix.lower() != _ENDINGS[args.launch]:
+            fix = f"give --out {path.with_suffix(_ENDINGS[args.launch])}"
+            raise UsageError(f"--out is {path}, and {args.launch} takes plan{_ENDINGS[args.launch]}", fix=fix)
 
 
 def _planned(args: argparse.Namespace) -> ClusterPlan:
@@ -140,39 +139,10 @@ def _pins(args: argparse.Namespace) -> Pins:
     )
 
 
-def _html(args: argparse.Namespace, told: Explanation) -> str:
-    from drumline.report.plan.page import plan_page
+def _picture(form: str, told: Explanation) -> str:
+    from drumline.report.plan.page import best_svg, plan_page
 
+    if form == "svg":
+        return best_svg(told.plan).rstrip("\n")
     assert told.reasons is not None, "a page with --brief is refused"
     return plan_page(told, told.reasons)
-
-
-def _svg(args: argparse.Namespace, told: Explanation) -> str:
-    from drumline.report.plan.page import best_svg
-
-    return best_svg(told.plan).rstrip("\n")
-
-
-def _json(args: argparse.Namespace, told: Explanation) -> str:
-    import json
-
-    return json.dumps(told.to_json(), indent=2, allow_nan=False)
-
-
-def _config(args: argparse.Namespace, told: Explanation) -> str:
-    config = told.launch.of(args.launch)
-    if Path(config.file).suffix != args.out.suffix:
-        raise UsageError(
-            f"--out is {args.out}, and {args.launch} takes {config.file}",
-            fix=f"give --out {args.out.with_suffix(Path(config.file).suffix)}",
-        )
-    return config.text
-
-
-_WRITERS: dict[str, Callable[[argparse.Namespace, Explanation], str]] = {
-    ".html": _html,
-    ".svg": _svg,
-    ".json": _json,
-    ".toml": _config,
-    ".args": _config,
-}

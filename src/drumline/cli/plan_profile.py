@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli import flags
-from drumline.cli.output import progress, report, save, terminal_width, wrapped
+from drumline.cli.output import PICTURES, Paper, deliver, files_of, progress, wrapped
 from drumline.core.costs import Edge
-from drumline.core.errors import UsageError, counted
+from drumline.core.errors import counted
 
 if TYPE_CHECKING:
     from drumline.plan.device.candidate import Candidate
@@ -20,24 +19,29 @@ _SHOWN = 10
 _FEW = 4
 _DRAWN = 6
 _HEADROOM = 0.1
+# A JSON file is the plan itself, for Pipeline(plan=...); --json prints what it was chosen from as well.
+FORMATS = {".json": "plan", ".txt": "text"} | PICTURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what planning from a profile takes; what clusters take too is the dispatcher's."""
-    add = parser.add_argument_group("a profiled model on this device").add_argument
-    add("--ranks", type=flags.whole_number, metavar="P", help="number of ranks")
-    add("--checkpoint", type=flags.names, metavar="HOW,...", help="to choose from: none, full (default both)")
-    add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd: what it keeps (default adam)")
-    add("--seconds", type=flags.number, metavar="S", default=5.0, help="of searching programs; 0: none (default 5)")
-    add("--rank-speed", type=flags.numbers, metavar="S,...", help="of each rank, as shares of the profiled device's")
-    add("--rank-memory", type=_bytes, metavar="BYTES,...", help="of each rank")
+    group = parser.add_argument_group("a profiled model on this machine")
+    flags.add_ranks(group, "number of ranks (needed)")
+    add = group.add_argument
+    add("--checkpoint", type=flags.names, metavar="HOW,...", help="none, full, or both to choose from (default both)")
+    add("--optimizer", metavar="NAME", default="adam", help="adam, momentum or sgd, for its state (default adam)")
+    searching = "seconds to search for a better schedule; 0 searches none (default 5)"
+    add("--seconds", type=flags.number, metavar="S", default=5.0, help=searching)
+    speed = "speed of each rank, as a share of the profiled device's (default: all the same)"
+    add("--rank-speed", type=flags.numbers, metavar="S,...", help=speed)
+    add("--rank-memory", type=_bytes, metavar="BYTES,...", help="memory of each rank (default: --memory for all)")
     add(
         "--link",
         type=_link,
         action="append",
         default=[],
         metavar="A-B:LATENCY:BYTES_PER_SECOND",
-        help="a link between two ranks, both ways, that is none of the profiled; may be repeated",
+        help="a link between two ranks, both ways, in place of the profiled one. May be repeated",
     )
 
 
@@ -48,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
     flags.check_counts(args, "ranks", "batch")
-    if args.out is not None and args.out.suffix not in _WRITERS:
-        raise UsageError(f"--out is {args.out}", expected=f"a name that ends with {', '.join(_WRITERS)}")
+    args.formats = FORMATS
+    files_of(args)
     try:
         found = plan(
             args.subject,
@@ -69,9 +73,15 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         progress("")
-    if args.out is not None:
-        save(args.out, _WRITERS[args.out.suffix](found))
-    report(args, _text(found), _summary(found))
+
+    def make(form: str, paper: Paper) -> str:
+        if form == "text":
+            return _text(found, paper.width)
+        if form == "plan":
+            return found.best.to_json()
+        return _page(found) if form == "html" else _picture(found)
+
+    deliver(args, make, lambda: _summary(found))
     return 0
 
 
@@ -99,13 +109,6 @@ def _picture(planned: Planned) -> str:
     return svg(planned.chosen.timeline())
 
 
-_WRITERS: dict[str, Callable[[Planned], str]] = {
-    ".json": lambda found: found.best.to_json(),
-    ".html": _page,
-    ".svg": _picture,
-}
-
-
 def _summary(planned: Planned) -> dict[str, Any]:
     return {
         "best": {**planned.best.summary(), "program": planned.best.program.format().split("\n")},
@@ -114,10 +117,10 @@ def _summary(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _text(planned: Planned) -> str:
+def _text(planned: Planned, width: int) -> str:
     from drumline.report.table import table
 
-    width, best = terminal_width(), planned.best
+    best = planned.best
     header = ["schedule", "M", "rows", "blocks", "recomputed", "step ms", "peak MiB", "why not"]
     rows = [_row(one, planned) for one in planned.candidates[:_SHOWN]]
     rows += [_row(one, planned) for one in planned.rejected[: max(_SHOWN - len(rows), 2)]]
@@ -128,7 +131,7 @@ def _text(planned: Planned) -> str:
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
         f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
         "",
-        table(header, rows, width=width),
+        table(header, rows, width=width, keep=("step ms",)),
         "",
         f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
         f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"
@@ -139,7 +142,7 @@ def _text(planned: Planned) -> str:
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"
         lines.append(f"rank {rank} holds {one.total / _MIB:.1f} MiB{limit}: {parts}")
-    return "\n".join(lines[:3] + [wrapped(line, width) for line in lines[3:]])
+    return "\n".join(line if "\n" in line else wrapped(line, width) for line in lines)
 
 
 def _row(candidate: Candidate, planned: Planned) -> list[str]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, pytorch, save, terminal_width
-from drumline.core.errors import UsageError
+from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress, pytorch
 from drumline.plan.device.model_profile import ModelProfile, is_profile
 
-_SUFFIXES = (".json", ".svg", ".html")
+EXAMPLE = "drumline profile profiles/llama.json --out profile.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,56 +20,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json;"
-        " or a profile to show again",
+        type=flags.file,
+        help="FILE.py:NAME, a function that returns (model, loss_fn, batch, target); a Hugging Face config.json; "
+        "or a profile to show again (- reads it from stdin)",
     )
     parser.add_argument(
         "--microbatch-sizes",
         type=_sizes,
         default=(1, 2, 4, 8),
         metavar="N,...",
-        help="rows of a microbatch (default 1,2,4,8)",
+        help="rows of a microbatch, several sizes to measure (default 1,2,4,8)",
     )
     whole = flags.whole_number
-    parser.add_argument("--ranks", type=whole, default=2, metavar="P", help="that measure at once (default 2)")
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each rank (default 1)")
-    parser.add_argument("--device", metavar="NAME", help="of PyTorch's, like cuda (default cpu)")
-    length = "tokens of a row, for a config.json (default 512)"
+    flags.add_ranks(parser, "number of ranks that measure at the same time (default 2)", 2)
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="threads of each rank (default 1)")
+    parser.add_argument("--device", metavar="NAME", help="PyTorch device to measure on, like cuda (default cpu)")
+    length = "tokens in a row, for a config.json (default 512)"
     parser.add_argument("--sequence-length", type=whole, metavar="N", help=length)
-    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="of each size (default 12)")
-    most = "of measuring a size, at most (default 20)"
+    parser.add_argument("--runs", type=whole, default=12, metavar="N", help="runs of each size (default 12)")
+    most = "most seconds to spend on one size (default 20)"
     parser.add_argument("--seconds", type=flags.number, default=20.0, metavar="S", help=most)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="FILE.json for `drumline plan`; FILE.svg, FILE.html for a picture; may be repeated",
-    )
+    flags.add_out(parser, TEXTS | PICTURES, "write FILE.json for `drumline plan`, or FILE.svg, FILE.html, FILE.txt")
     flags.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write and show."""
-    for path in args.out:
-        if path.suffix not in _SUFFIXES:
-            raise UsageError(f"--out is {path}", expected=f"a name that ends with {', '.join(_SUFFIXES)}")
     found = ModelProfile.load(args.model) if is_profile(args.model) else _measured(args)
-    for path in args.out:
-        save(path, _written(path, found))
-    if args.json:
-        import json
 
-        table: dict[str, Any] = json.loads(found.to_json())
-        print_json({**table, **({"out": [str(path) for path in args.out]} if args.out else {})})
-        return 0
-    from drumline.report.plan.profiles import profile_text
+    def make(form: str, paper: Paper) -> str:
+        from drumline.report.plan.profiles import profile_page, profile_svg, profile_text
 
-    print(profile_text(found, width=terminal_width()))
-    for path in args.out:
-        print(f"wrote {path}")
+        if form == "text":
+            return profile_text(found, width=paper.width)
+        return profile_svg(found) if form == "svg" else profile_page(found)
+
+    deliver(args, make, lambda: _summary(args, found))
     return 0
+
+
+def _summary(args: argparse.Namespace, profile: ModelProfile) -> dict[str, Any]:
+    """Return the profile's own object, and in what --json prints the list of files."""
+    table: dict[str, Any] = json.loads(profile.to_json())
+    files = [str(path) for path, _ in files_of(args)]
+    return {**table, "out": files} if args.json and files else table
 
 
 def _measured(args: argparse.Namespace) -> ModelProfile:
@@ -92,18 +85,6 @@ def _measured(args: argparse.Namespace) -> ModelProfile:
             )
     finally:
         progress("")
-
-
-def _written(path: Path, profile: ModelProfile) -> str:
-    from drumline.report.plan.profiles import profile_page, profile_svg
-
-    match path.suffix:
-        case ".json":
-            return profile.to_json()
-        case ".svg":
-            return profile_svg(profile)
-        case _:
-            return profile_page(profile)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

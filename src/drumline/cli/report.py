@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import colour_wanted, deliver, print_json, save, terminal_width
-from drumline.core.errors import UsageError
-from drumline.core.measured.run import read_run
+from drumline.cli.output import PICTURES, TEXTS, TRACES, Paper, deliver
+from drumline.core.measured.run import CONFIG, read_run
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
     from drumline.report.run.report import RunReport
 
 PAGE = "report.html"
-_ENDINGS = {
-    ".html": "html",
-    ".htm": "html",
-    ".txt": "text",
-    ".svg": "svg",
-    ".png": "png",
-    ".gz": "perfetto",
-    ".pftrace": "perfetto",
-}
+EXAMPLE = "drumline report runs/first --out first.html --out first.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a folder that record= named")
-    parser.add_argument("--step", type=flags.whole_number, metavar="N", help="this step, not the typical one")
-    parser.add_argument(
-        "--format",
-        choices=("html", "text", "svg", "png", "perfetto"),
-        help="html: a page; text; svg, png: plots, by matplotlib; perfetto: a trace (default: as --out ends, or html)",
+    meaning = "the folder you gave to record=, or a folder of such folders"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=meaning)
+    step = "the step to show (default: a typical one)"
+    parser.add_argument("--step", type=flags.whole_number, metavar="N", help=step)
+    flags.add_format(
+        parser,
+        ("html", "text", "svg", "png", "perfetto"),
+        "html is a page, svg and png are plots (they need matplotlib), perfetto is a trace (default html)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"write there (default: {PAGE} in the first RUN)")
+    formats = PICTURES | TEXTS | TRACES | {".png": "png"}
+    endings = " ".join(formats)
+    flags.add_out(
+        parser, formats, f"write a file; the ending of its name says which kind: {endings} (default: RUN/{PAGE})"
+    )
     flags.add_json(parser)
 
 
@@ -45,47 +43,31 @@ def run(args: argparse.Namespace) -> int:
     """Report runs: write a file, and say in short what it says."""
     from drumline.report.run.report import reports_of
 
-    form = _format(args)
-    reports = reports_of([read_run(path) for path in args.runs], step=args.step)
-    out = args.out
-    if out is None and args.format is None and not args.json:
-        out = args.runs[0] / PAGE
-    written = _written(reports, form) if out is not None or not args.json else ""
-    if out is not None:
-        save(out, written)
-    if args.json:
-        print_json({"runs": [one.to_json() for one in reports], **({} if out is None else {"out": str(out)})})
-    elif out is not None:
-        print(_terminal_text(reports))
-        print(f"\nwrote {out}")
-    else:
-        deliver(args, _terminal_text(reports) if form == "text" else written, {})
+    folders = [one for path in args.runs for one in _runs_in(path)]
+    reports = reports_of([read_run(path) for path in folders], step=args.step)
+    if not args.out and args.format is None and not args.json:
+        args.out = [args.runs[0] / PAGE]
+
+    def make(form: str, paper: Paper) -> str | bytes:
+        return _written(reports, form, paper)
+
+    deliver(args, make, lambda: {"runs": [one.to_json() for one in reports]}, gap="\n")
     return 0
 
 
-def _format(args: argparse.Namespace) -> str:
-    if args.format is not None:
-        return str(args.format)
-    if args.out is None:
-        return "html"
-    found = _ENDINGS.get(args.out.suffix.lower())
-    if found is None:
-        raise UsageError(f"--out is {args.out}", expected=f"a name that ends in {', '.join(_ENDINGS)}, or --format")
-    return found
+def _runs_in(path: Path) -> Sequence[Path]:
+    """Return the folder of a run itself, or of a folder of runs all that it holds, by name."""
+    if os.path.exists(path / CONFIG) or not os.path.isdir(path):
+        return [path]
+    return sorted(config.parent for config in path.glob(f"*/{CONFIG}")) or [path]
 
 
-def _terminal_text(reports: Sequence[RunReport]) -> str:
-    from drumline.report.run.text import reports_text
-
-    return reports_text(reports, width=terminal_width(), colour=colour_wanted())
-
-
-def _written(reports: Sequence[RunReport], form: str) -> str | bytes:
-    """Return what a file holds."""
+def _written(reports: Sequence[RunReport], form: str, paper: Paper) -> str | bytes:
+    """Return the reports in a format."""
     if form == "text":
         from drumline.report.run.text import reports_text
 
-        return reports_text(reports)
+        return reports_text(reports, width=paper.width, colour=paper.colour)
     if form == "html":
         from drumline.report.run.page import run_page
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from drumline.cli import flags
-from drumline.cli.output import progress, report, save, terminal_width, wrapped
+from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, Paper, deliver, files_of, progress, wrapped
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.objective import OBJECTIVES, Jitter
@@ -16,23 +15,28 @@ from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement
 from drumline.report.summary import refused, summarize
 from drumline.report.units import counts
 
+EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    flags.add_counts(parser)
+    flags.add_counts(parser, "(needed)")
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
-    parser.add_argument("--placement", choices=(*PLACEMENTS, "all"), default="linear", help="where stages lie")
-    parser.add_argument("--objective", choices=OBJECTIVES, default="makespan", help="what is made small")
-    parser.add_argument("--jitter", type=_shares, metavar="SHARE[,...]", help="how much the seconds of stages vary")
-    parser.add_argument("--quantile", type=flags.number, metavar="Q", default=0.9, help="of the samples under jitter")
-    parser.add_argument("--samples", type=flags.whole_number, metavar="N", default=64, help="drawn under jitter")
-    parser.add_argument("--seconds", type=flags.number, metavar="S", default=10.0, help="the budget (default 10)")
-    parser.add_argument("--tries", type=flags.whole_number, metavar="N", help="end after so many programs, too")
-    parser.add_argument("--seed", type=flags.whole_number, metavar="N", default=0, help="of everything that is drawn")
-    parser.add_argument("--pareto", action="store_true", help="for every limit from the smallest to plenty")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="FILE.csv as PyTorch loads it; FILE.svg, FILE.html")
+    add, number, whole = parser.add_argument, flags.number, flags.whole_number
+    laid = "how stages are laid on ranks (default linear)"
+    add("--placement", choices=(*PLACEMENTS, "all"), default="linear", help=laid)
+    add("--objective", choices=OBJECTIVES, default="makespan", help="what to minimise (default makespan)")
+    vary = "share by which the times of stages vary, for all stages or for each (default: not at all)"
+    add("--jitter", type=_shares, metavar="SHARE[,...]", help=vary)
+    add("--quantile", type=number, metavar="Q", default=0.9, help="with --jitter: quantile to minimise (default 0.9)")
+    add("--samples", type=whole, metavar="N", default=64, help="with --jitter: number of samples (default 64)")
+    add("--seconds", type=number, metavar="S", default=10.0, help="seconds to search for (default 10)")
+    add("--tries", type=whole, metavar="N", help="stop after this many programs (default: no limit)")
+    add("--seed", type=whole, metavar="N", default=0, help="random seed (default 0)")
+    add("--pareto", action="store_true", help="search for every memory limit, and weigh bubble against memory")
+    flags.add_out(parser, PROGRAMS | PICTURES | TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,11 +48,14 @@ def run(args: argparse.Namespace) -> int:
     everywhere = _found(args, costs)
     found, *others = everywhere
     progress("")
-    if args.out is not None:
-        _write(args.out, found)
     left_out = [f"{name}: left out, {error}" for name, error in everywhere.left_out.items()]
-    text = wrapped("\n".join([_text(found, others), *left_out]), terminal_width())
-    report(args, text, _summary(found, others, everywhere.left_out))
+
+    def make(form: str, paper: Paper) -> str | bytes:
+        if form == "text":
+            return wrapped("\n".join([_text(found, others), *left_out]), paper.width)
+        return _written(form, found)
+
+    deliver(args, make, lambda: _summary(found, others, everywhere.left_out))
     return 0
 
 
@@ -64,8 +71,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--seconds is {args.seconds:g}", expected="more than 0")
     if not 0 <= args.quantile <= 1:
         raise UsageError(f"--quantile is {args.quantile:g}", expected="a share from 0 to 1")
-    if args.out is not None and args.out.suffix not in (".csv", ".svg", ".html"):
-        raise UsageError(f"--out is {args.out}", expected="a name that ends with .csv, .svg or .html")
+    if args.pareto:
+        args.formats = PICTURES | TEXTS
+        files_of(args)
 
 
 def _found(args: argparse.Namespace, costs: Costs) -> Everywhere:
@@ -128,15 +136,14 @@ def _text(result: Found, others: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, result: Found) -> None:
+def _written(form: str, result: Found) -> str | bytes:
     from drumline.core.torch_text import for_torch
     from drumline.report.draw.html import picture
 
-    if path.suffix == ".csv":
+    if form == "csv":
         mirrored = result.program.placement.mirrored  # PyTorch has no place for a second copy of a stage
-        save(path, result.program.format() if mirrored else for_torch(result.program))
-    else:
-        save(path, picture(path.suffix[1:], result.timeline))
+        return result.program.format() if mirrored else for_torch(result.program)
+    return picture(form, result.timeline)
 
 
 def _pareto(args: argparse.Namespace) -> int:
@@ -158,11 +165,13 @@ def _pareto(args: argparse.Namespace) -> int:
         progress=progress,
     )
     progress("")
-    if args.out is not None:
-        if args.out.suffix == ".csv":
-            raise UsageError(f"--out is {args.out}", expected="FILE.svg or FILE.html with --pareto")
-        save(args.out, pareto_svg(picture) if args.out.suffix == ".svg" else pareto_page(picture))
-    left_out = [f"{name}: left out, {reason}" for name, reason in picture.left_out.items()]
-    below = ["", wrapped("\n".join(left_out), terminal_width())] if left_out else []
-    report(args, "\n".join([pareto_table(picture, width=terminal_width()), *below]), picture.summary())
+    left_out = "\n".join(f"{name}: left out, {reason}" for name, reason in picture.left_out.items())
+
+    def make(form: str, paper: Paper) -> str:
+        if form != "text":
+            return pareto_svg(picture) if form == "svg" else pareto_page(picture)
+        below = ["", wrapped(left_out, paper.width)] if left_out else []
+        return "\n".join([pareto_table(picture, width=paper.width), *below])
+
+    deliver(args, make, picture.summary)
     return 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, terminal_width, wrapped
+from drumline.cli.output import PICTURES, TEXTS, TRACES, Paper, deliver, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.summary import peak_queues, rank_rows, summarize
 from drumline.report.units import counts
+
+EXAMPLE = "drumline simulate 1f1b --ranks 4 --microbatches 8 --comm 0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_costs(parser)
     flags.add_limit(parser)
     flags.add_json(parser)
+    flags.add_out(parser, TEXTS | PICTURES | TRACES)
     parser.add_argument("--intervals", action="store_true", help="list every idle interval with its cause")
 
 
@@ -27,27 +30,31 @@ def run(args: argparse.Namespace) -> int:
     program, costs = flags.pruned(flags.program_of(args), args), flags.costs_of(args)
     limit = flags.limit_of(args, costs)
     timeline = simulate(program, costs, limit=limit)
-    summary = summarize(timeline)
-    summary["queue_depth"] = peak_queues(timeline)
-    summary["critical_path"] = [str(span.action) for span in timeline.critical_path]
     over = validate(program, limit=limit, costs=costs) if limit else []
-    if limit:
-        summary["over_limit"] = [str(violation) for violation in over]
-    if args.intervals:
-        summary["intervals"] = [
-            {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": str(one)}
-            for one in timeline.causes
-        ]
-    if args.json:
-        print_json(summary)
-    else:
-        print(_text(timeline))
-        for line in [*summary.get("over_limit", []), *(one["why"] for one in summary.get("intervals", []))]:
-            print(line)
+    more = {"over_limit": [str(violation) for violation in over]} if limit else {}
+    intervals = [
+        {"rank": one.rank, "start": one.start, "end": one.end, "cause": one.cause.value, "why": str(one)}
+        for one in (timeline.causes if args.intervals else ())
+    ]
+
+    def make(form: str, paper: Paper) -> str | bytes:
+        if form == "text":
+            below = [*more.get("over_limit", []), *(str(one["why"]) for one in intervals)]
+            return "\n".join([_text(timeline, paper.width), *below])
+        from drumline.report.draw.html import picture
+
+        return picture(form, timeline)
+
+    def summary() -> dict[str, object]:
+        path = [str(span.action) for span in timeline.critical_path]
+        told = {**summarize(timeline), "queue_depth": peak_queues(timeline), "critical_path": path, **more}
+        return {**told, **({"intervals": intervals} if args.intervals else {})}
+
+    deliver(args, make, summary)
     return 1 if over else 0
 
 
-def _text(timeline: Simulation) -> str:
+def _text(timeline: Simulation, width: int) -> str:
     from drumline.report.table import table
 
     program = timeline.program
@@ -58,7 +65,7 @@ def _text(timeline: Simulation) -> str:
     for name, column in peaks:
         header.append(name)
         rows = [[*row, cell] for row, cell in zip(rows, column, strict=True)]
-    path, width = timeline.critical_path, terminal_width()
+    path = timeline.critical_path
     head = "\n".join(
         [
             f"{program.name}: {counts(program)}, {program.num_actions} actions",
@@ -68,4 +75,4 @@ def _text(timeline: Simulation) -> str:
             f"to {path[-1].action} on rank {path[-1].rank}",
         ]
     )
-    return f"{wrapped(head, width)}\n\n{table(header, rows, width=width, left=2)}"
+    return f"{wrapped(head, width)}\n\n{table(header, rows, width=width, left=2, keep=('idle', 'peak activations'))}"

@@ -8,37 +8,33 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from drumline.cli import flags
-from drumline.cli.output import print_json, progress, pytorch, terminal_width, wrapped
+from drumline.cli.output import TEXTS, Paper, deliver, progress, pytorch, wrapped
 from drumline.core.errors import counted
 
 if TYPE_CHECKING:
     from drumline.pipeline.verify.verify import Verification
 
 _MOST_NAMED = 5
+_RANKS = 2
+EXAMPLE = "drumline verify zb-h1 --ranks 2 --microbatches 4 --transport in-process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    flags.add_schedule(parser, optional=True)
+    flags.add_schedule(parser, optional=" (default 1f1b)", ranks=_RANKS)
     parser.set_defaults(schedule="1f1b")
-    parser.epilog = "Without more: 1f1b, on 2 ranks, with 8 microbatches."
-    parser.add_argument(
-        "--model",
-        metavar="FILE.py:NAME",
-        help="a function that returns (model, loss_fn, batch, target); a small MLP unless given",
-    )
-    parser.add_argument(
-        "--transport",
-        choices=("auto", "in-process", "shared-memory", "gloo"),
-        default="auto",
-        help="what carries messages between processes; in-process: the ranks take turns in one (default auto)",
-    )
-    parser.add_argument(
-        "--checkpoint", choices=("none", "full"), default="none", help="recompute activations (default none)"
-    )
-    parser.add_argument("--dropout", type=flags.number, default=0.0, metavar="P", help="of the MLP (default 0)")
-    parser.add_argument("--steps", type=flags.whole_number, default=2, metavar="N", help="training steps (default 2)")
-    parser.add_argument("--seed", type=flags.whole_number, default=0, metavar="S", help="of weights, data and dropout")
+    add, whole = parser.add_argument, flags.whole_number
+    own = "a function that returns (model, loss_fn, batch, target) (default: a small MLP)"
+    add("--model", metavar="FILE.py:NAME", help=own)
+    ways = ("auto", "in-process", "shared-memory", "gloo")
+    how = "how messages travel between processes; in-process makes the ranks take turns in one (default auto)"
+    add("--transport", choices=ways, default="auto", help=how)
+    again = "which activations to recompute (default none)"
+    add("--checkpoint", choices=("none", "full"), default="none", help=again)
+    add("--dropout", type=flags.number, default=0.0, metavar="P", help="dropout of the small MLP (default 0)")
+    add("--steps", type=whole, default=2, metavar="N", help="number of training steps (default 2)")
+    add("--seed", type=whole, default=0, metavar="S", help="random seed (default 0)")
+    flags.add_out(parser, TEXTS)
     flags.add_json(parser)
 
 
@@ -47,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from drumline.schedules import schedules
 
     if args.schedule in schedules():  # a file says its counts itself
-        args.ranks = 2 if args.ranks is None else args.ranks
-        args.microbatches = 8 if args.microbatches is None else args.microbatches
+        args.ranks = _RANKS if args.ranks is None else args.ranks
     program = flags.program_of(args)
     with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
@@ -66,17 +61,17 @@ def run(args: argparse.Namespace) -> int:
             )
     finally:
         progress("")
-    if args.json:
-        print_json(found.summary())
-    else:
-        print(_text(found))
+
+    def make(form: str, paper: Paper) -> str:
+        return _text(found, paper.width)
+
+    deliver(args, make, found.summary)
     return 0 if found.passes else 1
 
 
-def _text(result: Verification) -> str:
+def _text(result: Verification, width: int) -> str:
     from drumline.report.table import table
 
-    width = terminal_width()
     numbers = (
         (result.num_ranks, "rank"),
         (result.num_stages, "stage"),
@@ -104,5 +99,5 @@ def _text(result: Verification) -> str:
             verdict += f" The first in the model's order: {result.first_wrong_parameter}."
     turns = " between ranks that took turns" if result.transport == "in-process" else ""
     tail = f"loss {result.loss:.6g}; bubble measured{turns}: {result.bubble:.1%} of the last step"
-    shown = table(["", "largest difference", "of parameter"], rows, width=width)
+    shown = table(["", "largest difference", "of parameter"], rows, width=width, keep=("largest difference",))
     return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])

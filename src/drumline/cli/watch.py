@@ -19,20 +19,21 @@ if TYPE_CHECKING:
     from drumline.report.run.follow import Writer
     from drumline.report.run.live import LiveRun
 
+EXAMPLE = "drumline watch runs/first --once"
 _EVERY = 0.5
 _FEWEST_SECONDS = 0.2  # between two frames
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="a folder that record= named")
-    parser.add_argument("--once", action="store_true", help="show the last step and end")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder you gave to record=")
+    parser.add_argument("--once", action="store_true", help="show the last step and stop")
     parser.add_argument(
-        "--wait", type=flags.number, default=60.0, metavar="S", help="seconds to wait for a run to begin (default 60)"
+        "--wait", type=flags.number, default=60.0, metavar="S", help="seconds to wait for the run to begin (default 60)"
     )
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the metrics there as well")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log the metrics to this project as well")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per step; with --once one object")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="also write the metrics there, for TensorBoard")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log the metrics to this Weights & Biases project")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per step, one to a line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
             writer.close()
     screen.end()
     if not live.line:
-        raise RecordError(f"{args.run} has no step yet", fix="wait for the first one")
+        raise RecordError(f"{args.run} has no step yet", fix="wait for the first one, or leave --once out")
     if not (args.once or args.json):
-        print("the run has ended" if found.has_ended else "nothing came any more: the run seems to have been killed")
+        print("the run has ended" if found.has_ended else "no more steps came: the run seems to have been killed")
     return 0
 
 
@@ -127,8 +128,8 @@ def _begun(path: Path, wait: float) -> Run:
             progress("")
             raise RecordError(
                 f"{problem}, after waiting for {wait:g} s",
-                expected="the folder that record= named",
-                fix="begin the run, or wait longer with --wait",
+                expected="the folder you gave to record=",
+                fix="start the run, or wait longer with --wait",
             )
         progress(f"waiting for the run: {problem} ({left:.0f} s left)")
         time.sleep(min(_EVERY, left))

@@ -134,6 +134,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(words.values())}"
 
 
+def installing(extra: str) -> str:
+    """Return how to install an extra; from a clone, because the package is not published.
+
+    >>> installing("train")
+    "in your clone of Drumline, run: pip install -e '.[train]'"
+    """
+    return f"in your clone of Drumline, run: pip install -e '.[{extra}]'"
+
+
 def counted(number: int, word: str) -> str:
     """Return a count with its word.
 

@@ -173,7 +173,7 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
         cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", f"{row.peak_share:.3g}"]
         cells += [f"{max(timeline.peak_bytes or (0.0,)):.4g}"] if bytes_known else []
         lines.append(cells)
-    return table(header, lines, width=width)
+    return table(header, lines, width=width, keep=("time/microbatch", "bubble"))
 
 
 def recommend(rows: Sequence[Row]) -> Advice:

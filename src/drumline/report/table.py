@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+_BREAKS = re.compile(" "), re.compile(r" |(?<=/)")
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120, left: int = 1) -> str:
+# Fewer characters than that do not name a thing any more.
+_FEWEST = 8
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 120, left: int = 1, keep: Sequence[str] = ()
+) -> str:
     """Return a table whose first `left` columns are flush left.
 
-    Where it is too wide, headings break at spaces; then a last column that is text is shortened with an ellipsis, or
-    columns of numbers are left out from the right and the table says how many.
+    Where it is too wide, headings break at spaces, or behind strokes too; then columns are left out from the right,
+    those named by `keep` after all others, and the table says how many; then the last column is shortened with an
+    ellipsis. Before a column to keep is left out, the first column is shortened.
 
     >>> print(table(["name", "n"], [["gpipe", "8"], ["1f1b", "12"]]))
     name    n
@@ -19,25 +28,52 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, width: int = 
               long
     name   heading
     gpipe        8
+    >>> print(table(["name", "stages", "idle"], [["interleaved", "4", "8%"]], width=24, keep=["idle"]))
+    name         idle
+    interleaved    8%
+    (1 more column in a wide
     """
     headings = [[heading] for heading in header]
-    if _width(headings, rows) > width:
-        headings = [[heading] if at < left else heading.split(" ") for at, heading in enumerate(header)]
-    shown = len(header)
-    while shown > max(left, 1) and _width(headings[:shown], rows) > width:
-        shown -= 1
-    headings, cells = headings[:shown], [list(row[:shown]) for row in rows]
+    for breaks in _BREAKS:
+        if _width(headings, rows) > width:
+            headings = [[heading] if at < left else breaks.split(heading) for at, heading in enumerate(header)]
+    shown = _shown(header, headings, rows, width, 1 if keep else max(left, 1), keep)
+    left = sum(at < left for at in shown)
+    headings, cells = [headings[at] for at in shown], [[row[at] for at in shown] for row in rows]
     excess = _width(headings, cells) - width
     if excess > 0:
-        cells = [[*row[:-1], _shortened(row[-1], _longest(cells, -1) - excess)] for row in cells]
+        at = 0 if header[shown[-1]] in keep else -1
+        size = _longest(cells, at) - excess
+        for row in cells:
+            row[at] = _shortened(row[at], size)
     height = max(map(len, headings))
     lines = [[""] * (height - len(heading)) + heading for heading in headings]
     sizes = [max(map(len, column)) for column in zip(*zip(*lines, strict=True), *cells, strict=True)]
     text = [_line(row, sizes, left) for row in (*zip(*lines, strict=True), *cells)]
-    if shown < len(header):
-        hidden = len(header) - shown
+    if len(shown) < len(header):
+        hidden = len(header) - len(shown)
         text.append(f"({hidden} more column{'s' if hidden > 1 else ''} in a wider terminal)"[:width])
     return "\n".join(line[:width] for line in text)
+
+
+def _shown(
+    header: Sequence[str],
+    headings: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    fixed: int,
+    keep: Sequence[str],
+) -> list[int]:
+    """Return the columns that there is room for; the first `fixed` ones always, those to keep with a shorter name."""
+    shown = list(range(len(header)))
+    for at in sorted(shown[fixed:], key=lambda at: (header[at] in keep, -at)):
+        excess = _width([headings[one] for one in shown], [[row[one] for one in shown] for row in rows]) - width
+        if header[at] in keep:
+            excess -= max(_longest(rows, 0) - _FEWEST, 0)
+        if excess <= 0:
+            break
+        shown.remove(at)
+    return shown
 
 
 def _line(cells: Sequence[str], sizes: Sequence[int], left: int) -> str:

@@ -112,7 +112,7 @@ def _best(told: Explanation, width: int) -> str:
         rows.append([*map(str, settings), *figures])
     reasons = [f"{number}. {one.why}" for number, one in enumerate(told.best, 1) if one.why]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
-    shown = [count, "", table(header, rows, width=width, left=3)]
+    shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "a step"))]
     if reasons:
         shown += ["", _wrapped(["Why the others lose:", *reasons], width)]
     return "\n".join(shown)

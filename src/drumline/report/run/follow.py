@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import UsageError, installing
 from drumline.core.measured.run import Run
 
 QUIET = 60.0
@@ -104,13 +104,13 @@ def needed(module: str, *, extra: str) -> Any:
 
     >>> needed("no_such_module", extra="viz")
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: the package no_such_module is not installed; pip install 'drumline[viz]'
+    drumline.core.errors.UsageError: the package no_such_module is not installed; in your clone of ...
     """
     try:
         return import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        raise UsageError(f"the package {name} is not installed", fix=f"pip install 'drumline[{extra}]'") from None
+        raise UsageError(f"the package {name} is not installed", fix=installing(extra)) from None
 
 
 class TensorBoard:

@@ -52,7 +52,7 @@ def ranks_table(report: RunReport, *, width: int = 100) -> str:
         cells = [str(one["rank"]), " ".join(map(str, report.run.program.placement.stages_of(one["rank"])))]
         cells += [duration(one[part]) for part in PARTS]
         rows.append([*cells, f"{one['idle_share']:.1%}", held(one)])
-    return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2)
+    return table(["rank", "stages", *PARTS, "idle", "peak stash"], rows, width=width, left=2, keep=("idle",))
 
 
 def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
@@ -65,7 +65,7 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
         shares = (f"{share:.1%}" for share in (measured.bubble, report.overhead_share))
         cells = [report.name, report.run.program.name, duration(measured.makespan), *shares, slowest]
         rows.append([*cells, fullest(report.ranks)])
-    return table(header, rows, width=width, left=2)
+    return table(header, rows, width=width, left=2, keep=("makespan", "bubble"))
 
 
 def fullest(ranks: Sequence[dict[str, Any]]) -> str:

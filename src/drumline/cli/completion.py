@@ -1,0 +1,137 @@
+"""`drumline completion SHELL`: a script that completes verbs, flags, and what they take.
+
+The script is made from the parsers of all verbs and holds every word, so that completing starts no Python. Where it
+knows no word, the shell completes the names of files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+EXAMPLE = "drumline completion bash > ~/.drumline-completion.bash"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the verb takes."""
+    parser.add_argument(
+        "shell",
+        metavar="SHELL",
+        choices=tuple(_SCRIPTS),
+        help='bash, zsh or fish. In the start-up file of your shell, write `eval "$(drumline completion bash)"`, the '
+        "same with zsh, or `drumline completion fish | source`",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(_SCRIPTS[args.shell](list(_verbs())))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """A flag by all its names, the words that may follow it, whether anything follows, and what it means."""
+
+    names: tuple[str, ...]
+    words: tuple[str, ...]
+    takes: bool
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Verb:
+    """A verb, what it does, its flags, and the words that may stand without one."""
+
+    name: str
+    summary: str
+    flags: tuple[_Flag, ...]
+    words: tuple[str, ...]
+
+
+def _verbs() -> Iterator[_Verb]:
+    from drumline.cli.main import VERBS, parser_of
+    from drumline.plan.cluster.hardware import MACHINES
+    from drumline.plan.cluster.models import MODELS
+    from drumline.schedules import schedules
+
+    known = {"schedule": tuple(schedules()), "subject": tuple(MODELS), "hardware": tuple(MACHINES)}
+    for name, summary in VERBS.items():
+        flags: list[_Flag] = []
+        words: tuple[str, ...] = ()
+        for action in parser_of(name)._actions:
+            choices = known.get(action.dest, tuple(map(str, action.choices or ())))
+            if action.option_strings:
+                takes = action.nargs != 0
+                flags.append(_Flag(tuple(action.option_strings), choices, takes, (action.help or "").partition(".")[0]))
+            else:
+                words = choices
+        yield _Verb(name, summary, tuple(flags), words)
+
+
+def _cases(verbs: list[_Verb]) -> Iterator[tuple[str, str]]:
+    """Yield patterns of `VERB WORD-BEFORE`, first those of flags that something follows, with the words to offer."""
+    for verb in verbs:
+        for flag in verb.flags:
+            if flag.takes:
+                yield "|".join(f'"{verb.name} {name}"' for name in flag.names), " ".join(flag.words)
+    for verb in verbs:
+        flags = [name for flag in verb.flags for name in flag.names]
+        yield f'"{verb.name} "*', " ".join([*verb.words, *flags])
+
+
+def _bash(verbs: list[_Verb]) -> str:
+    cases = "\n".join(f'        {pattern}) words="{words}" ;;' for pattern, words in _cases(verbs))
+    return f"""_drumline() {{
+    local words="" current="${{COMP_WORDS[COMP_CWORD]}}"
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{" ".join(verb.name for verb in verbs)} --help --version"
+    else
+        case "${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD-1]}}" in
+{cases}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _drumline drumline"""
+
+
+def _zsh(verbs: list[_Verb]) -> str:
+    cases = "\n".join(f"        {pattern}) known=({words}) ;;" for pattern, words in _cases(verbs))
+    return f"""#compdef drumline
+_drumline() {{
+    local -a known
+    if (( CURRENT == 2 )); then
+        known=({" ".join(verb.name for verb in verbs)} --help --version)
+    else
+        case "${{words[2]}} ${{words[CURRENT-1]}}" in
+{cases}
+        esac
+    fi
+    compadd -- $known || _files
+}}
+compdef _drumline drumline"""
+
+
+def _fish(verbs: list[_Verb]) -> str:
+    lines = [
+        f"complete -c drumline -f -n __fish_use_subcommand -a {verb.name} -d {_quoted(verb.summary)}" for verb in verbs
+    ]
+    for verb in verbs:
+        begin = f"complete -c drumline -n '__fish_seen_subcommand_from {verb.name}'"
+        if verb.words:
+            lines.append(f"{begin} -a {_quoted(' '.join(verb.words))}")
+        for flag in verb.flags:
+            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
+            takes = f" -x -a {_quoted(' '.join(flag.words))}" if flag.words else " -r" if flag.takes else ""
+            lines.append(f"{begin} {names}{takes} -d {_quoted(flag.meaning)}")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+_SCRIPTS: dict[str, Callable[[list[_Verb]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
