@@ -12,6 +12,7 @@ from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.html import asset, page_with
 from drumline.report.draw.markup import Curve, Part, bar, curves, legend, safe
+from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
@@ -19,9 +20,6 @@ from drumline.report.run.text import held
 from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
-
-RUN_COLOURS = ("one", "two", "three", "four", "five", "six")
-
 
 def run_page(reports: Sequence[RunReport]) -> str:
     """Return the page of one run, or of several side by side."""
@@ -122,7 +120,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
             f"<td{' class=best' if value(run) == least[at] else ''}>{safe(shown(value(run)))}</td>"
             for at, (_, value, shown) in enumerate(columns)
         ]
-        swatch = f'<svg class="swatch"><rect class="part {_colour(number)}"/></svg>'
+        swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
         plain = (run["schedule"], run["ranks"], run["microbatches"], _fullest(run), run["num_steps"])
         cells += [f"<td>{safe(one)}</td>" for one in plain]
         rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
@@ -222,7 +220,7 @@ def _steps(runs: Sequence[Figures]) -> str:
     for key, name, written, from_zero in wanted:
         lines = [
             Curve(
-                _colour(number),
+                run_class(number),
                 run["name"],
                 [(one["step"], one[key]) for one in run["per_step"] if one[key] is not None],
             )
@@ -234,7 +232,7 @@ def _steps(runs: Sequence[Figures]) -> str:
             figures.append(curves(name, lines, [written(high), written(low)], low=low, high=high))
     if not figures:
         return ""
-    keys = legend((_colour(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
+    keys = legend((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
     return f'<section class="report"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
 
 
@@ -258,10 +256,6 @@ def _blocks(names: Sequence[str]) -> str:
 
 def _fullest(run: Figures) -> str:
     return held(max(run["per_rank"], key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
-
-
-def _colour(number: int) -> str:
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
 def _time(seconds: float) -> str:
