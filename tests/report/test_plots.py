@@ -10,9 +10,9 @@ import pytest
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
+from drumline.report.draw.palette import IDLE
 from drumline.report.draw.trace import traces
 from drumline.report.run import follow
-from drumline.report.draw.palette import IDLE
 from drumline.report.run.plots import plots
 from drumline.report.run.report import RunReport, report_of
 from drumline.schedules import generate

@@ -152,7 +152,8 @@ class Chart {
     this.ratio = window.devicePixelRatio || 1;
     const ranges = model.rows.map((row) => this.range(row));
     this.drawn = ranges.reduce((sum, [first, last]) => sum + last - first, 0);
-    this.criticalDrawn = 0;
+    const critical = (row, [first, last]) => row.critical.subarray(first, last).reduce((sum, one) => sum + one, 0);
+    this.criticalDrawn = state.critical ? model.rows.reduce((sum, row, at) => sum + critical(row, ranges[at]), 0) : 0;
     this.onSurface(this.drawn > (moving ? MOVING_LIMIT : SVG_LIMIT) ? "canvas" : "svg");
     const pen = this.surface;
     pen.begin(this.width, this.height);
@@ -237,11 +238,7 @@ class Chart {
   /* Boxes beside the critical path step back, once it is known. */
   alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
 
-  named(row, i) {
-    const lit = this.state.critical && row.critical[i];
-    if (lit) this.criticalDrawn += 1;
-    return lit ? "box critical" : "box";
-  }
+  named(row, i) { return this.state.critical && row.critical[i] ? "box critical" : "box"; }
 
   box(pen, row, i, top, full) {
     const { model, rowHeight } = this, x = this.edge(row.start[i]);
@@ -279,7 +276,6 @@ class Chart {
       const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
       const shade = rgb.ops[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
       const share = this.alpha(row, i);
-      this.named(row, i);
       for (let pixel = Math.floor(left); pixel < right; pixel++) {
         const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;
         sums[at] += shade[0] * cover; sums[at + 1] += shade[1] * cover; sums[at + 2] += shade[2] * cover;

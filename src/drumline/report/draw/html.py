@@ -28,7 +28,9 @@ from drumline.report.draw.trace import trace
 # Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
 MAX_BOXES = 10_000
 # In the order in which each needs what comes before it.
-_SCRIPTS = [f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]]
+_SCRIPTS = [
+    f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]
+]
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 

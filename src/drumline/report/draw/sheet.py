@@ -118,7 +118,9 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
     return f'<text x="{number(x)}" y="{number(y)}"{more}>{safe(words)}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1) -> str:
+def rect(
+    x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1
+) -> str:
     """Return a rectangle; `note` is what it says when it is pointed at.
 
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
@@ -141,7 +143,9 @@ def hatched(x: float, y: float, width: float, height: float, lines: str, *, apar
     right, bottom = x + width, y + height
     drawn = []
     for kind in lines:
-        low, high = {"/": (x + y, right + bottom), "\\": (y - right, bottom - x), "|": (x, right), "-": (y, bottom)}[kind]
+        low, high = {"/": (x + y, right + bottom), "\\": (y - right, bottom - x), "|": (x, right), "-": (y, bottom)}[
+            kind
+        ]
         for step in range(math.floor(low / apart) + 1, math.ceil(high / apart)):
             at = step * apart
             if kind == "|":

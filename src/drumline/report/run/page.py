@@ -21,6 +21,7 @@ from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
 
+
 def run_page(reports: Sequence[RunReport]) -> str:
     """Return the page of one run, or of several side by side."""
     timelines: list[Timeline] = []
