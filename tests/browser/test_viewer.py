@@ -347,8 +347,8 @@ def test_another_document_can_be_loaded_in_place(opened: Open) -> None:
 
 def test_idle_time_is_hatched_in_the_colour_of_its_cause(opened: Open) -> None:
     shown = opened(timeline(comm=0.25))
-    drawn = "[...document.querySelectorAll('.surface path.hatch')].map(one => [one.classList[1], one.getAttribute('stroke')])"
-    causes = dict(shown.page.evaluate(drawn))
+    paths = "[...document.querySelectorAll('.surface path.hatch')]"
+    causes = dict(shown.page.evaluate(f"{paths}.map(one => [one.classList[1], one.getAttribute('stroke')])"))
     assert causes == {cause: IDLE[Cause(cause)].light for cause in ("fill", "drain", "wait", "transfer")}
 
 
