@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
+from drumline.report.compare import compare
 from drumline.report.draw.html import page
 from drumline.report.draw.palette import IDLE
 from drumline.schedules import generate
+from some import some
 
 EVIL = "<script>alert(1)</script>"
 
@@ -394,3 +397,21 @@ def test_timelines_can_end_together(opened: Open) -> None:
 
 def test_one_timeline_has_no_ends_to_align(opened: Open) -> None:
     assert not opened(timeline()).page.get_by_role("button", name="Align ends").is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_comparison_has_no_labels_that_collide_and_nothing_cut_off(opened: Open, width: int) -> None:
+    found = compare(num_ranks=4, num_microbatches=8)
+    rows = [row.summary() for row in found]
+    window = {"width": width, "height": 800}
+    shown = opened(*(row.timeline for row in found), page_options={"rows": rows}, viewport=window)
+    boxes = shown.page.evaluate(
+        "[...document.querySelectorAll('#scatter text')].map(one => one.getBoundingClientRect().toJSON())"
+    )
+    for one, other in some(itertools.combinations(boxes, 2)):
+        beside = one["right"] <= other["left"] + 1 or other["right"] <= one["left"] + 1
+        assert beside or one["bottom"] <= other["top"] + 2 or other["bottom"] <= one["top"] + 2
+    assert all(box["left"] >= 0 and box["right"] <= width for box in boxes)
+    if width == 1280:
+        tables = "[...document.querySelectorAll('.scroll')]"
+        assert shown.page.evaluate(f"{tables}.every(one => one.scrollWidth <= one.clientWidth)")

@@ -1,5 +1,7 @@
 /* The page: one view that all timelines share, what moves it, and what explains what it shows. */
 
+const STRIPS_UP_TO = 16; // ranks; more make strips of a hand's breadth, which wait until they are asked for
+
 class Page {
   constructor() {
     this.state = { view: new View(1), critical: false, memory: false, queues: false, ends: false, longest: 0, lanes: 0, colours: {}, font: "" };
@@ -21,7 +23,7 @@ class Page {
     this.data = data;
     clock.seconds = Boolean(data.seconds);
     this.models = data.timelines.map((one) => new Model(one, data));
-    const single = this.models.length === 1 || Boolean(data.strips);
+    const single = (this.models.length === 1 || Boolean(data.strips)) && this.models[0].rows.length <= STRIPS_UP_TO;
     if (!this.charts.length) Object.assign(this.state, { memory: single, queues: single });
     const lengths = this.models.map((model) => model.makespan * 1.005).sort((a, b) => a - b);
     const usual = 2 * lengths[lengths.length >> 1];
