@@ -402,7 +402,7 @@ def test_one_timeline_has_no_ends_to_align(opened: Open) -> None:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_comparison_has_no_labels_that_collide_and_nothing_cut_off(opened: Open, width: int) -> None:
     found = compare(num_ranks=4, num_microbatches=8)
-    rows = [row.summary() for row in found]
+    rows = [{**row.summary(), "name": row.name} for row in found]
     window = {"width": width, "height": 800}
     shown = opened(*(row.timeline for row in found), page_options={"rows": rows}, viewport=window)
     boxes = shown.page.evaluate(
