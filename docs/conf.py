@@ -18,7 +18,7 @@ from drumline.report.draw.chart import Series, chart
 from drumline.report.draw.pareto import pareto_svg
 from drumline.report.draw.svg import svg
 from drumline.report.kineto.analysis import analyze
-from drumline.report.plan.charts import best_svg, pareto_chart, scaling_chart
+from drumline.report.plan.page import best_svg, pareto_chart, scaling_chart
 from drumline.schedules import schedules
 
 project = "Drumline"

@@ -2,31 +2,31 @@ from __future__ import annotations
 
 from drumline.core.costs import Costs
 from drumline.core.timeline.idle import Limit
-from drumline.report.compare import compare
-from drumline.report.comparison import advise
+from drumline.report.compare import compare, recommend
 
 
 def test_the_fastest_exact_schedule_is_recommended() -> None:
-    said = advise(compare(4, num_microbatches=8))
+    said = str(recommend(compare(4, num_microbatches=8)))
     assert said.startswith("Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer.")
 
 
 def test_stale_weights_are_not_recommended_however_fast() -> None:
     rows = [row for row in compare(4, num_microbatches=8) if row.name in ("pipedream-2bw", "1f1b")]
     assert rows[0].name == "pipedream-2bw"
-    assert advise(rows).startswith("Run 1f1b")
+    assert str(recommend(rows)).startswith("Run 1f1b")
 
 
 def test_two_copies_of_the_weights_are_mentioned() -> None:
     costs = Costs(overlapped=1.5)
-    said = advise([row for row in compare(8, num_microbatches=32, costs=costs) if row.name in ("dualpipe", "1f1b")])
+    rows = [row for row in compare(8, num_microbatches=32, costs=costs) if row.name in ("dualpipe", "1f1b")]
+    said = str(recommend(rows))
     assert "two copies of the weights" in said
 
 
 def test_a_limit_that_nothing_keeps_is_said() -> None:
-    said = advise(compare(4, num_microbatches=8, limit=Limit(max_activations=0.5)))
+    said = str(recommend(compare(4, num_microbatches=8, limit=Limit(max_activations=0.5))))
     assert said == "Nothing fits the limit: the least that any schedule holds is 1 activation, with naive."
 
 
 def test_nothing_to_compare_is_said() -> None:
-    assert advise([]) == "No schedule admits these counts."
+    assert str(recommend([])) == "No schedule admits these counts."

@@ -5,8 +5,7 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError
 from drumline.core.timeline.idle import Limit
-from drumline.report.compare import compare, compare_table, left_out_text
-from drumline.report.comparison import advise, compare_page
+from drumline.report.compare import compare, compare_page, compare_table, left_out_text, recommend
 from drumline.report.table import table
 from names import NAMES
 from some import some
@@ -54,7 +53,7 @@ def test_what_is_too_large_with_two_stages_per_rank_is_named_and_not_passed_over
         f"left out: {', '.join(names)}: 4 ranks x 2 stages x 4 microbatches is too large; "
         "expected at most 20 (stage, microbatch) pairs"
     )
-    assert advise(rows).endswith(f" Not compared: {', '.join(names)}.")
+    assert str(recommend(rows)).endswith(f" Not compared: {', '.join(names)}.")
     assert "Not compared" in compare_page(rows, num_ranks=4, num_microbatches=4)
 
 

@@ -15,9 +15,8 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.draw.explanations import explanations
 from drumline.report.draw.html import json_for_script, page, viewer_script
-from drumline.report.draw.scene import OPS, document, scene
+from drumline.report.draw.scene import OPS, document, explanations, scene
 from drumline.schedules import generate, schedules
 from some import some
 from unpacking import unpacked

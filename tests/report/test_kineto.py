@@ -335,10 +335,10 @@ def test_of_several_pipelines_beside_each_other_the_first_is_read(tmp_path: Path
             save(tmp_path / f"trace{global_rank}.json", events, **header)
     files = [tmp_path / f"trace{rank}.json" for rank in range(4)]
     traces = load(files)
-    assert traces.global_ranks == (0, 2)
+    assert [one.rank for one in traces.members] == [0, 2]
     assert traces.num_others == 1
     assert traces.step().program == timeline.program
-    assert load([files[1], files[3]]).global_ranks == (1, 3)
+    assert [one.rank for one in load([files[1], files[3]]).members] == [1, 3]
     with pytest.raises(TraceError, match="no trace of rank 2; the pipeline is ranks 0, 2"):
         load([files[0], files[1], files[3]])
 

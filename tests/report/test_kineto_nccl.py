@@ -72,10 +72,11 @@ def test_backwards_count_what_the_profilers_annotations_of_the_device_leave_out(
 def test_a_message_moves_while_both_kernels_run(name: str) -> None:
     timeline = load([TRACES / name]).step()
     for one in some(timeline.transfers):
-        _, _, sent, received = timeline.messages[one.action]
+        source, target, sent, received = timeline.messages[one.action]
         assert sent.done is not None
         assert received.done is not None
-        assert timeline.seconds(max(sent.begun, received.begun)) <= one.start + 1e-9 or one.start == one.end
+        begun = max(timeline.seconds(source, sent.begun), timeline.seconds(target, received.begun))
+        assert begun <= one.start + 1e-9 or one.start == one.end
         assert one.end <= one.consumed
     for rank in range(2):
         idle = sum(one.seconds for one in timeline.causes if one.rank == rank)

@@ -101,7 +101,7 @@ class Raw:
         with gzip.open(folder / name / f"rank{rank}.json.gz", "rt") as file:
             self.events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
         [step] = [one for one in self.events if one["name"] == f"ProfilerStep#{timeline.step}"]
-        begins = timeline.seconds(timeline.ranks[rank].start)
+        begins = timeline.seconds(rank, timeline.ranks[rank].start)
         for event in self.events:
             event["start"] = begins + (event["ts"] - step["ts"]) * 1e-6
             event["end"] = event["start"] + event["dur"] * 1e-6

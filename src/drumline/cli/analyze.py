@@ -73,7 +73,7 @@ def _called(timeline: Timeline, name: str) -> Timeline:
 
 def _text(args: argparse.Namespace, analysis: Analysis) -> str:
     from drumline.report.draw.grid import grid
-    from drumline.report.kineto.traces import described
+    from drumline.report.kineto.load import described
     from drumline.report.table import table
 
     timeline = analysis.timeline

@@ -8,8 +8,7 @@ from pathlib import Path
 from drumline.cli import flags
 from drumline.cli.output import progress, report, save, terminal_width, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.compare import compare, compare_table, left_out_text
-from drumline.report.comparison import advise, compare_page
+from drumline.report.compare import compare, compare_page, compare_table, left_out_text, recommend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             expected=rows.left_out[0].reason.expected if rows.left_out else "",
             fix="try smaller counts",
         )
-    advice = advise(rows)
+    advice = str(recommend(rows))
     if args.out is not None:
         save(args.out, compare_page(rows, num_ranks=args.ranks, num_microbatches=args.microbatches))
     left_out = [one.summary() for one in rows.left_out]

@@ -148,7 +148,7 @@ def _html(args: argparse.Namespace, told: Explanation) -> str:
 
 
 def _svg(args: argparse.Namespace, told: Explanation) -> str:
-    from drumline.report.plan.charts import best_svg
+    from drumline.report.plan.page import best_svg
 
     return best_svg(told.plan).rstrip("\n")
 

@@ -1,4 +1,4 @@
-"""All schedules side by side, for one model on given ranks.
+"""All schedules side by side, for one model on given ranks; what to run, in a sentence or two; a table and a page.
 
 The costs are those of a stage when every rank holds one. A schedule with v stages per rank cuts the same model
 finer, so each of its stages costs a v-th: every row does the same work, and times and bytes can be held against
@@ -7,7 +7,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from drumline.core.errors import CostsError, ScheduleError
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
+from drumline.report.advise.remedy import Advice, Remedy
 from drumline.report.summary import refused, summarize
 from drumline.report.table import table
-from drumline.schedules import schedules
+from drumline.schedules import DEFAULT, schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +168,76 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     header += ["peak bytes"] if bytes_known else []
     lines = []
     for row in rows:
-        timeline = row.timeline
-        cells = [
-            row.name + ("" if row.fits else " (over the limit)"),
-            str(row.stages_per_rank),
-            f"{row.seconds_per_microbatch:.4g}",
-            f"{timeline.bubble:.2%}",
-            f"{timeline.span_bubble:.2%}",
-            f"{row.peak_share:.3g}",
-        ]
-        if bytes_known:
-            cells.append(f"{max(timeline.peak_bytes or (0.0,)):.4g}")
+        timeline, seconds = row.timeline, f"{row.seconds_per_microbatch:.4g}"
+        cells = [row.name + ("" if row.fits else " (over the limit)"), str(row.stages_per_rank), seconds]
+        cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", f"{row.peak_share:.3g}"]
+        cells += [f"{max(timeline.peak_bytes or (0.0,)):.4g}"] if bytes_known else []
         lines.append(cells)
     return table(header, lines, width=width)
+
+
+def recommend(rows: Sequence[Row]) -> Advice:
+    """Return what a comparison comes to; schedules that train on stale weights are not recommended over exact ones.
+
+    What the comparison left out is named: it may be better than what is recommended.
+
+    >>> print(recommend(compare(4, num_microbatches=8)))
+    Run zb-v: 5.9% bubble, at most 4 activations on a rank; 1f1b takes 29% longer. Where memory is short, v-half ...
+    """
+    left_out = rows.left_out if isinstance(rows, Comparison) else ()
+    named = ", ".join(one.name for one in left_out)
+    unknown = (Remedy("left out", f"Not compared: {named}"),) if named else ()
+    exact = [row for row in rows if row.timeline.program.num_updates == 0 and row.fits]
+    if exact:
+        return Advice((*_remedies(rows, exact), *unknown), least=0.0)
+    if not rows:
+        return Advice(unknown, nothing="No schedule admits these counts.")
+    least = min(rows, key=lambda row: row.peak_share)
+    nothing = f"Nothing fits the limit: the least that any schedule holds is {_peak(least)}, with {least.name}."
+    return Advice(unknown, nothing=nothing)
+
+
+def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
+    """Yield what to run, and what to run where that holds too much."""
+    best = _best(exact)
+    said = f"Run {best.name}: {best.timeline.bubble:.1%} bubble, at most {_peak(best)} on a rank"
+    if best.timeline.program.placement.mirrored:
+        said += ", and two copies of the weights"
+    more = next((_slower(row, best) for row in rows if row.name == DEFAULT), 0.0)
+    if more >= 0.005:
+        said += f"; {DEFAULT} takes {more:.0%} longer"
+    yield Remedy("schedule", said, max(more / (1 + more), 0.0), {"schedule": best.name})
+    smaller = [row for row in exact if row.peak_share <= 0.8 * best.peak_share and _slower(row, best) <= 0.25]
+    if smaller:
+        frugal = min(smaller, key=lambda row: (_slower(row, best), row.peak_share))
+        holds = f"holds {frugal.peak_share:.3g} for {_slower(frugal, best):.0%} more time"
+        yield Remedy("memory", f"Where memory is short, {frugal.name} {holds}", 0.0, {"schedule": frugal.name})
+
+
+def _best(exact: Sequence[Row]) -> Row:
+    """Return the fastest; of those within a thousandth the one with the smaller span bubble, then the smaller peak."""
+    fastest = exact[0].seconds_per_microbatch
+    near = [row for row in exact if row.seconds_per_microbatch <= fastest * 1.001]
+    return min(near, key=lambda row: (round(row.timeline.span_bubble, 4), row.peak_share))
+
+
+def _slower(row: Row, best: Row) -> float:
+    return row.seconds_per_microbatch / best.seconds_per_microbatch - 1
+
+
+def _peak(row: Row) -> str:
+    return f"{row.peak_share:.3g} activation{'' if row.peak_share == 1 else 's'}"
+
+
+def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:
+    """Return a comparison as one page: all schedules on one time axis, bubble against peak memory, and what to run.
+
+    >>> text = compare_page(compare(2, num_microbatches=2), num_ranks=2, num_microbatches=2)
+    >>> "<title>2 ranks, 2 microbatches: 17 schedules</title>" in text
+    True
+    """
+    from drumline.report.draw.html import page
+
+    title = f"{num_ranks} ranks, {num_microbatches} microbatches: {len(rows)} schedules"
+    points = [{"name": row.name, **row.summary()} for row in rows]
+    return page([row.timeline for row in rows], title=title, rows=points, advice=str(recommend(rows)))

@@ -20,8 +20,7 @@ from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.core.torch_text import for_torch
 from drumline.report.draw import html
-from drumline.report.draw.explanations import explanations
-from drumline.report.draw.scene import document
+from drumline.report.draw.scene import document, explanations
 from drumline.report.summary import figures, listed, refused
 from drumline.schedules import find, schedules
 

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import cast
@@ -70,53 +71,59 @@ class ExploreServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/"
 
 
+class _BadRequest(Exception):
+    """What is wrong with a request itself: it is answered in a line, and the connection ends."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: ExploreServer
     protocol_version = "HTTP/1.1"
     timeout = 30
 
     def do_GET(self) -> None:
-        if self.is_allowed():
-            self.respond(None)
+        self.respond(lambda: None)
 
     def do_POST(self) -> None:
-        if not self.is_allowed():
-            return
-        body = self.body()
-        if body is None:
-            return
+        self.respond(lambda: self.body().decode("utf-8-sig"))
+
+    def respond(self, posted: Callable[[], str | None]) -> None:
         try:
-            text = body.decode("utf-8-sig")
+            self.check_host()
+            csv = posted()
+            self.server.asked_at = time.monotonic()
+            self.answer(*self.question(), csv)
+        except _BadRequest as error:
+            self.close_connection = True  # what is left of the request is not read
+            self.send(error.status, "text/plain", str(error).encode())
         except UnicodeDecodeError:
             self.send_json({"error": refused(UsageError("the file is not UTF-8 text", fix="save it as UTF-8"))})
-            return
-        self.respond(text)
+        except DrumlineError as error:
+            self.send_json({"error": refused(error)}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
 
-    def is_allowed(self) -> bool:
-        """Whether the page itself asks; whoever else does is refused before anything is read of a body."""
+    def check_host(self) -> None:
+        """Refuse whoever asks but the page itself, before anything is read of a body."""
         port = self.server.server_address[1]
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0] not in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            self.refuse(HTTPStatus.FORBIDDEN, "this page is for this machine only")
-            return False
-        return True
+            raise _BadRequest(HTTPStatus.FORBIDDEN, "this page is for this machine only")
 
-    def body(self) -> bytes | None:
-        """Return what was posted; None where it was refused: its length comes first, and all of it soon."""
+    def body(self) -> bytes:
+        """Return what was posted: its length comes first, and all of it soon."""
         lengths = self.headers.get_all("Content-Length") or []
         if not lengths or "Transfer-Encoding" in self.headers:
-            self.refuse(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
-            return None
+            raise _BadRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
         if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
-            self.refuse(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
-            return None
+            raise _BadRequest(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
         length = int(lengths[0][-20:])
         if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
-            self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
-            return None
+            raise _BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")
         return self.read_body(length)
 
-    def read_body(self, length: int) -> bytes | None:
+    def read_body(self, length: int) -> bytes:
         """Read so many bytes, for no longer than BODY_SECONDS in all, however slowly they come."""
         deadline = time.monotonic() + self.server.body_seconds
         pieces: list[bytes] = []
@@ -126,34 +133,22 @@ class _Handler(BaseHTTPRequestHandler):
                 self.connection.settimeout(max(deadline - time.monotonic(), 0.001))
                 piece = reader.read1(length)
                 if not piece:
-                    self.refuse(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
-                    return None
+                    raise _BadRequest(HTTPStatus.BAD_REQUEST, "the body ends before its Content-Length")
                 pieces.append(piece)
                 length -= len(piece)
         except TimeoutError:
-            self.refuse(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time")
-            return None
+            raise _BadRequest(HTTPStatus.REQUEST_TIMEOUT, "the body did not come in time") from None
         finally:
             self.connection.settimeout(self.timeout)
         return b"".join(pieces)
 
-    def refuse(self, status: HTTPStatus, why: str) -> None:
-        """Answer in a line and hang up: what is left of the request is not read."""
-        self.close_connection = True
-        self.send(status, "text/plain", why.encode())
-
-    def respond(self, csv: str | None) -> None:
-        self.server.asked_at = time.monotonic()
+    def question(self) -> tuple[str, dict[str, str]]:
+        """Return the page that is asked for, and the settings in its address."""
         try:
             address = urlsplit(self.path)
-            query = dict(parse_qsl(address.query, max_num_fields=100))
+            return address.path, dict(parse_qsl(address.query, max_num_fields=100))
         except ValueError:
-            self.refuse(HTTPStatus.BAD_REQUEST, "no such address")
-            return
-        try:
-            self.answer(address.path, query, csv)
-        except DrumlineError as error:
-            self.send_json({"error": refused(error)}, status=HTTPStatus.UNPROCESSABLE_ENTITY)
+            raise _BadRequest(HTTPStatus.BAD_REQUEST, "no such address") from None
 
     def answer(self, page: str, query: dict[str, str], csv: str | None) -> None:
         if page == "/" and csv is None:

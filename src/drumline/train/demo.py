@@ -104,38 +104,34 @@ class Outcome:
 
 
 def run_demo(
-    folder: Path,
-    build: Build | None = None,
-    *,
-    trials: Sequence[Trial] = TRIALS,
-    progress: Progress = lambda done, of, what: None,
+    folder: Path, build: Build | None = None, *, progress: Progress = lambda done, of, what: None
 ) -> list[Outcome]:
     """Train the build by every trial on two local ranks, each a run in `folder`, and compare with one process."""
     build = build or Build()
-    folders = [folder / trial.name for trial in trials]
+    folders = [folder / trial.name for trial in TRIALS]
     for one in folders:
         _clear(one)
-    counts = sorted({trial.num_microbatches for trial in trials})
-    unsplit, total = {}, build.num_steps * (len(counts) + len(trials))
+    counts = sorted({trial.num_microbatches for trial in TRIALS})
+    unsplit, total = {}, build.num_steps * (len(counts) + len(TRIALS))
     with one_thread():
         for at, count in enumerate(counts):
             progress(at * build.num_steps, total, f"one process, {count} microbatches")
             unsplit[count] = train_unsplit(build, count)
     done = build.num_steps * len(counts)
     with _watched(folders, lambda steps, what: progress(done + steps, total, what)):
-        ranks = launch(_train_all, build, trials, [str(one) for one in folders], num_ranks=NUM_RANKS)
+        ranks = launch(_train_all, build, [str(one) for one in folders], num_ranks=NUM_RANKS)
     progress(total, total, "done")
     outcomes = []
-    for at, (trial, path) in enumerate(zip(trials, folders, strict=True)):
+    for at, (trial, path) in enumerate(zip(TRIALS, folders, strict=True)):
         parts = [one[at] for one in ranks]
         difference = _difference(parts, unsplit[trial.num_microbatches])
         outcomes.append(Outcome(build, trial, read_run(path), parts[0].losses, difference))
     return outcomes
 
 
-def _train_all(build: Build, trials: Sequence[Trial], folders: Sequence[str]) -> list[Trained]:
+def _train_all(build: Build, folders: Sequence[str]) -> list[Trained]:
     """Train every trial, on this rank."""
-    return [train(build, trial, record=folder) for trial, folder in zip(trials, folders, strict=True)]
+    return [train(build, trial, record=folder) for trial, folder in zip(TRIALS, folders, strict=True)]
 
 
 def _difference(parts: Sequence[Trained], unsplit: Trained) -> float:

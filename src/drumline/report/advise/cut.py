@@ -32,7 +32,7 @@ from drumline.report.units import ms
 
 Counts = tuple[int, ...]
 
-_SAID = {
+_ASSUMES = {  # what is taken for true without having been measured
     "profile": "",
     "parameters": "if a block costs by its parameters, on any rank",
     "evenly": "if the blocks of a stage cost the same, on any rank",
@@ -47,7 +47,8 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     blocks = blocks_of(seen.plan or {}, program, seen.costs)
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
-    cuts = TimedCuts(blocks.costs_of_blocks, program, [True] * len(blocks.names), blocks.costs)
+    each = [BlockCosts(sum(seconds)) for seconds in zip(*blocks.seconds.values(), strict=True)]
+    cuts = TimedCuts(each, program, [True] * len(each), blocks.costs)
     try:
         found = cuts.best().counts
     except PlanError:
@@ -59,7 +60,7 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     moved = list(moves(blocks, found))
     listed = ", ".join(moved[:_NAMED_MOVES]) + (f" and {len(moved) - _NAMED_MOVES} more" if moved[3:] else "")
     sentence = f"{slowest_rank(seen.rank_seconds)}: move {listed} (balance={list(found)}), {predicted(gain)}"
-    yield Remedy("cut", sentence, gain, {"balance": list(found)}, blocks.assumes)
+    yield Remedy("cut", sentence, gain, {"balance": list(found)}, _ASSUMES[blocks.basis])
 
 
 def equal_stages(seen: Evidence) -> Iterator[Remedy]:
@@ -128,22 +129,11 @@ class Blocks:
     program: Program
     measured: Costs
 
-    @property
-    def assumes(self) -> str:
-        """What is taken for true without having been measured."""
-        return _SAID[self.basis]
-
-    @property
-    def costs_of_blocks(self) -> list[BlockCosts]:
-        """Return the blocks as the search for cuts takes them."""
-        return [BlockCosts(sum(each)) for each in zip(*self.seconds.values(), strict=True)]
-
     def costs(self, counts: Counts) -> Costs:
         """Return what the stages of a cut would take."""
-        homes = self.program.placement.homes
-        ends = list(pairwise(accumulate(counts, initial=0)))
+        speeds = [self.speed[home] for home in self.program.placement.homes]
         found: dict[str, Any] = {
-            op: [sum(self.seconds[op][i:j]) * self.speed[homes[stage]] for stage, (i, j) in enumerate(ends)]
+            op: [sum(own) * speed for own, speed in zip(_by_stage(self.seconds[op], counts), speeds, strict=True)]
             for op in OPS
         }
         return replace(self.measured, **found, activation_bytes=None, held_until_weight_bytes=None)
@@ -180,21 +170,23 @@ def blocks_of(plan: Mapping[str, Any], program: Program, costs: Costs) -> Blocks
 
 def _shared(stages: Sequence[float], shares: Sequence[float], counts: Counts) -> tuple[float, ...]:
     """Return every block's part of what its stage takes."""
-    found: list[float] = []
-    for taken, (i, j) in zip(stages, pairwise(accumulate(counts, initial=0)), strict=True):
-        found += [taken * share / sum(shares[i:j]) for share in shares[i:j]]
-    return tuple(found)
+    each = zip(stages, _by_stage(shares, counts), strict=True)
+    return tuple(taken * share / sum(own) for taken, own in each for share in own)
+
+
+def _by_stage(values: Sequence[float], counts: Counts) -> list[Sequence[float]]:
+    """Return what belongs to the blocks of each stage."""
+    return [values[i:j] for i, j in pairwise(accumulate(counts, initial=0))]
 
 
 def _speed(
     blocks: Mapping[str, Sequence[float]], stages: Mapping[str, Sequence[float]], counts: Counts, program: Program
 ) -> tuple[float, ...]:
     """Return by what factor each rank is slower than the blocks' own seconds say."""
-    ends = list(pairwise(accumulate(counts, initial=0)))
+    alone = {op: [sum(own) for own in _by_stage(blocks[op], counts)] for op in OPS}
     found = []
     for rank in range(program.num_ranks):
         own = program.placement.stages_of(rank)
-        took = sum(stages[op][stage] for op in OPS for stage in own)
-        expected = sum(sum(blocks[op][slice(*ends[stage])]) for op in OPS for stage in own)
+        took, expected = (sum(seconds[op][stage] for op in OPS for stage in own) for seconds in (stages, alone))
         found.append(took / expected if expected > 0 else 1.0)
     return tuple(found)

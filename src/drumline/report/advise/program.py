@@ -120,11 +120,8 @@ def _at_best(seen: Evidence, now: Simulation, others: list[Simulation], split: b
 
 def rows_of_batch(seen: Evidence, *, most: int) -> int:
     """Return how many rows a batch has, as far as the metrics tell; `most` where they do not."""
-    for one in seen.metrics:
-        rate, seconds = one.get("throughput(rows/s)"), one.get("time_metrics/end_to_end(s)")
-        if one["step"] == seen.step and rate and seconds:
-            return int(rate * seconds + 0.5)
-    return most
+    rate, seconds = seen.line.get("throughput(rows/s)"), seen.line.get("time_metrics/end_to_end(s)")
+    return int(rate * seconds + 0.5) if rate and seconds else most
 
 
 def _gain(seen: Evidence, changed: Simulation, actions: float) -> float:

@@ -1,4 +1,4 @@
-"""What could be changed about a step, and what that is predicted to gain: the evidence, and remedies for it.
+"""What could be changed about a step, and what that is predicted to gain: the evidence, remedies, advice.
 
 A prediction is the difference of two simulations with the step's own seconds, as a part of the measured makespan. What
 the simulator does not know, the executor's own time, is taken to stay with every action.
@@ -42,6 +42,11 @@ class Evidence:
     def program(self) -> Program:
         """What ran."""
         return self.measured.program
+
+    @property
+    def line(self) -> Mapping[str, Any]:
+        """What the metrics say of the step; empty where they say nothing."""
+        return next((one for one in self.metrics if one["step"] == self.step), {})
 
     @cached_property
     def middle(self) -> Simulation:
@@ -91,9 +96,37 @@ class Remedy:
     def __str__(self) -> str:
         return self.sentence + (f" ({self.assumes})" if self.assumes else "")
 
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Remedies, the one that counts most first; `nothing` is what to say where none gains the `least` of all."""
+
+    remedies: tuple[Remedy, ...]
+    least: float = LEAST_GAIN
+    nothing: str = f"No change that was tried is predicted to gain {LEAST_GAIN:.0%} or more."
+
+    @property
+    def best(self) -> Remedy | None:
+        """The one to take first; None where nothing is predicted to gain."""
+        first = self.remedies[0] if self.remedies else None
+        return first if first is not None and first.gain >= self.least else None
+
+    @property
+    def sentence(self) -> str:
+        """What to do."""
+        return self.nothing if self.best is None else f"{self.best}."
+
+    @property
+    def others(self) -> tuple[Remedy, ...]:
+        """What else there is to say."""
+        return self.remedies if self.best is None else self.remedies[1:]
+
+    def __str__(self) -> str:
+        return " ".join([self.sentence, *(f"{one}." for one in self.others)])
+
     def to_json(self) -> dict[str, Any]:
         """Return it as an object for JSON."""
-        return asdict(self)
+        return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
 
 
 def predicted(gain: float) -> str:

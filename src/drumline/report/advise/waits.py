@@ -53,11 +53,10 @@ def time_outside(seen: Evidence) -> Iterator[Remedy]:
     """Yield how much of the time from step to step is not spent in steps, where it is much."""
     if not isinstance(seen.measured, Measured):
         return
-    line = next((one for one in seen.metrics if one["step"] == seen.step), {})
-    whole, inside = line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
+    whole, inside = seen.line.get("time_metrics/end_to_end(s)"), seen.measured.parts[0].total
     if whole and whole - inside > _OUTSIDE * whole:
         share = (whole - inside) / whole
-        taken = {what: line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
+        taken = {what: seen.line.get(f"pp/rank0/{kind}_seconds") or 0.0 for kind, what in _KINDS.items()}
         most = sorted((seconds, what) for what, seconds in taken.items() if seconds > _OUTSIDE * (whole - inside))
         named = ", ".join(f"{what} {duration(seconds)}" for seconds, what in reversed(most))
         took = duration(whole - inside)

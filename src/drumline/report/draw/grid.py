@@ -100,25 +100,19 @@ def legend(timeline: Timeline) -> str:
 def _margins(timeline: Timeline, width: int, figures: bool) -> tuple[list[str], list[str]]:
     """Return what stands before and behind each rank's line; narrow terminals do without."""
     digits = len(str(timeline.num_ranks - 1))
-    prefix = [f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
-    makespan = timeline.makespan or 1.0
-    peak_digits = max((len(str(peak)) for peak in timeline.peak_activations), default=1)
-    suffix = [
-        f" idle {timeline.idle[rank] / makespan:>3.0%} peak {timeline.peak_activations[rank]:>{peak_digits}}"
-        for rank in range(timeline.num_ranks)
-    ]
+    prefix = [f"{rank:<{digits}}" if width < 30 else f"rank {rank:<{digits}} " for rank in range(timeline.num_ranks)]
     if width < 60 or not figures:
-        suffix = [""] * timeline.num_ranks
-    if width < 30:
-        prefix = [f"{rank:<{digits}}" for rank in range(timeline.num_ranks)]
-    return prefix, suffix
+        return prefix, [""] * timeline.num_ranks
+    shares, peaks = [idle / (timeline.makespan or 1.0) for idle in timeline.idle], timeline.peak_activations
+    peak_digits = len(str(max(peaks, default=0)))
+    return prefix, [f" idle {s:>3.0%} peak {p:>{peak_digits}}" for s, p in zip(shares, peaks, strict=True)]
 
 
 def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
     placement = timeline.program.placement
     stages = [placement.stages_of(rank) for rank in range(timeline.num_ranks)]
 
-    def one(rank: int, part: Action) -> str:
+    def label(rank: int, part: Action) -> str:
         letter = _LETTERS.get(part.op, "?")
         number = "" if part.microbatch is None else str(part.microbatch)
         if placement.mirrored:
@@ -128,7 +122,7 @@ def _labels(timeline: Timeline) -> Callable[[int, Action], str]:
             return f"{part.stage}{letter}{number}"
         return (letter.lower() if part.stage != stages[rank][0] else letter) + number
 
-    return lambda rank, action: "".join(one(rank, part) for part in action.work)
+    return lambda rank, action: "".join(label(rank, part) for part in action.work)
 
 
 def _fit(timeline: Timeline, start: float, end: float, name_of: Callable[[int, Action], str], room: int) -> _Canvas:
@@ -157,13 +151,12 @@ def _common_unit(seconds: list[float]) -> float | None:
     (1.0, 0.5, None)
     """
     unit = min((one for one in seconds if one > 0), default=0.0)
-    for _ in range(64):
-        rests = [one - unit * round(one / unit) for one in seconds] if unit > 0 else []
-        worst = max((abs(rest) for rest in rests), default=0.0)
-        if unit > 0 and worst <= 1e-6 * unit:
+    for _ in range(64 if unit > 0 else 0):
+        rests = [abs(one - unit * round(one / unit)) for one in seconds]
+        if max(rests) <= 1e-6 * unit:
             return unit
-        unit = min((abs(rest) for rest in rests if abs(rest) > 1e-9 * unit), default=0.0)
-        if unit <= max(seconds, default=0.0) * 1e-4:
+        unit = min(rest for rest in rests if rest > 1e-9 * unit)
+        if unit <= max(seconds) * 1e-4:
             return None
     return None
 

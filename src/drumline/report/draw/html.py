@@ -20,6 +20,7 @@ from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
+from drumline.report.draw.markup import safe
 from drumline.report.draw.palette import theme
 from drumline.report.draw.scene import document
 from drumline.report.draw.svg import svg
@@ -32,6 +33,7 @@ _SCRIPTS = [
     f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]
 ]
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
+_EXTRA = '<script type="application/json" id="extra">{}</script>'
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -87,15 +89,13 @@ def page_with(
     parts = {
         "policy": f"default-src 'none';{asks} img-src data:; style-src '{_hash(styles)}';"
         f" script-src '{_hash(scripts)}'",
-        "title": escape(str(data["title"]).encode("utf-8", "replace").decode()),
+        "title": safe(data["title"]),
         "style": styles,
         "script": scripts,
         "panel": panel,
         "below": below,
         "data": json_for_script(data),
-        "extra": ""
-        if extra is None
-        else f'<script type="application/json" id="extra">{json_for_script(extra)}</script>',
+        "extra": "" if extra is None else _EXTRA.format(json_for_script(extra)),
     }
     return _PLACE.sub(lambda match: parts[match[1]], asset("page.html"))
 

@@ -49,16 +49,45 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
-def legend(kinds: Iterable[tuple[str, str]]) -> str:
+def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
     """Return what the classes of bars or curves stand for, as (class, name).
 
-    >>> legend([("busy", "busy")]).count("swatch")
+    >>> legend_html([("busy", "busy")]).count("swatch")
     1
     """
     entries = (
         f'<span><svg class="swatch"><rect class="part {kind}"/></svg>{safe(name)}</span>' for kind, name in kinds
     )
     return f'<p class="keys">{"".join(entries)}</p>'
+
+
+def card(title: str, body: str, *, wide: bool = False) -> str:
+    """Return a part of a page under its title; `wide` ones take the whole row.
+
+    >>> card("ranks", "<p/>")
+    '<div class="card"><h3>ranks</h3><p/></div>'
+    """
+    return f'<div class="card{" wide" if wide else ""}"><h3>{safe(title)}</h3>{body}</div>'
+
+
+def cards(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return the main figures of a page, each with its name and a note."""
+    items = (
+        f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd><dd class='note'>{safe(note)}</dd></div>"
+        for name, value, note in figures
+    )
+    return f'<dl class="cards">{"".join(items)}</dl>'
+
+
+def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
+    """Return a table; the columns `words` hold text, the others numbers."""
+    left = [' class="words"' if at in words else "" for at in range(len(header))]
+    head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
+    lines = "".join(
+        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 class Curve(NamedTuple):

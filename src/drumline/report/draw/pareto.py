@@ -84,16 +84,8 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
         fitting = [one for one in picture.hand_made if one.memory <= point.memory * (1 + 1e-12)]
         best = min(fitting, key=lambda one: one.bubble, default=None)
         memory = size_text(point.memory) if picture.unit == "bytes" else f"{point.memory:g}"
-        rows.append(
-            [
-                memory,
-                f"{point.bubble:.2%}",
-                f"{point.bound or 0.0:.2%}",
-                point.placement,
-                best.name if best else "none",
-                f"{best.bubble:.2%}" if best else "",
-            ]
-        )
+        hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
+        rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
     header = [picture.unit, "bubble", "bound", "placement", "best hand-made", "its bubble"]
     return table(header, rows, width=width, left=0)
 

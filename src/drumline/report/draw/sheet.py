@@ -19,6 +19,7 @@ from html import escape
 
 import numpy as np
 
+from drumline.report.draw.markup import safe
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
@@ -79,11 +80,11 @@ def sheet(
     """
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{number(width)}" height="{number(height)}" '
-        f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{safe(described or title)}" '
-        f'font-family="{safe(FONT)}" font-size="11" fill="{INK}">',
+        f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{xml_text(described or title)}" '
+        f'font-family="{xml_text(FONT)}" font-size="11" fill="{INK}">',
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
-        f'<text x="16" y="26" font-size="15" font-weight="600">{safe(title)}</text>',
-        f'<text x="16" y="44" fill="{MUTED}">{safe(about)}</text>',
+        f'<text x="16" y="26" font-size="15" font-weight="600">{xml_text(title)}</text>',
+        f'<text x="16" y="44" fill="{MUTED}">{xml_text(about)}</text>',
     ]
     return "\n".join([*head, *lines, "</svg>", ""])
 
@@ -115,7 +116,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
     '<text x="2" y="10.5" text-anchor="end">a &lt; b</text>'
     """
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' fill="{fill}"' if fill else "")
-    return f'<text x="{number(x)}" y="{number(y)}"{more}>{safe(words)}</text>'
+    return f'<text x="{number(x)}" y="{number(y)}"{more}>{xml_text(words)}</text>'
 
 
 def rect(
@@ -170,7 +171,7 @@ def circle(x: float, y: float, radius: float, fill: str, *, note: str = "") -> s
 
 
 def _closed(opened: str, name: str, note: str) -> str:
-    return f"{opened}><title>{safe(note)}</title></{name}>" if note else f"{opened}/>"
+    return f"{opened}><title>{xml_text(note)}</title></{name}>" if note else f"{opened}/>"
 
 
 def number(value: float) -> str:
@@ -182,10 +183,10 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def safe(words: str) -> str:
+def xml_text(words: str) -> str:
     r"""Escape text, and drop the control characters that XML cannot carry.
 
-    >>> safe("a < b\x00")
+    >>> xml_text("a < b\x00")
     'a &lt; b'
     """
     return escape("".join(c for c in words if c >= " " and c not in "\ufffe\uffff" and not "\ud800" <= c <= "\udfff"))
@@ -197,14 +198,12 @@ def picture_page(title: str, picture: str, words: str) -> str:
     >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
     '<pre>1 &lt; 2</pre>'
     """
-    title, words = (escape(one.encode("utf-8", "replace").decode()) for one in (title, words))
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
-            f"<title>{title}</title>\n</head>\n<body>",
-            picture,
-            f"<pre>{words}</pre>",
-            "</body>\n</html>",
-        ]
-    )
+    lines = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
+        f"<title>{safe(title)}</title>\n</head>\n<body>",
+        picture,
+        f"<pre>{safe(words)}</pre>",
+        "</body>\n</html>",
+    ]
+    return "\n".join(lines)

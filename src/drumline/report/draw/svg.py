@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from drumline.core.action import Action, Op
@@ -11,7 +10,7 @@ from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, hatched, number, rect, safe, sheet, text, upright
+from drumline.report.draw.sheet import Axis, hatched, number, rect, sheet, text, upright, xml_text
 from drumline.report.units import size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
@@ -20,30 +19,15 @@ _TINT = 0.12  # of idle time, under its lines
 _TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips nobody can aim at
 
 
-@dataclass(frozen=True, slots=True)
 class _RankRows:
     """Where ranks and times lie on the sheet."""
 
-    width: float
-    num_ranks: int
-    start: float
-    makespan: float
-
-    @property
-    def row(self) -> float:
-        return 26.0 if self.num_ranks <= 16 else 16.0
-
-    @property
-    def bottom(self) -> float:
-        return _TOP + self.num_ranks * (self.row + 6) - 6
-
-    @property
-    def room(self) -> float:
-        return self.width - _LEFT - _RIGHT
-
-    @property
-    def axis(self) -> Axis:
-        return Axis(0, self.makespan, _LEFT, _LEFT + self.room)
+    def __init__(self, timeline: Timeline, width: float) -> None:
+        self.width = width
+        self.row = 26.0 if timeline.num_ranks <= 16 else 16.0
+        self.bottom = _TOP + timeline.num_ranks * (self.row + 6) - 6
+        self.room = width - _LEFT - _RIGHT
+        self.start, self.makespan = timeline.start, timeline.makespan
 
     def x(self, time: float) -> float:
         return _LEFT + (time - self.start) * self.room / (self.makespan or 1.0)
@@ -62,13 +46,14 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     (4, True)
     """
     name = timeline.program.name if title is None else title
-    layout = _RankRows(max(width, 320), timeline.num_ranks, timeline.start, timeline.makespan)
+    layout = _RankRows(timeline, max(width, 320))
+    axis = Axis(0, timeline.makespan, _LEFT, _LEFT + layout.room)
     legend, legend_rows = _legend(timeline, layout)
     idle = {rank: [one for one in timeline.causes if one.rank == rank] for rank in range(timeline.num_ranks)}
     lines = [
         text(layout.width - 76, _TOP - 7, "idle", anchor="end", fill=MUTED),
         text(layout.width - 16, _TOP - 7, "peak", anchor="end", fill=MUTED),
-        *upright(layout.axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
+        *upright(axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
         *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout, idle[rank])),
         *legend,
     ]
@@ -100,7 +85,7 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows, idle: Sequence[Idle])
     yield '<g text-anchor="middle">'
     later = []
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-        note = f"<title>{safe(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
+        note = f"<title>{xml_text(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
         bands = list(islice(local, len(action.work)))
         box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, bands))}</g>'
         if end > start:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import gzip
 import json
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core import rules
 from drumline.core.action import Action
@@ -24,11 +25,12 @@ from drumline.core.timeline.timeline import Timeline
 
 Event = dict[str, Any]
 
-_COMPUTE, _IDLE, _FIRST_LANE = 1, 2, 3
+_COMPUTE, _IDLE = 1, 2
+_NANOSECONDS = 1e9  # of a second
 
 
-def trace(timeline: Timeline, *, nanoseconds_per_unit: float = 1e9) -> bytes:
-    """Return the gzipped trace; a unit of the timeline is a second unless said otherwise.
+def trace(timeline: Timeline) -> bytes:
+    """Return the gzipped trace; a unit of the timeline is a second.
 
     >>> from drumline.core.program import Program
     >>> from drumline.core.simulate.simulate import simulate
@@ -37,12 +39,10 @@ def trace(timeline: Timeline, *, nanoseconds_per_unit: float = 1e9) -> bytes:
     ['0F0', '0B0']
     """
     figures = {"program": timeline.program.name, "makespan": timeline.makespan, "bubble": timeline.bubble}
-    return _zipped(
-        list(events(timeline, nanoseconds_per_unit)), {**figures, "nanoseconds_per_unit": nanoseconds_per_unit}
-    )
+    return _zipped(list(_events(timeline)), {**figures, "nanoseconds_per_unit": _NANOSECONDS})
 
 
-def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1e9) -> bytes:
+def traces(timelines: Mapping[str, Timeline]) -> bytes:
     """Return one gzipped trace of several timelines, by their names: the ranks of each follow those of the one before.
 
     >>> from drumline.core.program import Program
@@ -55,7 +55,7 @@ def traces(timelines: Mapping[str, Timeline], *, nanoseconds_per_unit: float = 1
     found: list[Event] = []
     first_rank = first_id = 0
     for name, timeline in timelines.items():
-        for event in events(timeline, nanoseconds_per_unit):
+        for event in _events(timeline):
             moved = {**event, "pid": event["pid"] + first_rank}
             if "id" in event:
                 moved["id"] = event["id"] + first_id
@@ -75,14 +75,14 @@ def _zipped(listed: list[Event], other: Event) -> bytes:
     return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
 
 
-def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
+def _events(timeline: Timeline) -> Iterator[Event]:
     """Yield the trace's events, names of processes and threads first."""
-    clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start), nanoseconds_per_unit)
-    lanes = _Lanes(clock)
-    messages = lanes.placed([(one.source, f"to rank {one.target}", one.start, one.end) for one in timeline.transfers])
-    exchanges = lanes.placed([(one.rank, "exchange", one.start, one.end) for one in timeline.exchanges])
-    between = lanes.placed([(one.rank, "between steps", one.start, one.end) for one in timeline.between])
-    yield from _names(timeline, lanes)
+    clock = _TraceTime(min((one.start for one in timeline.between), default=timeline.start))
+    threads = _Threads(clock)
+    messages = threads.of([(one.source, f"to rank {one.target}", one.start, one.end) for one in timeline.transfers])
+    exchanges = threads.of([(one.rank, "exchange", one.start, one.end) for one in timeline.exchanges])
+    between = threads.of([(one.rank, "between steps", one.start, one.end) for one in timeline.between])
+    yield from _names(timeline, threads)
     for rank, track in enumerate(timeline.tracks):
         for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
             yield clock.slice(rank, _COMPUTE, str(action), start, end, category=action.op.value)
@@ -91,22 +91,19 @@ def events(timeline: Timeline, nanoseconds_per_unit: float) -> Iterator[Event]:
     for passed, thread in zip(timeline.between, between, strict=True):
         yield clock.slice(passed.rank, thread, passed.kind, passed.start, passed.end, category="between steps")
     for idle in timeline.causes:
-        yield clock.slice(
-            idle.rank, _IDLE, idle.cause.value, idle.start, idle.end, category="idle", args={"why": str(idle)}
-        )
+        why = {"why": str(idle)}
+        yield clock.slice(idle.rank, _IDLE, idle.cause.value, idle.start, idle.end, category="idle", args=why)
     yield from _transfers(timeline, clock, messages)
     yield from _counters(timeline, clock)
 
 
-class _TraceTime:
+class _TraceTime(NamedTuple):
     """Turns times into whole nanoseconds, written as microseconds as the format wants."""
 
-    def __init__(self, start: float, nanoseconds_per_unit: float) -> None:
-        self.start = start
-        self.scale = nanoseconds_per_unit
+    start: float
 
     def nanoseconds(self, time: float) -> int:
-        return round((time - self.start) * self.scale)
+        return round((time - self.start) * _NANOSECONDS)
 
     def at(self, time: float) -> float:
         return self.nanoseconds(time) / 1000
@@ -116,49 +113,42 @@ class _TraceTime:
     ) -> Event:
         low, high = self.nanoseconds(start), self.nanoseconds(end)
         where = {"name": name, "cat": category, "pid": rank, "tid": thread, "ts": low / 1000}
-        if high > low:
-            return {**where, "ph": "X", "dur": (high - low) / 1000, "args": args or {}}
-        return {**where, "ph": "i", "s": "t", "args": args or {}}
+        length = {"ph": "X", "dur": (high - low) / 1000} if high > low else {"ph": "i", "s": "t"}
+        return {**where, **length, "args": args or {}}
 
 
-class _Lanes:
-    """Threads of one rank that fill up from the first: what runs at once never shares one."""
+class _Threads:
+    """Threads of each rank, by name; those of one name fill up from the first: what runs at once never shares one."""
 
     def __init__(self, clock: _TraceTime) -> None:
         self.clock = clock
-        self.busy_until: dict[tuple[int, str], list[int]] = {}
-        self.numbers: dict[tuple[int, str], int] = {}
-        self.names: dict[int, dict[int, str]] = {}
+        self.busy_until: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self.numbers: dict[int, dict[str, int]] = defaultdict(lambda: {"compute": _COMPUTE, "idle, by cause": _IDLE})
 
-    def placed(self, spans: Sequence[tuple[int, str, float, float]]) -> list[int]:
+    def of(self, spans: Sequence[tuple[int, str, float, float]]) -> list[int]:
         """Return the threads of spans, given as (rank, name, start, end), placed in order of their start."""
         threads = [0] * len(spans)
         for index in sorted(range(len(spans)), key=lambda at: spans[at][2]):
             rank, name, start, end = spans[index]
-            threads[index] = self.place(rank, name, self.clock.nanoseconds(start), self.clock.nanoseconds(end))
+            threads[index] = self.first_free(rank, name, self.clock.nanoseconds(start), self.clock.nanoseconds(end))
         return threads
 
-    def place(self, rank: int, name: str, start: int, end: int) -> int:
-        """Return the number of the first thread called `name` that is free."""
-        lanes = self.busy_until.setdefault((rank, name), [])
-        lane = next((at for at, until in enumerate(lanes) if until <= start), len(lanes))
-        lanes[lane : lane + 1] = [end]
-        names = self.names.setdefault(rank, {})
-        numbered = name if lane == 0 else f"{name} ({lane + 1})"
-        if (rank, numbered) not in self.numbers:
-            self.numbers[rank, numbered] = _FIRST_LANE + len(names)
-            names[self.numbers[rank, numbered]] = numbered
-        return self.numbers[rank, numbered]
+    def first_free(self, rank: int, name: str, start: int, end: int) -> int:
+        """Return the number of the first thread called `name` that is free, busy from now on."""
+        busy = self.busy_until[rank, name]
+        free = next((at for at, until in enumerate(busy) if until <= start), len(busy))
+        busy[free : free + 1] = [end]
+        numbers = self.numbers[rank]
+        return numbers.setdefault(name if free == 0 else f"{name} ({free + 1})", 1 + len(numbers))
 
 
-def _names(timeline: Timeline, lanes: _Lanes) -> Iterator[Event]:
+def _names(timeline: Timeline, threads: _Threads) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
         stages = timeline.program.placement.stages_of(rank)
         title = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
         yield _meta(rank, 0, "process_name", {"name": title})
         yield _meta(rank, 0, "process_sort_index", {"sort_index": rank})
-        threads = {_COMPUTE: "compute", _IDLE: "idle, by cause", **lanes.names.get(rank, {})}
-        for number, name in sorted(threads.items()):
+        for name, number in threads.numbers[rank].items():
             yield _meta(rank, number, "thread_name", {"name": name})
             yield _meta(rank, number, "thread_sort_index", {"sort_index": number})
 
@@ -181,11 +171,8 @@ def _transfers(timeline: Timeline, clock: _TraceTime, threads: list[int]) -> Ite
 
 
 def _producer_start(timeline: Timeline, send: Action) -> float | None:
-    for producer in rules.producers(send):
-        place = timeline.located.get((producer.stage, producer.op, producer.microbatch))
-        if place is not None:
-            return timeline.tracks[place[0]].starts[place[1]]
-    return None
+    places = (timeline.located.get(producer[:3]) for producer in rules.producers(send))
+    return next((timeline.tracks[rank].starts[at] for rank, at in filter(None, places)), None)
 
 
 def _next_start(timeline: Timeline, rank: int, time: float) -> float | None:

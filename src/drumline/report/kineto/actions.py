@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +30,10 @@ import numpy as np
 from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError, TraceError
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Mark, RankTrace
+
+Stretches = list[tuple[int, int]]  # from when to when
 
 _NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
 _OPS = {"Forward": Op.FORWARD, "Backward": Op.BACKWARD}
@@ -88,9 +89,8 @@ def numbered_on(labelled: Sequence[Labelled]) -> list[Labelled]:
     seen: Counter[Action] = Counter()
     found = []
     for one in labelled:
-        turn = seen[one.action]
+        found.append(one._replace(action=_later(one.action, seen[one.action] * count)))
         seen[one.action] += 1
-        found.append(one._replace(action=_later(one.action, turn * count)) if turn else one)
     return found
 
 
@@ -106,21 +106,19 @@ def unlabelled(recording: RankTrace, stage: int, start: int, end: int) -> list[L
     if backwards and len(forwards) != len(backwards):
         error = f"{recording.path}: {len(forwards)} forwards and {len(backwards)} backwards, and no labels"
         raise TraceError(error, expected=_EXPECTED, fix=_FIX)
-    _check_links(recording, forwards, backwards)
-    return _in_order(stage, forwards, backwards)
+    return _in_order(recording, stage, forwards, backwards)
 
 
 def until_the_end(recording: RankTrace, stage: int) -> list[Labelled]:
     """Return the same of a whole trace, which may end within a step; of stage 0, forwards still under way, too."""
     start, end = recording.bounds
     forwards, backwards = _found(recording, start, end + 1)
-    _check_links(recording, forwards, backwards)
     if stage == 0 and not recording.frames:
         forwards = [*forwards, *_under_way(recording)]
-    return _in_order(stage, forwards, backwards)
+    return _in_order(recording, stage, forwards, backwards)
 
 
-def _under_way(recording: RankTrace) -> list[tuple[int, int]]:
+def _under_way(recording: RankTrace) -> Stretches:
     """Return the forwards behind the last one with a link: each a run of ops that a send follows.
 
     Their backwards were to come when the trace ended, so that autograd has no link for them. The first stage sends
@@ -136,16 +134,18 @@ def _under_way(recording: RankTrace) -> list[tuple[int, int]]:
     return [runs[at - 1][:2] for at in sends[1:] if runs[at - 1][2] == "F"]
 
 
-def _in_order(stage: int, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]) -> list[Labelled]:
+def _in_order(recording: RankTrace, stage: int, forwards: Stretches, backwards: Stretches) -> list[Labelled]:
+    """Return forwards and backwards as actions in order; refuse a trace whose links contradict that."""
+    _check_links(recording, forwards, backwards)
     found = [
         Labelled(Action(stage, op, number), *stretch)
         for op, stretches in ((Op.FORWARD, forwards), (Op.BACKWARD, backwards))
-        for number, stretch in zip(count(), stretches, strict=False)
+        for number, stretch in enumerate(stretches)
     ]
     return sorted(found, key=lambda one: one.start)
 
 
-def _found(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _found(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
     """Return from when to when forwards and backwards ran; refuse a trace that begins with a backward."""
     forwards, backwards = _sought(recording, start, end)
     if backwards and (not forwards or backwards[0] < forwards[0]):
@@ -157,14 +157,13 @@ def _found(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, 
     return forwards, backwards
 
 
-def _sought(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _sought(recording: RankTrace, start: int, end: int) -> tuple[Stretches, Stretches]:
     frames = [mark for mark in recording.frames if start <= mark.start < end]
     if frames:
         if any("backward_weight" in mark.name for mark in frames):
             raise TraceError(f"{recording.path}: split backwards without labels", expected=_EXPECTED, fix=_FIX)
         forwards = [(one.start, one.end) for one in frames if ": forward" in one.name]
-        backwards = [(one.start, one.end) for one in frames if ": backward" in one.name]
-        return forwards, backwards
+        return forwards, [(one.start, one.end) for one in frames if ": backward" in one.name]
     links = recording.links
     engine = links.backward[(links.backward[:, 0] >= start) & (links.backward[:, 0] < end)]
     linked = np.unique(links.pairs[:, 0])
@@ -174,7 +173,7 @@ def _sought(recording: RankTrace, start: int, end: int) -> tuple[list[tuple[int,
     return [run[:2] for run in runs if run[2] == "F"], [run[:2] for run in runs if run[2] == "B"]
 
 
-def _runs(forward: Ints, backward: Ints, calls: Iterable[Call]) -> list[tuple[int, int, str]]:
+def _runs(forward: Ints, backward: Ints, calls: Iterable[MessageEnd]) -> list[tuple[int, int, str]]:
     """Return the runs of forward ops (F) and of backward steps (B) that nothing breaks, and messages (s, r)."""
     tokens = [(*one, "F") for one in forward.tolist()] + [(*one, "B") for one in backward.tolist()]
     runs: list[tuple[int, int, str]] = []
@@ -196,9 +195,7 @@ def _covered(moments: Ints, stretches: Ints) -> np.ndarray[tuple[int], np.dtype[
     return covered
 
 
-def _check_links(
-    recording: RankTrace, forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]]
-) -> None:
+def _check_links(recording: RankTrace, forwards: Stretches, backwards: Stretches) -> None:
     """Refuse a trace whose n-th backward is not that of its n-th forward."""
     made, used = recording.links.pairs.T
     ahead, behind = _places(forwards, made), _places(backwards, used)
@@ -208,7 +205,7 @@ def _check_links(
         raise TraceError(f"{error}, and there are no labels", expected=_EXPECTED, fix=_FIX)
 
 
-def _places(stretches: Sequence[tuple[int, int]], moments: Ints) -> Ints:
+def _places(stretches: Stretches, moments: Ints) -> Ints:
     """Return in which stretch each moment lies, -1 for none."""
     if not stretches:
         return np.full(len(moments), -1)

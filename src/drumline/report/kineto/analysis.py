@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from drumline.core.action import Action, Op
+from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.measured.measured import stage_costs
+from drumline.core.measured.replay import replay
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import Violation
-from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.adviser import Advice, advise
-from drumline.report.advise.remedy import Evidence
-from drumline.report.kineto.load import load
-from drumline.report.kineto.timeline import NANO, BusyIdle, Traced, Unsent
-from drumline.report.kineto.traces import Traces, described
+from drumline.report.advise.adviser import advise
+from drumline.report.advise.remedy import Advice, Evidence
+from drumline.report.kineto.load import Traces, described, load
+from drumline.report.kineto.timeline import NANO, Traced
 from drumline.report.summary import figures, summarize
 
 _POSTED = re.compile(r"\d+(?:SEND|RECV)_[FB]\d+|posting a .*")
@@ -54,20 +52,15 @@ def medians(timeline: Timeline) -> dict[tuple[int, Op], float]:
     r"""Return the median seconds of each stage and op; a pair that ran as one counts half for each of its parts.
 
     >>> from drumline.core.program import Program
+    >>> from drumline.core.simulate.simulate import simulate
     >>> medians(simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(forward=[1, 3], backward=[2, 6])))[1, Op.FORWARD]
     3.0
     """
     found: dict[tuple[int, Op], list[float]] = {}
-    for part, seconds in _parts(timeline):
-        found.setdefault((part.stage, part.op), []).append(seconds)
-    return {key: median(values) for key, values in found.items()}
-
-
-def _parts(timeline: Timeline) -> Iterator[tuple[Action, float]]:
-    """Yield every plain action of every rank with its seconds."""
     for span in timeline.spans():
         for part in span.action.work:
-            yield part, (span.end - span.start) / len(span.action.work)
+            found.setdefault((part.stage, part.op), []).append((span.end - span.start) / len(span.action.work))
+    return {key: median(values) for key, values in found.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +81,7 @@ class Analysis:
     @cached_property
     def ideal(self) -> Simulation | None:
         """The same order and action times without transfer and overhead; None where the rows cannot run."""
-        return None if validate(self.timeline.program) else replayed(self.timeline)
+        return None if validate(self.timeline.program) else replay(self.timeline, transfers=False)
 
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
@@ -143,8 +136,8 @@ class Analysis:
             "steps_by_flushes": traces.by_flushes,
             "flushes": timeline.num_flushes,
             "found_by": traces.found_by,
-            "traces": [str(path) for path in traces.paths],
-            "global_ranks": list(traces.global_ranks),
+            "traces": [str(one.path) for one in traces.members],
+            "global_ranks": [one.rank for one in traces.members],
             "other_pipelines": traces.num_others,
             "kernel_seconds": None if timeline.kernel_seconds is None else list(timeline.kernel_seconds),
             "overhead_by_kind": self.overhead,
@@ -152,7 +145,7 @@ class Analysis:
             "slowest_stage": self.slowest.stage,
             "ideal": None if self.ideal is None else {**figures(self.ideal), "spans": _spans(self.ideal)},
             "clocks": {
-                "hosts": list(traces.hosts),
+                "hosts": [one.host for one in traces.members],
                 "shift_seconds": [shift * NANO for shift in alignment.shifts],
                 "error_seconds": [error * NANO if math.isfinite(error) else None for error in alignment.errors],
                 "contradiction_seconds": alignment.contradiction * NANO,
@@ -187,18 +180,6 @@ def analyze(
     return Analysis(traces, traces.step(step))
 
 
-def replayed(timeline: Timeline) -> Simulation:
-    r"""Return the ideal for a timeline's own action times: the same order, no transfer, no overhead.
-
-    >>> from drumline.core.program import Program
-    >>> timeline = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
-    >>> timeline.makespan, replayed(timeline).makespan
-    (7.0, 6.0)
-    """
-    seconds = np.array([seconds for _, seconds in _parts(timeline)])
-    return simulate(timeline.program, Costs(backward=1), factors=seconds)
-
-
 def _spans(timeline: Timeline) -> list[dict[str, Any]]:
     return [
         {"rank": one.rank, "action": str(one.action), "start": one.start, "end": one.end} for one in timeline.spans()
@@ -207,9 +188,9 @@ def _spans(timeline: Timeline) -> list[dict[str, Any]]:
 
 def _kind(idle: Idle) -> str:
     """Return what kept a rank, the same word for all microbatches."""
-    if isinstance(idle, Unsent):
+    if idle.waits_for is not None:
         return "made and not yet sent"
-    name = idle.what if isinstance(idle, BusyIdle) else ""
+    name = idle.kind
     if _POSTED.fullmatch(name):
         return "posting messages"
     if name.startswith("launching "):

@@ -10,7 +10,7 @@ ncclDevKernel_SendRecv               ·     ├──────┤     the dev
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -36,7 +36,7 @@ class Posted(NamedTuple):
     source: str
 
 
-class Call(NamedTuple):
+class MessageEnd(NamedTuple):
     """A send or a receive: posted by the host from `start` to `end`, moving from `begun`, and `done` where it is known.
 
     `on_device` tells whether the latter two are the device's.
@@ -51,14 +51,14 @@ class Call(NamedTuple):
     on_device: bool = False
 
 
-def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) -> tuple[Call, ...]:
+def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) -> tuple[MessageEnd, ...]:
     """Return the calls in order; `moved` are the kernels that move messages, as (launch, start, end).
 
     >>> op, annotation = Posted(False, 0, 10, None, "c10d"), Posted(False, 4, 90, 64.0, "gloo")
     >>> calls_of([op, annotation], [])
-    (Call(sends=False, start=0, end=10, begun=0, done=90, num_bytes=64.0, on_device=False),)
+    (MessageEnd(sends=False, start=0, end=10, begun=0, done=90, num_bytes=64.0, on_device=False),)
     >>> calls_of([op], [(12, 40, 95)])
-    (Call(sends=False, start=0, end=10, begun=40, done=95, num_bytes=None, on_device=True),)
+    (MessageEnd(sends=False, start=0, end=10, begun=40, done=95, num_bytes=None, on_device=True),)
     """
     ordered = sorted(posted, key=lambda one: (one.start, -one.end))
     ops = [one for one in ordered if one.source == "c10d"] or [one for one in ordered if one.source != "metadata"]
@@ -66,20 +66,15 @@ def calls_of(posted: Sequence[Posted], moved: Sequence[tuple[int, int, int]]) ->
     return tuple(_on_device([_call(op, ordered, starts) for op in ops], moved))
 
 
-def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> Call:
-    first = bisect_left(starts, op.start)
-    said = []
-    for one in ordered[first:]:
-        if one.start > op.end:
-            break
-        if one.sends == op.sends and one.source != "c10d":
-            said.append(one)
+def _call(op: Posted, ordered: Sequence[Posted], starts: Sequence[int]) -> MessageEnd:
+    within = ordered[bisect_left(starts, op.start) : bisect_right(starts, op.end)]
+    said = [one for one in within if one.sends == op.sends and one.source != "c10d"]
     waited = [one.end for one in (op, *said) if one.source in _ON_HOST]
     sizes = [one.num_bytes for one in (*said, op) if one.num_bytes is not None]
-    return Call(op.sends, op.start, op.end, op.start, max(waited, default=None), sizes[0] if sizes else None)
+    return MessageEnd(op.sends, op.start, op.end, op.start, max(waited, default=None), sizes[0] if sizes else None)
 
 
-def _on_device(calls: list[Call], moved: Sequence[tuple[int, int, int]]) -> list[Call]:
+def _on_device(calls: list[MessageEnd], moved: Sequence[tuple[int, int, int]]) -> list[MessageEnd]:
     """Return the calls with the times of their kernels: one moves all that was posted since the kernel before it."""
     upcoming, batch = 0, range(0)
     for launch, start, end in sorted(moved):

@@ -19,15 +19,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from drumline.core.errors import TraceError
+from drumline.core.errors import DrumlineError, TraceError
 from drumline.core.files import MIB, Kind, opened
 
 Event = dict[str, Any]
 
-_EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or .json.gz"
 _AGAIN = "record or copy the trace again"
 _PIECE = 1 << 20
 _LARGEST_VALUE = 64 << 20  # characters of one event; what is larger is no event
+_EXPECTED = "a trace as torch.profiler's export_chrome_trace writes it, .json or .json.gz"
 _KIND = Kind("trace", TraceError, _EXPECTED, 2**14 * MIB)
 # Traces shrink to a tenth or a thirtieth; what grows to more than this is made to fill memory and time.
 _MOST_GROWTH, _GROWTH_FROM = 200, 64 * MIB
@@ -53,23 +53,15 @@ def events(path: Path, header: Event) -> Generator[Event, None, None]:
     try:
         with _opened(path) as text:
             yield from _events(text, header)
-    except _Refused as error:
-        raise TraceError(f"{path}: {error.error}", expected=error.expected, fix=error.fix) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(
-            f"{path}: the gzip data is damaged or cut off: {error}", expected=_EXPECTED, fix=_AGAIN
-        ) from None
-
-
-class _Refused(TraceError):
-    """What is wrong with a file's contents; the path comes in front."""
+        raise _KIND.refuse(f"{path}: the gzip data is damaged or cut off: {error}", fix=_AGAIN) from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Text]:
     with opened(path, _KIND) as file, ExitStack() as stack:
         if os.fstat(file.fileno()).st_size > _KIND.max_bytes:
-            raise _Refused(f"larger than {_KIND.max_bytes // MIB} MiB", expected=_EXPECTED)
+            raise _KIND.refuse(f"{path}: larger than {_KIND.max_bytes // MIB} MiB")
         zipped = cast(io.BufferedReader, file).peek(2)[:2] == b"\x1f\x8b"
         plain: Any = stack.enter_context(gzip.GzipFile(fileobj=file)) if zipped else file
 
@@ -77,13 +69,14 @@ def _opened(path: Path) -> Iterator[_Text]:
             return min(_GROWTH_FROM + _MOST_GROWTH * file.tell(), _KIND.max_bytes) if zipped else _KIND.max_bytes
 
         # Names of kernels are whatever somebody called them: a byte that is no text must not end the reading.
-        yield _Text(stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8-sig", errors="replace")), most)
+        yield _Text(path, stack.enter_context(io.TextIOWrapper(plain, encoding="utf-8-sig", errors="replace")), most)
 
 
 class _Text:
     """The text of a file, through a window that moves on."""
 
-    def __init__(self, file: io.TextIOWrapper, most: Callable[[], int]) -> None:
+    def __init__(self, path: Path, file: io.TextIOWrapper, most: Callable[[], int]) -> None:
+        self.path = path
         self.file = file
         self.most = most  # characters that the file may have, by what was read of it
         self.num_read = 0
@@ -94,14 +87,12 @@ class _Text:
         """Let go of what was read, and take in at least as much again as is left; False at the end."""
         left = self.text[self.at :]
         if len(left) > _LARGEST_VALUE:
-            raise _Refused(f"one value is larger than {_LARGEST_VALUE >> 20} MiB", expected=_EXPECTED)
+            raise self.refused(f"one value is larger than {_LARGEST_VALUE >> 20} MiB")
         piece = self.file.read(max(_PIECE, len(left)))
         self.num_read += len(piece)
         if self.num_read > self.most():
-            raise _Refused(
-                f"it grows to more than {self.num_read // MIB - 1} MiB, more than {_MOST_GROWTH} times its size",
-                expected=_EXPECTED,
-            )
+            grown = f"it grows to more than {self.num_read // MIB - 1} MiB"
+            raise self.refused(f"{grown}, more than {_MOST_GROWTH} times its size")
         self.text, self.at = left + piece, 0
         return bool(piece)
 
@@ -124,25 +115,32 @@ class _Text:
     def take_comma(self, otherwise: str) -> None:
         """Go past a comma; refuse a text without, unless what it stands in is closed here."""
         if not self.take(",") and self.peek() != otherwise:
-            raise self.refused("a comma is missing") if self.peek() else _cut_off()
+            raise self.not_json("a comma is missing") if self.peek() else self.cut_off()
 
-    def refused(self, fault: str) -> _Refused:
+    def refused(self, fault: str, *, fix: str = "") -> DrumlineError:
+        """Return the refusal of the file."""
+        return _KIND.refuse(f"{self.path}: {fault}", fix=fix)
+
+    def not_json(self, fault: str, near: str | None = None) -> DrumlineError:
         """Return the refusal of what comes next."""
-        return _not_json(fault, self.text[self.at : self.at + 20])
+        return self.refused(f"not JSON: {fault}, at {self.text[self.at : self.at + 20] if near is None else near!r}")
+
+    def cut_off(self) -> DrumlineError:
+        return self.refused("the trace is cut off", fix=_AGAIN)
 
     def value(self) -> Any:
         """Return the next JSON value."""
         if not self.peek():
-            raise _cut_off()
+            raise self.cut_off()
         while True:
             try:
                 found, end = _DECODER.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 fault, at = error.msg, error.pos
             except RecursionError:
-                raise _Refused("the JSON is nested too deeply", expected=_EXPECTED) from None
+                raise self.refused("the JSON is nested too deeply") from None
             except ValueError:  # Python refuses to read numbers of more than 4300 digits
-                raise _Refused("a number of thousands of digits stands in it", expected=_EXPECTED) from None
+                raise self.refused("a number of thousands of digits stands in it") from None
             else:
                 length = end - self.at
                 # A number at the very end of the window may go on behind it: 1, 1.5, 1e-5.
@@ -155,7 +153,7 @@ class _Text:
             cut = open_string or any(word.startswith(rest.strip()) for word in _WORDS)
             near_the_end = len(self.text) - at <= _LONGEST_ESCAPE
             if not (cut or near_the_end) or not self.more():
-                raise _cut_off() if cut else _not_json(fault, rest)
+                raise self.cut_off() if cut else self.not_json(fault, rest)
 
 
 def _events(text: _Text, header: Event) -> Iterator[Event]:
@@ -163,12 +161,12 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
         yield from _listed(text)
         return
     if not text.take("{"):
-        raise text.refused("it begins with neither { nor [")
+        raise text.not_json("it begins with neither { nor [")
     found, names = False, 0
     while not text.take("}"):
         key = text.value()
         if not isinstance(key, str) or not text.take(":"):
-            raise text.refused("a name is missing")
+            raise text.not_json("a name is missing")
         if key == "traceEvents" and text.take("["):
             found = True
             yield from _listed(text)
@@ -179,11 +177,11 @@ def _events(text: _Text, header: Event) -> Iterator[Event]:
                 header[key] = value
             names += 1
             if names > _MOST_NAMES:
-                raise _Refused(f"more than {_MOST_NAMES} names beside its events", expected=_EXPECTED)
+                raise text.refused(f"more than {_MOST_NAMES} names beside its events")
         text.take_comma("}")
     if not found:
         there = ", ".join(key[:40] for key in list(header)[:10])
-        raise _Refused(f"no traceEvents in it, only {there or 'nothing'}", expected=_EXPECTED)
+        raise text.refused(f"no traceEvents in it, only {there or 'nothing'}")
 
 
 def _listed(text: _Text) -> Iterator[Event]:
@@ -193,11 +191,3 @@ def _listed(text: _Text) -> Iterator[Event]:
         if isinstance(event, dict):
             yield event
         text.take_comma("]")
-
-
-def _cut_off() -> _Refused:
-    return _Refused("the trace is cut off", expected=_EXPECTED, fix=_AGAIN)
-
-
-def _not_json(fault: str, near: str) -> _Refused:
-    return _Refused(f"not JSON: {fault}, at {near!r}", expected=_EXPECTED)

@@ -9,25 +9,55 @@ A run is one run if every message has two ends, every rank's step is as long as 
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 
 from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError, counted
 from drumline.core.program import Program
-from drumline.report.kineto.actions import Labelled, numbered, numbered_on, spelled, unlabelled, until_the_end
 from drumline.report.kineto.clocks import Alignment, align
-from drumline.report.kineto.flushes import Stretch, cut, flush_counts
 from drumline.report.kineto.members import ONE_RUN, Member, check_recorded_together, crew_of, trace_files
 from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
+from drumline.report.kineto.steps import LABELS, HostStep, found_by, steps_of
 from drumline.report.kineto.timeline import Traced
-from drumline.report.kineto.traces import Traces
 from drumline.report.recipes import recipe_of
+
+
+@dataclass(frozen=True, repr=False)
+class Traces:
+    """The traces of one pipeline: its complete steps, on one clock."""
+
+    members: tuple[Member, ...]
+    num_others: int  # pipelines beside this one
+    found_by: str
+    alignment: Alignment
+    steps: Mapping[int, Traced]
+    incomplete: tuple[int, ...]
+    by_flushes: bool = False  # whether steps are told apart by the empty pipeline, nothing else being there to tell
+
+    def __repr__(self) -> str:
+        return f"Traces(steps={list(self.steps)}, found_by={self.found_by!r})"
+
+    def typical(self) -> int:
+        """Return the number of the step with the median makespan; of two the faster one."""
+        spans = {number: timeline.makespan for number, timeline in self.steps.items()}
+        middle = median_low(spans.values())
+        return next(number for number, makespan in spans.items() if makespan == middle)
+
+    def step(self, number: int | None = None) -> Traced:
+        """Return the timeline of a step: the one asked for, or the typical one."""
+        chosen = self.typical() if number is None else number
+        if chosen not in self.steps:
+            there = ", ".join(map(str, self.steps))
+            cut = " is not complete in the traces" if chosen in self.incomplete else " is not in the traces"
+            raise TraceError(f"step {chosen}{cut}", expected=f"one of the steps {there}")
+        return self.steps[chosen]
 
 
 def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None = None) -> Traces:
@@ -47,129 +77,28 @@ def load(paths: Sequence[str | Path], *, progress: Callable[[str], None] | None 
             progress(f"reading {member.path}")
         recordings.append(read(member.path))
     check_recorded_together(members, [one.bounds for one in recordings])
-    found_by = _found_by(recordings)
-    stretches = _flushed(recordings) if _is_unmarked(recordings, found_by) else {}
-    by_flushes = bool(stretches)
-    if not by_flushes:
-        stretches = {place: _stretches(one, place, found_by) for place, one in enumerate(recordings)}
-    complete, incomplete = _complete(_rank_steps(recordings, stretches), labelled=found_by in (_SPELLED, _NUMBERED))
+    known_by = found_by(recordings)
+    stretches, by_flushes = steps_of(recordings, known_by)
+    complete, incomplete = _complete(_rank_steps(recordings, stretches), labelled=known_by in LABELS)
     _check_messages(members, next(iter(complete.values())))
-    hosts = tuple(member.host for member in members)
-    alignment = _alignment(hosts, [_timeline(number, steps) for number, steps in complete.items()])
-    timelines = {}
-    for number, steps in complete.items():
-        on_one_clock = [one.shifted(by) for one, by in zip(steps, alignment.shifts, strict=True)]
-        _check_together(members, number, on_one_clock)
-        timelines[number] = _timeline(number, on_one_clock)
-    paths_read, ranks = tuple(one.path for one in members), tuple(one.rank for one in members)
-    return Traces(paths_read, ranks, num_others, found_by, hosts, alignment, timelines, incomplete, by_flushes)
-
-
-_SPELLED, _NUMBERED = "labels PP:", "labels Forward and Backward"
-_FRAMES, _LINKS = "Python frames", "autograd's links"
-
-
-def _found_by(recordings: Sequence[RankTrace]) -> str:
-    """Return by what the actions of these traces are known; ranks without labels need not agree about frames."""
-    kinds = {}
-    for one in recordings:
-        kind = _kind(one)
-        if kind is None:
-            names = [mark.name for mark in one.others][:3]
-            raise TraceError(
-                f"{one.path}: no pipeline in it: neither labels like PP:0F0 or Forward 0, nor forwards that autograd "
-                "links to backwards between sends and receives"
-                + (f"; its labels are {', '.join(names)}" if names else ""),
-                expected="a trace of torch.distributed.pipelining or torchtitan that covers a step",
-                fix="call schedule.step() while the profiler records, on every rank",
-            )
-        if one.calls and not one.has_device and all(call.done is None for call in one.calls):
-            raise TraceError(
-                f"{one.path}: its sends and receives are a device's, and no device was recorded",
-                expected="a trace with the kernels of the device that computes: the host only launches them",
-                fix="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or with none given",
-            )
-        kinds[one.path] = kind
-    if (found := set(kinds.values())) == {_FRAMES, _LINKS}:
-        return _FRAMES
-    if len(found) > 1:
-        said = "; ".join(f"{path}: {kind}" for path, kind in kinds.items())
-        raise TraceError(f"the ranks' actions are known by different signs ({said})", expected=ONE_RUN)
-    return found.pop()
-
-
-def _kind(recording: RankTrace) -> str | None:
-    if spelled(recording.actions):
-        return _SPELLED
-    if recording.actions:
-        return _NUMBERED
-    if recording.frames:
-        return _FRAMES
-    return _LINKS if recording.calls and len(recording.links.pairs) else None
-
-
-def _stretches(recording: RankTrace, place: int, found_by: str) -> dict[int, Stretch]:
-    """Return the steps of a rank by number: the profiler's, or where it has none one for each turn of the schedule."""
-    bounds = {int(mark.name.partition("#")[2]): (mark.start, mark.end) for mark in recording.steps}
-    if not bounds:
-        starts = _turns(recording) if found_by in (_SPELLED, _NUMBERED) else [recording.bounds[0]]
-        bounds = dict(enumerate(pairwise([*starts, recording.bounds[1] + 1])))
-    found = {}
-    for number, (start, end) in bounds.items():
-        labelled = numbered_on(_labelled(recording, place, found_by, start, end))
-        if any(one.action.is_compute for one in labelled):
-            found[number] = Stretch(labelled, start, end)
-    return found
-
-
-def _is_unmarked(recordings: Sequence[RankTrace], found_by: str) -> bool:
-    """Whether nothing in the traces tells one step from the next."""
-    return found_by in (_FRAMES, _LINKS) and not any(one.steps for one in recordings)
-
-
-def _flushed(recordings: Sequence[RankTrace]) -> dict[int, dict[int, Stretch]]:
-    """Return the steps of every rank by where the pipeline is empty; nothing where it never is."""
-    rows = [until_the_end(recording, place) for place, recording in enumerate(recordings)]
-    counts = flush_counts(rows)
-    if not counts:
-        return {}
-    return {
-        place: cut(row, counts, recording.calls, recording.bounds)
-        for place, (recording, row) in enumerate(zip(recordings, rows, strict=True))
-    }
-
-
-def _turns(recording: RankTrace) -> list[int]:
-    """Return when each turn of the schedule begins: with the first label that it repeats."""
-    seen: Counter[str] = Counter()
-    starts: list[int] = []
-    for mark in recording.actions:
-        if seen[mark.name] == len(starts):
-            starts.append(mark.start)
-        seen[mark.name] += 1
-    return starts
-
-
-def _labelled(recording: RankTrace, place: int, found_by: str, start: int, end: int) -> list[Labelled]:
-    if found_by in (_FRAMES, _LINKS):
-        return unlabelled(recording, place, start, end)
-    inside = [mark for mark in recording.actions if start <= mark.start < end]
-    return spelled(inside) if found_by == _SPELLED else numbered(inside, place)
+    timelines = [_timeline(number, steps) for number, steps in complete.items()]
+    alignment = _alignment(members, timelines)
+    aligned = {one.step: replace(one, shifts=alignment.shifts) for one in timelines}
+    for one in aligned.values():
+        _check_together(members, one)
+    return Traces(tuple(members), num_others, known_by, alignment, aligned, incomplete, by_flushes)
 
 
 def _rank_steps(
-    recordings: Sequence[RankTrace], stretches: Mapping[int, Mapping[int, Stretch]]
+    recordings: Sequence[RankTrace], stretches: Sequence[Mapping[int, HostStep]]
 ) -> list[dict[int, RankStep]]:
     """Return the steps of every rank, by number."""
-    every = [one.action for steps in stretches.values() for step in steps.values() for one in step.labelled]
+    every = [one.action for steps in stretches for step in steps.values() for one in step.labelled]
     _check_numbers(every)
     num_stages = 1 + max((part.stage for action in every for part in action.work), default=-1)
     return [
-        {
-            number: rank_step(recording, labelled, num_stages, start=start, end=end)
-            for number, (labelled, start, end) in steps.items()
-        }
-        for recording, steps in zip(recordings, stretches.values(), strict=True)
+        {number: rank_step(recording, step, num_stages) for number, step in steps.items()}
+        for recording, steps in zip(recordings, stretches, strict=True)
     ]
 
 
@@ -241,15 +170,14 @@ def _check_messages(members: Sequence[Member], steps: Sequence[RankStep]) -> Non
                     )
 
 
-def _check_together(members: Sequence[Member], number: int, steps: Sequence[RankStep]) -> None:
+def _check_together(members: Sequence[Member], step: Traced) -> None:
     """Refuse ranks whose steps of one number did not run at the same time."""
-    first = min(range(len(steps)), key=lambda rank: steps[rank].end)
-    last = max(range(len(steps)), key=lambda rank: steps[rank].start)
-    if steps[first].end < steps[last].start:
-        apart = (steps[last].start - steps[first].end) / 1e9
+    end, first = min((end, rank) for rank, (_, end) in enumerate(step.bounds))
+    start, last = max((start, -rank) for rank, (start, _) in enumerate(step.bounds))
+    if end < start:
         raise TraceError(
-            f"step {number} of rank {members[first].rank} ends {apart:.3g} s before it begins on rank "
-            f"{members[last].rank}",
+            f"step {step.step} of rank {members[first].rank} ends {(start - end) / 1e9:.3g} s before it begins on rank "
+            f"{members[-last].rank}",
             expected=ONE_RUN,
         )
 
@@ -260,12 +188,12 @@ _named = lru_cache(maxsize=8)(recipe_of)  # the steps of a run have one program
 def _timeline(number: int, steps: Sequence[RankStep]) -> Traced:
     program = _named(Program.of([[one.action for one in step.ran] for step in steps], "trace"))
     ran = Program.of([step.order for step in steps], program.name)
-    return Traced(program, ran, number, tuple(steps))
+    return Traced(program, ran, number, tuple(steps), shifts=(0,) * len(steps))
 
 
-def _alignment(hosts: Sequence[str | None], timelines: Sequence[Traced]) -> Alignment:
+def _alignment(members: Sequence[Member], timelines: Sequence[Traced]) -> Alignment:
     """Return what to add to each rank's times; ranks of one host share a clock."""
-    names = [host if host is not None else f"\0{rank}" for rank, host in enumerate(hosts)]
+    names = [one.host if one.host is not None else f"\0{rank}" for rank, one in enumerate(members)]
     clocks = {name: number for number, name in enumerate(dict.fromkeys(names))}
     messages = [
         (clocks[names[source]], clocks[names[target]], sent.begun, received.done)
@@ -278,3 +206,20 @@ def _alignment(hosts: Sequence[str | None], timelines: Sequence[Traced]) -> Alig
     return Alignment(
         tuple(found.shifts[one] for one in of_rank), tuple(found.errors[one] for one in of_rank), found.contradiction
     )
+
+
+def described(traces: Traces) -> str:
+    """Return what is known of the ranks' clocks, in words."""
+    alignment, hosts = traces.alignment, {one.host for one in traces.members}
+    if len(traces.members) == 1:
+        return "one rank, one clock"
+    if alignment.contradiction:
+        return f"messages arrive up to {alignment.contradiction / 1e6:.3g} ms before they are sent: the clocks drift"
+    if len(hosts) == 1 and None not in hosts:
+        return "one host, one clock"
+    worst, shift = max(alignment.errors), max(map(abs, alignment.shifts))
+    right = f"right to {worst / 1e6:.3g} ms" if math.isfinite(worst) else "how far off they still are cannot be known"
+    where = "hosts unknown" if None in hosts else counted(len(hosts), "host")
+    if shift:
+        return f"{where}; moved by up to {shift / 1e6:.3g} ms, so that nothing arrives before it is sent; {right}"
+    return f"{where}; no message contradicts them; {right}"

@@ -21,9 +21,9 @@ from drumline.report.kineto.events import Event, events
 _PIPELINE = re.compile(r"(?:^|[_\W])pp(?:$|[_\W\d])", re.IGNORECASE)
 _RANK = re.compile(r"rank[ _.-]?(\d{1,6})", re.IGNORECASE)
 ONE_RUN = "one trace of each rank, all of one run"
-# Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
 _QUOTE = "'"
 _MOST_RANKS = 10**6
+# Clocks of hosts that are set at all agree better than this; traces further apart were not recorded together.
 _APART_NS = 60 * 10**9
 
 
@@ -54,12 +54,11 @@ def trace_files(paths: Sequence[Path]) -> list[Path]:
         inside = sorted(path / one for one in names if one.endswith((".json", ".json.gz")) and is_regular(path / one))
         if not inside:
             deeper = sorted({one.parent for one in path.glob("*/*.json*")})
+            record = "record with torch.profiler's export_chrome_trace on every rank"
             raise TraceError(
                 f"{path}: no trace in this folder",
                 expected="files that end in .json or .json.gz, one per rank",
-                fix=f"give {deeper[-1]}"
-                if deeper
-                else "record with torch.profiler's export_chrome_trace on every rank",
+                fix=f"give {deeper[-1]}" if deeper else record,
             )
         found += inside
     return found
@@ -77,11 +76,8 @@ def crew_of(paths: Sequence[Path]) -> tuple[list[Member], int]:
         for what in ("world_size", "backend"):
             mine, theirs = one.info.get(what), other.info.get(what)
             if mine is not None and theirs is not None and mine != theirs:
-                raise TraceError(
-                    f"{what} is {shown(mine).strip(_QUOTE)} in {one.path}, but {shown(theirs).strip(_QUOTE)} in"
-                    f" {other.path}",
-                    expected=ONE_RUN,
-                )
+                here, there = (shown(value).strip(_QUOTE) for value in (mine, theirs))
+                raise TraceError(f"{what} is {here} in {one.path}, but {there} in {other.path}", expected=ONE_RUN)
     groups = {one.rank: _pipeline(one) for one in members}
     wanted = groups[members[0].rank]
     if wanted is None:

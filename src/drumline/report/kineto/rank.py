@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from drumline.core import rules
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import TraceError
 from drumline.report.kineto.actions import Labelled
-from drumline.report.kineto.calls import Call
+from drumline.report.kineto.calls import MessageEnd
 from drumline.report.kineto.recording import Kernels, Mark, RankTrace
+from drumline.report.kineto.steps import HostStep
 
 
 class Ran(NamedTuple):
@@ -41,59 +43,30 @@ class Ran(NamedTuple):
     waiting: int = 0
 
 
-class Half(NamedTuple):
-    """One end of a message: when it was posted, when it could move, when it was done (None: not known), its bytes."""
-
-    posted: int
-    begun: int
-    done: int | None
-    num_bytes: float | None
-
-
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host."""
+    """One step of one rank. `order` is everything that was labelled, `others` what else has a name, on the host.
+
+    `halves` are the ends of its messages, by the send or receive.
+    """
 
     start: int
     end: int
     order: tuple[Action, ...]
     ran: tuple[Ran, ...]
-    halves: Mapping[Action, Half]
+    halves: Mapping[Action, MessageEnd]
     others: tuple[Mark, ...]
     has_device: bool
 
-    def shifted(self, by: int) -> RankStep:
-        """Return the same on a clock that is `by` nanoseconds ahead."""
-        if not by:
-            return self
-        return replace(
-            self,
-            start=self.start + by,
-            end=self.end + by,
-            ran=tuple(
-                one._replace(start=one.start + by, end=one.end + by, waiting=one.waiting and one.waiting + by)
-                for one in self.ran
-            ),
-            halves={
-                action: half._replace(
-                    posted=half.posted + by, begun=half.begun + by, done=None if half.done is None else half.done + by
-                )
-                for action, half in self.halves.items()
-            },
-            others=tuple(one._replace(start=one.start + by, end=one.end + by) for one in self.others),
-        )
 
-
-def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: int, *, start: int, end: int) -> RankStep:
-    """Return what a rank did from `start` to `end`, of which `labelled` are the actions in order."""
+def rank_step(recording: RankTrace, step: HostStep, num_stages: int) -> RankStep:
+    """Return what a rank did in a step."""
+    labelled, start, end = step
     computed = [one for one in labelled if one.action.is_compute]
     calls = [call for call in recording.calls if start <= call.start < end]
     spelled = any(one.action.op in TRANSFER_OPS for one in labelled)
-    try:
-        halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(computed, calls, num_stages, end))
-    except TraceError as error:
-        raise TraceError(f"{recording.path}: {error.error}", expected=error.expected, fix=error.fix) from None
-    device = recording.has_device
+    path, device = recording.path, recording.has_device
+    halves = dict(_by_label(labelled, calls) if spelled else _by_neighbour(path, computed, calls, num_stages, end))
     ran = _on_device(computed, recording.kernels) if device else _on_host(computed, halves, calls, num_stages)
     return RankStep(
         start,
@@ -101,23 +74,23 @@ def rank_step(recording: RankTrace, labelled: Sequence[Labelled], num_stages: in
         tuple(one.action for one in labelled),
         tuple(_in_turn(ran)),
         halves,
-        tuple(sorted(_others(recording, labelled, calls, start, end), key=lambda mark: mark.start)),
+        tuple(sorted(_others(recording, step, calls), key=lambda mark: mark.start)),
         device,
     )
 
 
-def _by_label(labelled: Sequence[Labelled], calls: Sequence[Call]) -> Iterator[tuple[Action, Half]]:
+def _by_label(labelled: Sequence[Labelled], calls: Sequence[MessageEnd]) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends where sends and receives are labelled: the calls within the label."""
     for action, start, end in labelled:
         if action.op in TRANSFER_OPS:
             sends = action.op in (Op.SEND_F, Op.SEND_B)
             inside = [call for call in calls if start <= call.start <= end and call.sends == sends]
-            yield action, _half(inside) if inside else Half(start, start, None, None)
+            yield action, _together(inside) if inside else MessageEnd(sends, start, start, start, None, None)
 
 
 def _by_neighbour(
-    computed: Sequence[Labelled], calls: Sequence[Call], num_stages: int, end: int
-) -> Iterator[tuple[Action, Half]]:
+    path: Path, computed: Sequence[Labelled], calls: Sequence[MessageEnd], num_stages: int, end: int
+) -> Iterator[tuple[Action, MessageEnd]]:
     """Yield the messages' ends where only compute is labelled: receives are for the next action, sends of the last."""
     receives = [call for call in calls if not call.sends]
     sends = [call for call in calls if call.sends]
@@ -129,13 +102,13 @@ def _by_neighbour(
         need, made = next(_needs(one.action, num_stages), None), rules.message(one.action, num_stages)
         if one.action.op is Op.FORWARD:
             if awaited and need is None:
-                raise _no_neighbour(f"{one.action} receives its input", "before", num_stages)
+                raise _no_neighbour(f"{path}: {one.action} receives its input", "before", num_stages)
             if handed and made is None:
-                raise _no_neighbour(f"the output of {one.action} is sent on", "behind", num_stages)
+                raise _no_neighbour(f"{path}: the output of {one.action} is sent on", "behind", num_stages)
         if awaited and need is not None:
-            yield need, _half(awaited)
+            yield need, _together(awaited)
         if handed and made is not None:
-            yield made.send, _half(handed)
+            yield made.send, _together(handed)
         freed = one.end
 
 
@@ -146,15 +119,14 @@ def _no_neighbour(what: str, where: str, num_stages: int) -> TraceError:
     )
 
 
-def _half(calls: Sequence[Call]) -> Half:
+def _together(calls: Sequence[MessageEnd]) -> MessageEnd:
     """Return several calls for one message, such as one per tensor, as one."""
-    dones = [call.done for call in calls]
-    sizes = [call.num_bytes for call in calls]
-    return Half(
-        min(call.start for call in calls),
-        max(call.begun for call in calls),
-        None if None in dones else max(done for done in dones if done is not None),
-        None if None in sizes else sum(size for size in sizes if size is not None),
+    dones, sizes = [call.done for call in calls], [call.num_bytes for call in calls]
+    return calls[0]._replace(
+        start=min(call.start for call in calls),
+        begun=max(call.begun for call in calls),
+        done=None if None in dones else max(done for done in dones if done is not None),
+        num_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
     )
 
 
@@ -168,7 +140,7 @@ def _needs(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def _on_host(
-    computed: Sequence[Labelled], halves: Mapping[Action, Half], calls: Sequence[Call], num_stages: int
+    computed: Sequence[Labelled], halves: Mapping[Action, MessageEnd], calls: Sequence[MessageEnd], num_stages: int
 ) -> Iterator[Ran]:
     """Yield each action from when its input had arrived to when its output is posted."""
     for action, start, end in computed:
@@ -182,16 +154,11 @@ def _on_host(
 
 def _on_device(computed: Sequence[Labelled], kernels: Kernels) -> Iterator[Ran]:
     """Yield each action from its first kernel's start to its last one's end; one without kernels takes no time."""
-    freed = 0
     for action, start, end in computed:
         first, last = np.searchsorted(kernels.launch, (start, end + 1))
         own = kernels.moves[first:last] == 0
-        starts, ends = kernels.start[first:last][own], kernels.end[first:last][own]
-        if len(starts):
-            yield Ran(action, int(starts.min()), int(ends.max()), _union(starts.tolist(), ends.tolist()))
-            freed = int(ends.max())
-        else:
-            yield Ran(action, max(start, freed), max(start, freed), 0)
+        starts, ends = kernels.start[first:last][own].tolist(), kernels.end[first:last][own].tolist()
+        yield Ran(action, min(starts, default=start), max(ends, default=start), _union(starts, ends))
 
 
 def _union(starts: Sequence[int], ends: Sequence[int]) -> int:
@@ -213,10 +180,9 @@ def _in_turn(ran: Iterable[Ran]) -> Iterator[Ran]:
         freed = end
 
 
-def _others(
-    recording: RankTrace, labelled: Sequence[Labelled], calls: Sequence[Call], start: int, end: int
-) -> Iterator[Mark]:
+def _others(recording: RankTrace, step: HostStep, calls: Sequence[MessageEnd]) -> Iterator[Mark]:
     """Yield what has a name and is no compute: labels of messages and state, calls, annotations, and launches."""
+    labelled, start, end = step
     computed = [one for one in labelled if one.action.is_compute]
     labels = [Mark(str(one.action), one.start, one.end) for one in labelled if not one.action.is_compute]
     named = [mark for mark in recording.others if start <= mark.start < end and not _encloses(mark, computed)]

@@ -16,14 +16,14 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from drumline.core.simulate.graph import Ints
-from drumline.report.kineto.calls import Call, Posted, args_of, calls_of, elements_bytes, shape_bytes
+from drumline.report.kineto.calls import MessageEnd, Posted, args_of, calls_of, elements_bytes, shape_bytes
 from drumline.report.kineto.events import Event, events
 
 _STEP = re.compile(r"ProfilerStep#([0-9]{1,15})")
@@ -66,12 +66,11 @@ class RankTrace:
     """What is kept of one file."""
 
     path: Path
-    header: Event
     actions: tuple[Mark, ...]
     frames: tuple[Mark, ...]
     steps: tuple[Mark, ...]
     others: tuple[Mark, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[MessageEnd, ...]
     kernels: Kernels
     links: Links
 
@@ -111,25 +110,16 @@ def read(path: Path) -> RankTrace:
     return reader.recording(path, header)
 
 
-def _times() -> array[int]:
-    return array("q")
-
-
-@dataclass(slots=True)
 class _Reader:
     """Sorts events into what they are; the order in which they come does not matter."""
 
-    actions: list[Mark] = field(default_factory=list)
-    frames: list[Mark] = field(default_factory=list)
-    steps: list[Mark] = field(default_factory=list)
-    others: list[Mark] = field(default_factory=list)
-    posted: list[Posted] = field(default_factory=list)
-    messages: list[Mark] = field(default_factory=list)
-    ops: array[int] = field(default_factory=_times)  # start, end
-    engine: array[int] = field(default_factory=_times)  # start, end
-    kernels: array[int] = field(default_factory=_times)  # correlation, start, end, moves
-    launches: array[int] = field(default_factory=_times)  # correlation, start
-    links: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    def __init__(self) -> None:
+        self.marks: dict[str, list[Mark]] = defaultdict(list)  # actions, frames, steps, messages, others
+        self.posted: list[Posted] = []
+        self.ops, self.engine = array("q"), array("q")  # start, end
+        self.kernels = array("q")  # correlation, start, end, moves
+        self.launches: dict[int, int] = {}  # when, by correlation
+        self.links: dict[str, dict[int, int]] = defaultdict(dict)
 
     @property
     def takers(self) -> dict[str, Callable[[Event], None]]:
@@ -147,19 +137,20 @@ class _Reader:
         if (mark := _mark(event)) is None:
             return
         if _STEP.fullmatch(mark.name):
-            self.steps.append(mark)
+            kind = "steps"
         elif _ACTION.fullmatch(mark.name):
-            self.actions.append(mark)
-        elif (message := _MESSAGE.match(mark.name)) is not None:
-            self.messages.append(mark)
+            kind = "actions"
+        elif (message := _MESSAGE.match(mark.name)) is None:
+            kind = "others"
+        else:
+            kind = "messages"
             if message[2] != "coalesced":
                 self.posted.append(Posted(message[2] == "send", *mark[1:], shape_bytes(event), message[1]))
-        else:
-            self.others.append(mark)
+        self.marks[kind].append(mark)
 
     def frame(self, event: Event) -> None:
         if _FRAME.fullmatch(str(event.get("name", ""))) and (mark := _mark(event)) is not None:
-            self.frames.append(mark)
+            self.marks["frames"].append(mark)
 
     def op(self, event: Event) -> None:
         if (mark := _mark(event)) is None:
@@ -170,7 +161,7 @@ class _Reader:
             if mark.name in _SENDS:
                 self.posted.append(Posted(_SENDS[mark.name], *mark[1:], shape_bytes(event), "c10d"))
             else:
-                self.others.append(mark)
+                self.marks["others"].append(mark)
         elif mark.name == "record_param_comms":
             kind = args_of(event).get("Collective name")
             if kind in ("send", "recv"):
@@ -186,7 +177,7 @@ class _Reader:
     def launch(self, event: Event) -> None:
         correlation, start = args_of(event).get("correlation"), _moment(event.get("ts"))
         if _is_whole(correlation) and start is not None:
-            self.launches.extend((correlation, start))
+            self.launches[correlation] = start
 
     def kernel(self, event: Event) -> None:
         correlation = args_of(event).get("correlation")
@@ -198,29 +189,27 @@ class _Reader:
         base = header.get("baseTimeNanoseconds")
         zero = base if _is_whole(base) and abs(base) <= _MOST else 0
 
-        def in_order(marks: list[Mark]) -> tuple[Mark, ...]:
+        def in_order(kind: str) -> tuple[Mark, ...]:
             """Outer marks come before those inside of them."""
-            return tuple(sorted((Mark(n, s + zero, e + zero) for n, s, e in marks), key=lambda m: (m.start, -m.end)))
+            shifted = (Mark(name, start + zero, end + zero) for name, start, end in self.marks[kind])
+            return tuple(sorted(shifted, key=lambda mark: (mark.start, -mark.end)))
 
         kernels = self._kernels(zero)
-        shifted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
-        moved = _launched(kernels, in_order(self.messages))
+        posted = [one._replace(start=one.start + zero, end=one.end + zero) for one in self.posted]
         return RankTrace(
             path,
-            header,
-            tuple(sorted(in_order(self.actions), key=lambda mark: (mark.start, mark.end))),  # one behind the other
-            in_order(self.frames),
-            in_order(self.steps),
-            in_order(self.others),
-            calls_of(shifted, moved),
+            tuple(sorted(in_order("actions"), key=lambda mark: (mark.start, mark.end))),  # one behind the other
+            in_order("frames"),
+            in_order("steps"),
+            in_order("others"),
+            calls_of(posted, _launched(kernels, in_order("messages"))),
             kernels,
             Links(_pairs(self.ops, zero), _pairs(self.engine, zero), self._linked(zero)),
         )
 
     def _kernels(self, zero: int) -> Kernels:
-        launched = dict(zip(self.launches[::2], self.launches[1::2], strict=True))
         rows = np.array(self.kernels, dtype=np.int64).reshape(-1, 4)
-        launch = np.array([launched.get(one, -1) for one in rows[:, 0].tolist()], dtype=np.int64)
+        launch = np.array([self.launches.get(one, -1) for one in rows[:, 0].tolist()], dtype=np.int64)
         known = launch >= 0
         rows, launch = rows[known], launch[known]
         order = np.lexsort((rows[:, 1], launch))
@@ -235,13 +224,10 @@ class _Reader:
 
 def _launched(kernels: Kernels, marks: Sequence[Mark]) -> list[tuple[int, int, int]]:
     """Return (launch, start, end) of the communication kernels that were launched within one of these marks."""
-    found = set()
-    for _, low, high in marks:
-        first, last = np.searchsorted(kernels.launch, (low, high + 1))
-        for at in range(int(first), int(last)):
-            if kernels.moves[at]:
-                found.add((int(kernels.launch[at]), int(kernels.start[at]), int(kernels.end[at])))
-    return sorted(found)
+    launch, start, end = (column[kernels.moves == 1] for column in kernels[:3])
+    moved = list(zip(launch.tolist(), start.tolist(), end.tolist(), strict=True))
+    bounds = (np.searchsorted(launch, (low, high + 1)) for _, low, high in marks)
+    return sorted({one for first, last in bounds for one in moved[first:last]})
 
 
 def _pairs(flat: array[int], zero: int) -> Ints:

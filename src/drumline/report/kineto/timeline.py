@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 
 from drumline.core import rules
@@ -29,33 +29,24 @@ from drumline.core.program import Program
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline, Track, Transfer
-from drumline.report.kineto.flushes import num_flushes
-from drumline.report.kineto.rank import Half, RankStep
+from drumline.report.kineto.calls import MessageEnd
+from drumline.report.kineto.rank import RankStep
+from drumline.report.kineto.steps import num_flushes
 
 NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class BusyIdle(Idle):
-    """An idle interval in which something with a name kept the rank."""
-
-    what: str = ""
+class Kept(Idle):
+    """An idle interval in which something with a name (`kind`) kept the rank, or its input was made and not sent."""
 
     @property
     def why(self) -> str:
         """The cause in words."""
+        if self.waits_for is not None:
+            return f"{self.waits_for} of rank {self.on_rank} is made, but not yet sent to {self.before}"
         behind = f"; {self.before} comes behind it" if self.before is not None else ""
-        return f"the rank is busy with {self.what}{behind}"
-
-
-@dataclass(frozen=True, slots=True)
-class Unsent(Idle):
-    """An idle interval in which the input was made, and its rank had not sent it yet."""
-
-    @property
-    def why(self) -> str:
-        """The cause in words."""
-        return f"{self.waits_for} of rank {self.on_rank} is made, but not yet sent to {self.before}"
+        return f"the rank is busy with {self.kind}{behind}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,31 +54,38 @@ class Traced(Timeline):
     """The timeline of one recorded step, in seconds from its first action.
 
     `program` is the compute that ran, `ran` the same with all that was labelled: messages, parameters, gradients.
+    `shifts` are nanoseconds to add to what each rank's clock showed: that is the common clock.
     """
 
     ran: Program
     step: int
     ranks: tuple[RankStep, ...]
+    shifts: tuple[int, ...]
 
     @cached_property
     def zero(self) -> int:
         """The nanosecond, by the common clock, at which the first action started."""
-        return min(one.ran[0].start for one in self.ranks)
+        return min(one.ran[0].start + shift for one, shift in zip(self.ranks, self.shifts, strict=True))
 
-    def seconds(self, moment: int) -> float:
-        """Return a moment of the common clock in seconds of this timeline."""
-        return (moment - self.zero) * NANO
+    def seconds(self, rank: int, moment: int) -> float:
+        """Return a moment of a rank's clock in seconds of this timeline."""
+        return (moment + self.shifts[rank] - self.zero) * NANO
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The nanoseconds, by the common clock, at which each rank began and ended the step."""
+        return [(one.start + shift, one.end + shift) for one, shift in zip(self.ranks, self.shifts, strict=True)]
 
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's actions."""
         return [
             Track(
-                tuple(one.action for one in rank.ran),
-                [self.seconds(one.start) for one in rank.ran],
-                [self.seconds(one.end) for one in rank.ran],
+                tuple(one.action for one in step.ran),
+                [self.seconds(rank, one.start) for one in step.ran],
+                [self.seconds(rank, one.end) for one in step.ran],
             )
-            for rank in self.ranks
+            for rank, step in enumerate(self.ranks)
         ]
 
     @cached_property
@@ -103,7 +101,8 @@ class Traced(Timeline):
     @property
     def step_seconds(self) -> float:
         """From the first rank's begin of the step to the last one's end: the optimizer and all else included."""
-        return (max(one.end for one in self.ranks) - min(one.start for one in self.ranks)) * NANO
+        starts, ends = zip(*self.bounds, strict=True)
+        return (max(ends) - min(starts)) * NANO
 
     @property
     def kernel_seconds(self) -> tuple[float, ...] | None:
@@ -118,7 +117,7 @@ class Traced(Timeline):
         return tuple(idle for rank in range(self.num_ranks) for idle in _IdleWalk(self, rank).intervals())
 
     @cached_property
-    def messages(self) -> Mapping[Action, tuple[int, int, Half, Half]]:
+    def messages(self) -> Mapping[Action, tuple[int, int, MessageEnd, MessageEnd]]:
         """By their sends: source and target rank of every message, and its two ends."""
         receives = {action: (rank, half) for rank, one in enumerate(self.ranks) for action, half in one.halves.items()}
         found = {}
@@ -138,8 +137,10 @@ class Traced(Timeline):
             made, taken = self._made(send), self._taken(send)
             if made is None or taken is None:
                 continue
-            end = taken if received.done is None else min(max(self.seconds(received.done), made), max(taken, made))
-            start = min(max(made, self.seconds(max(sent.begun, received.begun))), end)
+            end = taken
+            if received.done is not None:
+                end = _within(self.seconds(target, received.done), made, max(taken, made))
+            start = min(max(made, self.seconds(source, sent.begun), self.seconds(target, received.begun)), end)
             size = sent.num_bytes if sent.num_bytes is not None else received.num_bytes
             found.append(Transfer(send, source, target, made, start, end, max(taken, end), size or 0.0))
         return sorted(found, key=lambda one: (one.source, one.start))
@@ -164,11 +165,12 @@ class _IdleWalk:
         self.track = timeline.tracks[rank]
         self.step = timeline.ranks[rank]
         self.awaited = {str(one): one._replace(op=AWAITED[one.op]) for one in self.step.order if one.op in WAIT_OPS}
-        self.others = [(timeline.seconds(s), timeline.seconds(e), name) for name, s, e in self.step.others]
+        seconds = partial(timeline.seconds, rank)
+        self.others = [(seconds(start), seconds(end), name) for name, start, end in self.step.others]
         # Of what lasts longest it is not known from its start alone whether it reaches into a gap.
         self.longest = max((end - start for start, end, _ in self.others), default=0.0)
         self.sends = sorted(
-            (timeline.seconds(half.done), timeline.seconds(half.posted), action)
+            (seconds(half.done), seconds(half.start), action)
             for action, half in self.step.halves.items()
             if action.op in SEND_OPS and half.done is not None
         )
@@ -192,7 +194,7 @@ class _IdleWalk:
         if made > low:
             yield Idle(self.rank, low, made, waiting, action, needed, on_rank)
         if sent > made:
-            yield Unsent(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
+            yield Kept(self.rank, made, sent, Cause.OVERHEAD, action, needed, on_rank)
         if moving > sent:
             yield from self.named(sent, moving, action)
         if arrived > moving:
@@ -206,26 +208,21 @@ class _IdleWalk:
         known = None if message is None else self.timeline.messages.get(message.send)
         if known is None or known[3].done is None:
             return made, made, made
-        seconds = self.timeline.seconds
-        arrived = _within(seconds(known[3].done), made, high)
-        sent = _within(seconds(known[2].begun), made, arrived)
-        taking = max(known[3].begun, self.step.ran[index].waiting)
-        return sent, _within(seconds(taking), sent, arrived), arrived
+        (source, target, sending, receiving), seconds = known, self.timeline.seconds
+        arrived = _within(seconds(target, receiving.done), made, high)
+        sent = _within(seconds(source, sending.begun), made, arrived)
+        taking = max(receiving.begun, self.step.ran[index].waiting)
+        return sent, _within(seconds(target, taking), sent, arrived), arrived
 
     def named(self, low: float, high: float, before: Action | None) -> Iterator[Idle]:
         """Yield a stretch by what has a name in it; the innermost counts. What has none is drain at the end."""
-        first = bisect_left(self.others, (low - self.longest,))
-        inside = []
-        for start, end, name in self.others[first:]:
-            if start >= high:
-                break
-            if end > low:
-                inside.append((max(start, low), min(end, high), name))
+        near = self.others[bisect_left(self.others, (low - self.longest,)) : bisect_left(self.others, (high,))]
+        inside = [(max(start, low), min(end, high), name) for start, end, name in near if end > low]
         for start, end, name in _innermost(inside, low, high):
             if name in self.awaited:
                 yield Idle(self.rank, start, end, Cause.TRANSFER, before, self.awaited[name], self.rank)
             elif name:
-                yield BusyIdle(self.rank, start, end, Cause.OVERHEAD, before, what=name)
+                yield Kept(self.rank, start, end, Cause.OVERHEAD, before, kind=name)
             elif before is None:
                 on_rank, last = self.timeline.last_action
                 yield Idle(self.rank, start, end, Cause.DRAIN, None, last, on_rank)

@@ -1,8 +1,11 @@
-"""A cluster plan as one offline page: the choice, where its seconds and bytes go, why others lose, how to start it."""
+"""A cluster plan as one offline page: the choice, where its seconds and bytes go, why others lose, how to start it.
+
+Its pictures also stand alone: steps of the best layouts by item, throughput against memory, scaling.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import Launch
@@ -10,31 +13,32 @@ from drumline.plan.launch.ranks import AXES, first_places, links
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice
+from drumline.report.draw.chart import Bar, Series, bars, chart
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Part, bar, legend, safe
+from drumline.report.draw.markup import Part, bar, card, cards, legend_html, safe, table_html
 from drumline.report.draw.scene import document
-from drumline.report.plan.charts import pareto_chart, scaling_chart
-from drumline.report.plan.text import (
-    BYTES,
-    SCALING,
-    SECONDS,
-    VOLUMES,
-    bytes_rows,
-    headline,
-    not_started,
-    scaling_rows,
-    seconds_rows,
-    settings_text,
-    traffic_rows,
-)
+from drumline.report.plan import text
 from drumline.report.units import duration, size_text
 
 _STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
+_GIB = 2.0**30
+# Work in greens, communication in blues, what nobody gains from in warm colours.
+HUES = {
+    "compute": "#159f78",
+    "recompute": "#8fd3bd",
+    "tensor": "#0b6aa8",
+    "context": "#4aa3df",
+    "expert": "#7f6fc4",
+    "pipeline": "#9ccbee",
+    "data_exposed": "#b576bd",
+    "bubble": "#ef8759",
+    "optimizer": "#e3c13f",
+}
 
 
 def plan_page(told: Explanation, reasons: Reasons) -> str:
     """Return the page of a plan with its reasons."""
-    title, *choice = headline(told.plan)
+    title, *choice = text.headline(told.plan)
     drawn = reasons.drawing
     data = document(
         [] if drawn is None else [drawn.timeline],
@@ -57,110 +61,79 @@ def _above(told: Explanation) -> str:
 
 def _below(told: Explanation, reasons: Reasons) -> str:
     plan = told.plan
-    cards = [_best(told), _changes(reasons), _more(reasons), _traffic(plan, reasons)]
-    pictures = [
-        f'<div class="card">{pareto_chart(plan, reasons)}</div>',
-        f'<div class="card">{scaling_chart(reasons)}</div>',
+    header = ["", "mesh", *text.VOLUMES, "a step", "fits"]
+    parts = [
+        _best(told),
+        _changes(reasons),
+        _more(reasons),
+        card("Bytes a device sends in a step", table_html(header, text.traffic_rows(plan, reasons))),
+        *(f'<div class="card">{picture}</div>' for picture in (pareto_chart(plan, reasons), scaling_chart(reasons))),
+        _ranks(plan),
+        card("Strong and weak scaling", table_html(text.SCALING, text.scaling_rows(plan, reasons))),
+        _launch(told.launch),
     ]
-    rest = [_ranks(plan), _scaling(plan, reasons), _launch(told.launch)]
-    return f'<section class="report plan"><div class="pair">{"".join([*cards, *pictures, *rest])}</div></section>'
+    return f'<section class="report plan"><div class="pair">{"".join(parts)}</div></section>'
 
 
 def _cards(told: Explanation) -> str:
-    plan, chosen = told.plan, told.plan.chosen
-    cards = [
-        ("layout", str(chosen.mesh), settings_text(chosen)),
+    plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
+    figures = [
+        ("layout", str(chosen.mesh), text.settings_text(chosen)),
         ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
-        (
-            "a GPU",
-            f"{chosen.estimate.flops_per_second / 1e12:.0f} TFLOP/s",
-            f"{plan.utilisation(chosen):.1%} of its peak",
-        ),
+        ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "of the pipeline's makespan"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
-    items = (
-        f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd><dd class='note'>{safe(note)}</dd></div>"
-        for name, value, note in cards
-    )
-    objective = f'<p class="note">The objective: {safe(told.objective)}.</p>'
-    return f'<dl class="cards">{"".join(items)}</dl>{objective}'
+    return cards(figures) + f'<p class="note">The objective: {safe(told.objective)}.</p>'
 
 
 def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
-    rows = []
-    for one in plan.best:
-        took = {item: getattr(one.estimate.seconds, item) for item in SECONDS}
-        parts = [Part(item, took[item], f"{name} {duration(took[item])}") for item, name in SECONDS.items()]
-        rows.append(_bar(one, parts, longest, duration(one.seconds)))
-    used = [
-        (item, name)
-        for item, name in SECONDS.items()
-        if any(getattr(one.estimate.seconds, item) > 0 for one in plan.best)
-    ]
-    table = _table(["of the chosen step", "seconds", "share"], seconds_rows(plan.chosen))
-    return _card("Where a step goes", "".join(rows) + legend(used) + table)
+    rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, duration, one.seconds) for one in plan.best]
+    spent = {item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
+    used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
+    table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen))
+    return card("Where a step goes", "".join(rows) + legend_html(used) + table)
 
 
 def _bytes(plan: ClusterPlan) -> str:
     """Return the bytes of the best layouts, against what a device may hold."""
     limit = plan.limit_bytes
-    rows = []
-    for one in plan.best:
-        held = {item: getattr(one.estimate.bytes, item) for item in BYTES}
-        parts = [Part(item, held[item], f"{name} {size_text(held[item])}") for item, name in BYTES.items()]
-        rows.append(_bar(one, parts, limit, size_text(one.bytes)))
-    table = _table(["of the fullest device", "bytes", "share"], bytes_rows(plan.chosen))
+    rows = [_bar(one, one.estimate.bytes, text.BYTES, limit, size_text, one.bytes) for one in plan.best]
+    table = table_html(["of the fullest device", "bytes", "share"], text.bytes_rows(plan.chosen))
     note = f'<p class="note">A whole bar is {size_text(limit)}, what a device may hold.</p>'
-    return _card("What a device holds", "".join(rows) + legend(BYTES.items()) + note + table)
+    return card("What a device holds", "".join(rows) + legend_html(text.BYTES.items()) + note + table)
 
 
 def _best(told: Explanation) -> str:
     header = ["", "mesh", "settings", "a step", "bubble", "a device", "why it loses"]
-    rows = [
-        [
-            str(number),
-            str(one.choice.mesh),
-            settings_text(one.choice),
-            duration(one.choice.seconds),
-            f"{one.choice.estimate.bubble:.1%}",
-            size_text(one.choice.bytes),
-            one.why or "chosen",
-        ]
-        for number, one in enumerate(told.best, 1)
-    ]
+    rows = []
+    for number, one in enumerate(told.best, 1):
+        choice = one.choice
+        took = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
+        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.why or "chosen"])
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
         f"{survey.num_evaluated} had to be looked at.</p>"
     )
-    return _wide(f"The {len(rows)} best" if len(rows) > 1 else "The best", _table(header, rows, words=(1, 2, 6)) + note)
+    title = f"The {len(rows)} best" if len(rows) > 1 else "The best"
+    return card(title, table_html(header, rows, words=(1, 2, 6)) + note, wide=True)
 
 
 def _changes(reasons: Reasons) -> str:
     rows = [[one.what, duration(one.choice.seconds), size_text(one.choice.bytes), one.why] for one in reasons.changes]
-    return _wide(
-        "The choice with one setting changed", _table(["change", "a step", "a device", "result"], rows, words=(3,))
-    )
+    listed = table_html(["change", "a step", "a device", "result"], rows, words=(3,))
+    return card("The choice with one setting changed", listed, wide=True)
 
 
 def _more(reasons: Reasons) -> str:
     items = "".join(
         f"<li><b class='gain'>{one.gain:+.1%}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
     )
-    return _card("What more would buy", f'<ol class="remedies">{items}</ol>')
-
-
-def _traffic(plan: ClusterPlan, reasons: Reasons) -> str:
-    header = ["", "mesh", *VOLUMES, "a step", "fits"]
-    return _card("Bytes a device sends in a step", _table(header, traffic_rows(plan, reasons)))
-
-
-def _scaling(plan: ClusterPlan, reasons: Reasons) -> str:
-    return _card("Strong and weak scaling", _table(SCALING, scaling_rows(plan, reasons)))
+    return card("What more would buy", f'<ol class="remedies">{items}</ol>')
 
 
 def _ranks(plan: ClusterPlan) -> str:
@@ -176,7 +149,7 @@ def _ranks(plan: ClusterPlan) -> str:
         words = " ".join(f"{axes[axis]}{getattr(place, axis)}" for axis in shown) or "all"
         nodes.setdefault(place.node, []).append(f'<td title="rank {rank}">{safe(words)}</td>')
     lines = "".join(f"<tr><td>node {node}</td>{''.join(cells)}</tr>" for node, cells in nodes.items())
-    return _card("Where ranks lie", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
+    return card("Where ranks lie", f'{note}<div class="scroll"><table class="ranks">{lines}</table></div>')
 
 
 def _launch(launch: Launch) -> str:
@@ -186,36 +159,73 @@ def _launch(launch: Launch) -> str:
         said = f"<p class='note'>It cannot be told:</p><ul>{missing}</ul>" if missing else ""
         start = f"<pre>{safe(config.command)}</pre>"
         if not config.starts:
-            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in not_started(config))
+            start = "".join(f"<p class='note'>{safe(one)}</p>" for one in text.not_started(config))
         parts.append(
             f"<h3>{safe(config.framework)}</h3>{start}{said}"
             f"<details><summary>{safe(config.file)}</summary><pre>{safe(config.text)}</pre></details>"
         )
-    return _wide("How to start it", "".join(parts))
+    return card("How to start it", "".join(parts), wide=True)
 
 
-def _bar(choice: Choice, parts: Sequence[Part], longest: float, value: str) -> str:
-    """Return a row: a layout's mesh, its parts as a stacked bar, and what they are together."""
+def _bar(
+    choice: Choice, items: object, names: Mapping[str, str], whole: float, written: Callable[[float], str], total: float
+) -> str:
+    """Return a row: a layout's mesh, its items as a stacked bar, and what they are together."""
+    sizes = {item: getattr(items, item) for item in names}
+    parts = [Part(item, size, f"{names[item]} {written(size)}") for item, size in sizes.items()]
     said = f"{choice.mesh}: {', '.join(part.title for part in parts if part.size > 0)}"
-    picture = bar(parts, longest, said=said)
-    return (
-        f'<div class="row"><span>{safe(str(choice.mesh))}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    picture, value = bar(parts, whole, said=said), safe(written(total))
+    return f'<div class="row"><span>{safe(choice.mesh)}</span>{picture}<span class="value">{value}</span></div>'
+
+
+def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
+    """Return the best layout of each mesh as stacked bars of seconds."""
+    took = [{name: getattr(one.estimate.seconds, item) for item, name in text.SECONDS.items()} for one in plan.best]
+    rows = [Bar(str(one.mesh), parts, duration(one.seconds)) for one, parts in zip(plan.best, took, strict=True)]
+    hues = {text.SECONDS[item]: hue for item, hue in HUES.items()}
+    title = f"{plan.transformer.name} on {plan.cluster.num_devices} x {plan.cluster.device.name}"
+    return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)
+
+
+def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 720) -> str:
+    """Return throughput against memory: the fastest layout of each memory, the choice, and the limit."""
+
+    def point(choice: Choice) -> tuple[float, float]:
+        return choice.bytes / _GIB, plan.tokens_per_second(choice) / 1e3
+
+    front, limit = [point(one) for one in reasons.pareto], plan.limit_bytes / _GIB
+    others = [point(one) for one in (*plan.best[1:], *(change.choice for change in reasons.changes))]
+    most = 1.05 * max(x for x, _ in front)
+    shown = [one for one in others if one[0] <= most]
+    series = [
+        Series("the fastest layout in so much memory", front),
+        Series("what a device may hold", [(limit, 0.0), (limit, max(y for _, y in front))], dashed=True),
+    ]
+    if shown:
+        series.append(Series("other meshes, and the choice with one setting changed", shown, marks=True))
+    series.append(Series("chosen", [point(plan.chosen)], marks=True))
+    return chart(
+        series,
+        title="Throughput against memory",
+        x_label="GiB that the fullest device holds",
+        y_label="thousand tokens a second",
+        width=width,
+        x_from=0.0,
     )
 
 
-def _card(title: str, body: str) -> str:
-    return f'<div class="card"><h3>{safe(title)}</h3>{body}</div>'
-
-
-def _wide(title: str, body: str) -> str:
-    return f'<div class="card wide"><h3>{safe(title)}</h3>{body}</div>'
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = ()) -> str:
-    left = [' class="words"' if at in words else "" for at in range(len(header))]
-    head = "".join(f'<th scope="col"{kind}>{safe(name)}</th>' for name, kind in zip(header, left, strict=True))
-    lines = "".join(
-        f"<tr>{''.join(f'<td{kind}>{safe(cell)}</td>' for cell, kind in zip(row, left, strict=True))}</tr>"
-        for row in rows
+def scaling_chart(reasons: Reasons, *, width: int = 720) -> str:
+    """Return strong and weak scaling: throughput per device as a share of the smallest cluster's."""
+    series = []
+    for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
+        points = [(float(one.devices), share) for one, share in reasons.scaling[name] if share is not None]
+        if points:
+            series.append(Series(words, points))
+    return chart(
+        series,
+        title="Scaling",
+        x_label="devices",
+        y_label="throughput per device, over that of the smallest cluster that fits",
+        width=width,
+        log_x=True,
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drumline.core.action import Op
+from drumline.core.files import MIB
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.report.draw.chart import Bar, bars
@@ -10,7 +11,6 @@ from drumline.report.draw.palette import SHADES
 from drumline.report.draw.sheet import picture_page
 from drumline.report.table import table
 
-_MIB = 2**20
 _NOISY = 0.05  # a spread above which a profile says more of the machine than of the model
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")
 _PARTS = {
@@ -45,7 +45,7 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
         f"an action adds {own.action * 1e6:.0f} us in a pipeline, where blocks take"
         f" {' '.join(f'{one:.2f}' for one in profile.paces) or '1.00'} times as long (by rows)",
         f"a step begins with {own.begin * 1e6:.0f} us, and ends with {own.end.seconds * 1e6:.0f} us and"
-        f" {own.end.seconds_per_byte * _MIB * 1e6:.0f} us for each MiB of gradients",
+        f" {own.end.seconds_per_byte * MIB * 1e6:.0f} us for each MiB of gradients",
     ]
     return "\n".join(lines)
 
@@ -55,15 +55,9 @@ def _blocks(profile: Profile, width: int) -> str:
     rows = []
     for at, one in enumerate(profile.layers):
         received = profile.layers[at - 1].output_bytes if at else 0
-        sizes = (
-            one.activation_bytes + one.start_bytes,
-            one.held_until_weight_bytes,
-            received + one.checkpoint_bytes,
-            one.weight_bytes,
-            one.output_bytes,
-        )
-        times = (f"{getattr(one.times, name) * 1e3:.2f}" for name in _TIMES)
-        rows.append([one.name, *times, *(f"{size / _MIB:.2f}" for size in sizes)])
+        held = (one.activation_bytes + one.start_bytes, one.held_until_weight_bytes, received + one.checkpoint_bytes)
+        sizes = (f"{size / MIB:.2f}" for size in (*held, one.weight_bytes, one.output_bytes))
+        rows.append([one.name, *(f"{getattr(one.times, name) * 1e3:.2f}" for name in _TIMES), *sizes])
     return table(header, rows, width=width)
 
 
@@ -75,15 +69,10 @@ def _sizes(profile: ModelProfile, width: int) -> str:
         held = sum(each.activation_bytes for each in one.layers)
         until = sum(each.held_until_weight_bytes for each in one.layers)
         message = max((each.output_bytes for each in one.layers[:-1]), default=0)
-        seconds = (total.forward, total.backward, total.backward_input + total.backward_weight)
-        lines.append(
-            [
-                str(rows),
-                *(f"{1e3 * each:.1f}" for each in seconds),
-                f"{1e3 * total.total(split=False) / rows:.1f}",
-                *(f"{size / _MIB:.2f}" for size in (held, until, message)),
-            ]
-        )
+        split = total.backward_input + total.backward_weight
+        seconds = (total.forward, total.backward, split, total.total(split=False) / rows)
+        sizes = (f"{size / MIB:.2f}" for size in (held, until, message))
+        lines.append([str(rows), *(f"{1e3 * each:.1f}" for each in seconds), *sizes])
     return table(header, lines, width=width, left=0)
 
 
@@ -110,11 +99,9 @@ def _spread(profile: Profile) -> float:
 def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
     """Return an SVG document: every block's seconds as a bar of F, I and W, at the largest size of microbatch."""
     rows, largest = profile.sizes[-1]
+    parts = ({letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()} for one in largest.layers)
     return bars(
-        [
-            Bar(one.name, {letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()})
-            for one in largest.layers
-        ],
+        [Bar(one.name, times) for one, times in zip(largest.layers, parts, strict=True)],
         {letter: SHADES[op].even for letter, op in _PARTS.values()},
         title=f"{profile.model.name}: a microbatch of {rows}, milliseconds per block",
         x_label=f"{profile.device}, {profile.num_ranks} ranks at once",

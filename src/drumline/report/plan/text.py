@@ -43,15 +43,11 @@ def plan_text(told: Explanation, *, width: int = 100, framework: str = "drumline
     """Return a plan as text; what was not worked out (`--brief`) is left out."""
     parts = [_wrapped(headline(told.plan), width), _items(told.plan.chosen, width), _best(told, width)]
     if told.reasons is not None:
+        traffic = ["bytes sent a step", "mesh", *VOLUMES, "a step", "fits"]
         parts += [
             _wrapped(["What more would buy:", *(f"- {one}" for one in told.reasons.margins)], width),
             table(SCALING, scaling_rows(told.plan, told.reasons), width=width),
-            table(
-                ["bytes sent a step", "mesh", *VOLUMES, "a step", "fits"],
-                traffic_rows(told.plan, told.reasons),
-                width=width,
-                left=2,
-            ),
+            table(traffic, traffic_rows(told.plan, told.reasons), width=width, left=2),
         ]
     return "\n\n".join([*parts, _launch(told.launch.of(framework), width)])
 
@@ -74,11 +70,8 @@ def headline(plan: ClusterPlan) -> list[str]:
 def settings_text(choice: Choice) -> str:
     """Return what a layout is besides its mesh."""
     layout = choice.layout
-    parts = [
-        f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}",
-        f"ZeRO {layout.zero}",
-        layout.recomputation,
-    ]
+    microbatches = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
+    parts = [microbatches, f"ZeRO {layout.zero}", layout.recomputation]
     if layout.pipeline > 1:
         stages = layout.stages_per_rank
         parts.insert(0, layout.schedule + (f" with {stages} stages per rank" if stages > 1 else ""))
@@ -101,13 +94,10 @@ def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
 
 def _items(chosen: Choice, width: int) -> str:
     """Return seconds and bytes, item by item, those that are nothing left out."""
-    rows = [*seconds_rows(chosen), ["a step", duration(chosen.seconds), ""]]
+    took = [*seconds_rows(chosen), ["a step", duration(chosen.seconds), ""]]
     held = [*bytes_rows(chosen, every=False), ["a device", size_text(chosen.bytes), ""]]
-    return (
-        table(["time", "takes", "share"], rows, width=width)
-        + "\n\n"
-        + table(["memory", "holds", "share"], held, width=width)
-    )
+    tables = ((["time", "takes", "share"], took), (["memory", "holds", "share"], held))
+    return "\n\n".join(table(header, rows, width=width) for header, rows in tables)
 
 
 def _best(told: Explanation, width: int) -> str:
@@ -116,19 +106,10 @@ def _best(told: Explanation, width: int) -> str:
     for number, one in enumerate(told.plan.best, 1):
         layout = one.layout
         stages = f" x{layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
-        rows.append(
-            [
-                str(number),
-                str(one.mesh),
-                layout.schedule + stages if layout.pipeline > 1 else "-",
-                str(layout.microbatch),
-                str(layout.zero),
-                layout.recompute,
-                duration(one.seconds),
-                f"{one.estimate.bubble:.1%}",
-                size_text(one.bytes),
-            ]
-        )
+        schedule = layout.schedule + stages if layout.pipeline > 1 else "-"
+        settings = (number, one.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
+        figures = (duration(one.seconds), f"{one.estimate.bubble:.1%}", size_text(one.bytes))
+        rows.append([*map(str, settings), *figures])
     reasons = [f"{number}. {one.why}" for number, one in enumerate(told.best, 1) if one.why]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
     shown = [count, "", table(header, rows, width=width, left=3)]
@@ -152,16 +133,11 @@ def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
 
 def traffic_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
     """Return what a device sends, as rows of text."""
-    return [
-        [
-            name,
-            str(one.mesh),
-            *(size_text(getattr(one.estimate.volumes, volume)) for volume in VOLUMES),
-            duration(one.seconds),
-            "yes" if plan.fits(one) else "no",
-        ]
-        for name, one in reasons.traffic
-    ]
+    rows = []
+    for name, one in reasons.traffic:
+        sent = (size_text(getattr(one.estimate.volumes, volume)) for volume in VOLUMES)
+        rows.append([name, str(one.mesh), *sent, duration(one.seconds), "yes" if plan.fits(one) else "no"])
+    return rows
 
 
 def _launch(config: Config, width: int) -> str:

@@ -25,16 +25,15 @@ _EDGE = re.compile(r"pp/edge(\d+)-(\d+)/peak_queue")
 
 
 class Marks(NamedTuple):
-    """The characters of bars and curves: a part each, then nothing, a message, and heights from low to high."""
+    """The characters of bars and curves: a part each, then a message, and heights from low to high."""
 
     parts: str
-    nothing: str
     message: str
     heights: str
 
 
-FINE = Marks("█▒░·!", " ", "▮", "▁▂▃▄▅▆▇█")
-ASCII = Marks("#=-.!", " ", "#", "_.-=^")
+FINE = Marks("█▒░·!", "▮", "▁▂▃▄▅▆▇█")
+ASCII = Marks("#=-.!", "#", "_.-=^")
 
 
 class LiveRun:
@@ -60,22 +59,19 @@ class LiveRun:
             "run": self.line.get("run"),
             "step": self.line.get("step"),
             "loss": self.line.get(_LOSS),
-            "bubble_per_rank": [self._bubble(rank) for rank in range(self.program.num_ranks)],
+            "bubble_per_rank": self._bubbles(),
             "queues": {f"{source}->{target}": depth for (source, target), depth in self._queues().items()},
             "metrics": self.line,
         }
 
     def row(self) -> str:
         """Return the last step in one line, for logs."""
-        bubbles = [self._bubble(rank) for rank in range(self.program.num_ranks)]
-        known = [f"{bubble:.0%}" for bubble in bubbles if bubble is not None]
+        known = [f"{bubble:.0%}" for bubble in self._bubbles() if bubble is not None]
         queues = [f"{source}->{target} {depth:g}" for (source, target), depth in self._queues().items()]
-        parts = [
-            self._head(),
-            f"per rank {' '.join(known)}" if known else "",
-            f"queues {', '.join(queues)}" if queues else "",
-        ]
-        return "   ".join(part for part in parts if part)
+        parts = [self._head()]
+        parts += [f"per rank {' '.join(known)}"] if known else []
+        parts += [f"queues {', '.join(queues)}"] if queues else []
+        return "   ".join(parts)
 
     def frame(self, width: int = 100) -> str:
         """Return the run as it stands, no line wider than `width`."""
@@ -84,17 +80,16 @@ class LiveRun:
         lines = [title, self._head()]
         if len(self._losses) > 1:
             lines.append(f"{'loss':<9} {sparkline(list(self._losses)[-room:], self.marks.heights)}")
-        for rank in range(self.program.num_ranks):
-            bubble = self._bubble(rank)
+        for rank, bubble in enumerate(self._bubbles()):
             if bubble is not None:
-                lines.append(
-                    f"{f'rank {rank}':<9} {self._bar(rank, room)}  busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}"
-                )
+                seconds = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
+                bar = stacked(seconds, self.marks.parts, room)
+                lines.append(f"{f'rank {rank}':<9} {bar}  busy {1 - bubble:>4.0%}  bubble {bubble:>4.0%}")
         scale = min(1.0, room / max(self._queues().values(), default=1.0))
         for (source, target), depth in self._queues().items():
             marks = self.marks.message * round(depth * scale)
             lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
-        if self._bubble(0) is not None:
+        if self._bubbles()[0] is not None:
             named = zip(self.marks.parts, PARTS, strict=True)
             lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
         return "\n".join(line[:width].rstrip() for line in lines)
@@ -112,18 +107,15 @@ class LiveRun:
             parts.append(f"bubble {line['pp/bubble']:.1%}")
         return "   ".join(parts)
 
-    def _bubble(self, rank: int) -> float | None:
-        """Return the share of the makespan in which a rank did not compute."""
-        busy, makespan = self.line.get(f"pp/rank{rank}/busy_seconds"), self.line.get("pp/makespan_seconds")
-        return None if busy is None or not makespan else max(0.0, 1.0 - busy / makespan)
+    def _bubbles(self) -> list[float | None]:
+        """Return the share of the makespan in which each rank did not compute."""
+        makespan = self.line.get("pp/makespan_seconds")
+        busy = (self.line.get(f"pp/rank{rank}/busy_seconds") for rank in range(self.program.num_ranks))
+        return [None if one is None or not makespan else max(0.0, 1.0 - one / makespan) for one in busy]
 
     def _queues(self) -> dict[tuple[int, int], float]:
         found = ((_EDGE.fullmatch(name), depth) for name, depth in self.line.items())
         return {(int(match[1]), int(match[2])): depth for match, depth in found if match is not None}
-
-    def _bar(self, rank: int, room: int) -> str:
-        sizes = [self.line.get(f"pp/rank{rank}/{part}_seconds") or 0.0 for part in PARTS]
-        return stacked(sizes, self.marks.parts, room)
 
 
 def stacked(sizes: Sequence[float], marks: str, room: int) -> str:

@@ -18,8 +18,8 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.replay import replay
 from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.advise.adviser import Advice, advise
-from drumline.report.advise.remedy import OPS, Evidence
+from drumline.report.advise.adviser import advise
+from drumline.report.advise.remedy import OPS, Advice, Evidence
 from drumline.report.summary import peak_queues, summarize
 
 MAKESPAN = "pp/makespan_seconds"

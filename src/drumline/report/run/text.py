@@ -36,8 +36,7 @@ def report_text(report: RunReport, *, width: int = 100, colour: bool = False) ->
         f"{duration(slowest['seconds'])} a microbatch",
     ]
     picture = grid(seen.measured, width=width, colour=colour, figures=False)
-    others = report.advice.remedies if report.advice.best is None else report.advice.remedies[1:]
-    advice = [report.advice.sentence, *(f"- {one}" for one in others)]
+    advice = [report.advice.sentence, *(f"- {one}" for one in report.advice.others)]
     parts = (_wrapped(head, width), ranks_table(report, width=width), picture, _wrapped(advice, width))
     return "\n\n".join(parts)
 
@@ -62,19 +61,16 @@ def runs_table(reports: Sequence[RunReport], *, width: int = 100) -> str:
     rows = []
     for report in reports:
         measured = report.seen.measured
-        fullest = max(report.ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"]))
-        rows.append(
-            [
-                report.name,
-                report.run.program.name,
-                duration(measured.makespan),
-                f"{measured.bubble:.1%}",
-                f"{report.overhead_share:.1%}",
-                f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}",
-                held(fullest),
-            ]
-        )
+        slowest = f"{report.slowest_stage}: {duration(max(report.seen.stage_seconds))}"
+        shares = (f"{share:.1%}" for share in (measured.bubble, report.overhead_share))
+        cells = [report.name, report.run.program.name, duration(measured.makespan), *shares, slowest]
+        rows.append([*cells, fullest(report.ranks)])
     return table(header, rows, width=width, left=2)
+
+
+def fullest(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return what the fullest of ranks held."""
+    return held(max(ranks, key=lambda one: (one["peak_stash_bytes"] or 0, one["peak_pairs"])))
 
 
 def held(rank: dict[str, Any]) -> str:
