@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Train by every schedule, compare, and say where the report is."""
     with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
+        from drumline.train.opening import opening
         from drumline.train.two_stages import Build
     from drumline.report.run.page import run_page
     from drumline.report.run.report import reports_of
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     page = args.out / "report.html"
-    save(page, run_page(reports_of([one.run for one in outcomes])))
+    save(page, run_page(reports_of([one.run for one in outcomes]), opening=opening(outcomes)))
     if args.json:
         print_json({"rows": [one.summary() for one in outcomes], "report": str(page)})
     else:

@@ -13,6 +13,7 @@ class Page {
     this.controls();
     window.addEventListener("resize", () => { this.scatter(); this.invalidate(); });
     window.addEventListener("scroll", () => this.request(), { passive: true });
+    window.addEventListener("hashchange", () => this.unfold());
     window.addEventListener("beforeprint", () => this.drawStale());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     document.addEventListener("keydown", (event) => this.key(event));
@@ -48,6 +49,7 @@ class Page {
     this.repaint();
     this.relayout();
     this.frame();
+    this.unfold();
   }
 
   /* Take in what explains a timeline that was loaded without. */
@@ -73,6 +75,12 @@ class Page {
     byId("legend").replaceChildren(...legend(this.models, this.state));
     this.scatter();
     this.invalidate();
+  }
+
+  /* A link to something folded opens it. */
+  unfold() {
+    const target = location.hash && byId(location.hash.slice(1));
+    if (target?.tagName === "DETAILS") target.open = true;
   }
 
   scatter() {

@@ -12,7 +12,7 @@ from typing import Any
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Curve, Part, bar, card, cards, curves, legend_html, safe, table_html
+from drumline.report.draw.markup import Curve, Part, bar_row, card, cards, curves, legend_html, safe, table_html
 from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
@@ -23,8 +23,8 @@ from drumline.report.units import counts, duration, percent, size_text
 Figures = dict[str, Any]
 
 
-def run_page(reports: Sequence[RunReport]) -> str:
-    """Return the page of one run, or of several side by side."""
+def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
+    """Return the page of one run, or of several side by side; `opening` is markup to begin with."""
     timelines: list[Timeline] = []
     names = []
     for one in reports:
@@ -34,7 +34,8 @@ def run_page(reports: Sequence[RunReport]) -> str:
     data = document(timelines, title=_title(reports), advice=_advice(reports), names=names, seconds=True)
     data["strips"] = len(reports) == 1  # memory and queues, which the toolbar shows and hides
     figures = [one.figures() for one in reports]
-    return page_with(data, panel=_above(figures), below=_below(figures), style=asset("report.css"))
+    above = _contents(figures) + opening + _above(figures)
+    return page_with(data, panel=above, below=_below(figures), style=asset("report.css"))
 
 
 def _title(reports: Sequence[RunReport]) -> str:
@@ -60,14 +61,31 @@ def _above(runs: Sequence[Figures]) -> str:
     return f'<section class="report">{_cards(runs[0])}{_remedies(runs[0])}</section>'
 
 
+def _contents(runs: Sequence[Figures]) -> str:
+    """Return links to the parts of a page of several runs; one run needs none."""
+    if len(runs) == 1:
+        return ""
+    links = [("title", "Overview"), ("charts", "Timelines"), ("steps", "Steps")]
+    links += [(f"run-{number}", run["name"]) for number, run in enumerate(runs)]
+    listed = "".join(f'<li><a href="#{place}">{safe(name)}</a></li>' for place, name in links)
+    return f'<nav class="contents" aria-label="Contents"><ol>{listed}</ol></nav>'
+
+
 def _below(runs: Sequence[Figures]) -> str:
-    """Return what comes behind the timelines: steps of all runs, then for each where the time went."""
+    """Return what comes behind the timelines: steps of all runs, then for each where the time went.
+
+    The details of several runs are folded: whoever wants them knows which run's.
+    """
     parts = [_steps(runs)]
-    for run in runs:
-        title = f"<h2 class='run'>{safe(run['name'])}</h2>" if len(runs) > 1 else ""
-        advice = _remedies(run) if len(runs) > 1 else ""
-        details = _ranks(run) + _causes(run) + _stages(run) + _held(run)
-        parts.append(f'<section class="report">{title}{advice}<div class="pair">{details}</div></section>')
+    for number, run in enumerate(runs):
+        details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _held(run)}</div>'
+        if len(runs) > 1:
+            swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
+            figures = f"step {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
+            title = f'<summary><h2>{swatch} {safe(run["name"])}</h2> <span class="note">{figures}</span></summary>'
+            parts.append(f'<details class="report" id="run-{number}">{title}{_remedies(run)}{details}</details>')
+        else:
+            parts.append(f'<section class="report">{details}</section>')
     return "".join(parts)
 
 
@@ -125,7 +143,7 @@ def _ranks(run: Figures) -> str:
     bars, rows = [], []
     for one in run["per_rank"]:
         parts = [Part(part, one[part], f"{part} {_time(one[part])}") for part in PARTS]
-        bars.append(_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
+        bars.append(bar_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
         rows.append([str(one["rank"]), *(_time(one[part]) for part in PARTS), percent(one["idle_share"])])
     keys = legend_html((part, part) for part in PARTS)
     table = table_html(["rank", *PARTS, "idle"], rows)
@@ -148,7 +166,7 @@ def _causes(run: Figures) -> str:
             parts = [Part(cause, seconds, f"{which} {cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
             said = f"rank {rank}, {which}: idle {percent(share)}"
-            bars.append(_row(name, parts, whole, percent(share), said=said, kind=kind))
+            bars.append(bar_row(name, parts, whole, percent(share), said=said, kind=kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
     return card("Bubble by cause", f"{''.join(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
 
@@ -160,7 +178,7 @@ def _stages(run: Figures) -> str:
     for one in run["per_stage"]:
         parts = [Part(op, one[op], f"{op} {_time(one[op])}") for op in ("forward", "backward")]
         kind = "slowest" if one["stage"] == run["slowest_stage"] else ""
-        bars.append(_row(f"stage {one['stage']}", parts, slowest, _time(one["seconds"]), kind=kind))
+        bars.append(bar_row(f"stage {one['stage']}", parts, slowest, _time(one["seconds"]), kind=kind))
         if one["blocks"]:
             ranks = " and ".join(map(str, one["ranks"]))
             bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
@@ -182,7 +200,7 @@ def _held(run: Figures) -> str:
 def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str]) -> str:
     most = max(peaks.values())
     shown = ((name, peak, written(peak)) for name, peak in peaks.items())
-    return "".join(_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
+    return "".join(bar_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
 
 
 def _steps(runs: Sequence[Figures]) -> str:
@@ -205,13 +223,9 @@ def _steps(runs: Sequence[Figures]) -> str:
     if not figures:
         return ""
     keys = legend_html((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
-    return f'<section class="report"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
-
-
-def _row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
-    """Return a stacked bar between its name and what its parts are together."""
-    picture = bar(parts, whole, said=said or f"{name}: {', '.join(part.title for part in parts)}")
-    return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    return (
+        f'<section class="report" id="steps"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
+    )
 
 
 def _blocks(names: Sequence[str]) -> str:
