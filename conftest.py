@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # Where searches look at the clock; their budgets are counted in timed actions, too.
-SEARCHES = ("drumline.plan.search.engine", "drumline.plan.search.search", "drumline.plan.device.planner")
+SEARCHES = ("drumline.plan.search.run", "drumline.plan.search.search", "drumline.plan.device.planner")
 
 TORCH_HALF = ("runtime", "profile", "pipeline")
 

@@ -11,6 +11,8 @@ round with its quartiles, and whether that is slower by more than the spread.
     simulate           seconds to compile and time a program of 4,096 actions, and one of 24,576
     search             seconds of a search that ends by its own budget of timed actions
     step               seconds of a step of two ranks in one process, for schedules with whole and split backwards
+    action             seconds that two processes add to every action beyond what the simulator says is possible, as in
+                       `benchmarks/runtime_cpu.py`
 """
 
 from __future__ import annotations
@@ -65,6 +67,34 @@ for turn in range(150):
         taken.append(moment() - began)
     pipe.zero_grad()
 """
+ACTION = """
+import os, socket, subprocess
+if "RANK" not in os.environ:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    env = {{**os.environ, "RANK": "1", "LOCAL_RANK": "1"}}
+    other = subprocess.Popen(sys.orig_argv, env=env, stdout=subprocess.DEVNULL)
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+import torch
+import drumline as dl
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)))
+program = dl.generate({name!r}, num_ranks=2, num_microbatches=16)
+pipe = dl.Pipeline(model, loss_fn=torch.nn.functional.mse_loss, schedule=program)
+batch, target = torch.randn(256, 256), torch.randn(256, 256)
+actions = max(len(row) for row in program.rows)
+taken = []
+for turn in range(120):
+    pipe.step(batch, target=target)
+    pipe.settle()
+    if turn >= 40:
+        timeline = pipe.timeline()
+        taken.append((timeline.makespan - dl.simulate(program, timeline.measured_costs()).makespan) / actions)
+    pipe.zero_grad()
+pipe.close()
+"""
 FIGURES = {
     "import": IMPORT,
     "simulate, cold": COLD,
@@ -74,6 +104,9 @@ FIGURES = {
     "step 1f1b D64": STEP.format(name="1f1b"),
     "step zb-h1 D64": STEP.format(name="zb-h1"),
     "step zb-v D64": STEP.format(name="zb-v"),
+    "action 1f1b D256": ACTION.format(name="1f1b"),
+    "action zb-h1 D256": ACTION.format(name="zb-h1"),
+    "action zb-v D256": ACTION.format(name="zb-v"),
 }
 
 
@@ -104,8 +137,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(FIGURES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = {}
-    print(f"{'':<24}{'before':>10}{'after':>10}   after / before")
+    measured = {}
+    print(f"{'':<24}{'before':>11}{'after':>11}   after / before")
     for name in args.only:
         pairs = []
         for turn in range(args.rounds):
@@ -116,12 +149,12 @@ def main() -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         before, after = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
         print(
-            f"{name:<24}{before:>7.2f} ms{after:>7.2f} ms   {middle:.3f} ({low:.3f} to {high:.3f}), {verdict(ratios)}",
+            f"{name:<24}{before:>8.3f} ms{after:>8.3f} ms   {middle:.3f} ({low:.3f} to {high:.3f}), {verdict(ratios)}",
             flush=True,
         )
-        found[name] = {"before": before, "after": after, "ratio": middle, "quartiles": [low, high]}
+        measured[name] = {"before": before, "after": after, "ratio": middle, "quartiles": [low, high]}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from drumline.plan.cluster.hardware import MACHINES, cluster
 from drumline.plan.cluster.hugging_face import read_config
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import model
-from drumline.plan.launch.launch import read_train_config, train_config
+from drumline.plan.launch.launch import train_config
 from drumline.report.explore import EXPORTS, Settings, answer, explain, export
 from fuzz_case import Case, Refused, command, put
 from fuzz_files import WORDS, programs
 from fuzz_mutations import damaged, json_text, rows_text, word
+from train_configs import read_train_config
 
 _CONFIGS: tuple[dict[str, Any], ...] = (
     {

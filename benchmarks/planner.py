@@ -30,7 +30,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drumline.plan.cut.climb import Counts
+from drumline.plan.cut.cuts import Counts
 from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import OPTIMIZERS

@@ -57,8 +57,8 @@ CORE = (
     Bug(
         "queue-depth-before-its-last-change",
         "core/timeline/timeline.py",
-        "                    curve[-1] = (time, depth)\n",
-        "                    pass\n",
+        "curve[time] = depth",
+        "curve.setdefault(time, depth)",
         "Of changes at one moment the depth after the first is recorded.",
     ),
     Bug(
@@ -76,11 +76,11 @@ CORE = (
         "The balanced twin of a replayed step is made of the costs and not of the measured seconds.",
     ),
     Bug(
-        "factors-by-the-inverse-order",
-        "core/simulate/simulate.py",
-        'by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)',
-        'by_row = np.argsort(graph.work.node, kind="stable")',
-        "Factors reach other actions than theirs where pairs stand in the rows.",
+        "overlapped-halves-as-they-stand",
+        "core/simulate/durations.py",
+        "halves = np.where(forward_first[:, None], halves, halves[:, ::-1])",
+        "halves = np.where(forward_first[:, None], halves, halves)",
+        "Of a pair whose backward stands first, the backward's stage says what the pair costs.",
     ),
     Bug(
         "bytes-of-long-microbatches",
@@ -113,8 +113,8 @@ CORE = (
     Bug(
         "gradients-of-the-next-step",
         "core/simulate/memory.py",
-        "step = np.searchsorted(row.microbatch[updates], row.microbatch[release])",
-        'step = np.searchsorted(row.microbatch[updates], row.microbatch[release], side="right")',
+        "step = np.searchsorted(microbatch[updates], microbatch[release])",
+        'step = np.searchsorted(microbatch[updates], microbatch[release], side="right")',
         "The last microbatch of a step is taken for the first of the next one's accumulation.",
     ),
     Bug(
@@ -196,11 +196,11 @@ CORE = (
         "A device is said to have waited for a message since the step began.",
     ),
     Bug(
-        "gradient-handling-swapped",
-        "core/measured/handling.py",
-        "back = [self.action + self.take * behind + self.send * before for before, behind in joined]",
-        "back = [self.action + self.take * before + self.send * behind for before, behind in joined]",
-        "A backward takes a message from the stage before and sends one to the stage behind.",
+        "executor-time-of-a-whole-row",
+        "core/measured/costs.py",
+        'seen["action"].append(own / len(record.starts))',
+        'seen["action"].append(own)',
+        "Every action costs what the executor adds to all of a row's.",
     ),
     Bug(
         "data-of-the-last-rank",
@@ -219,8 +219,8 @@ CORE = (
     Bug(
         "room-of-the-taken-message",
         "core/timeline/timeline.py",
-        "for _, change in sorted(events, key=lambda event: (event[0], -event[1])):",
-        "for _, change in sorted(events, key=lambda event: (event[0], event[1])):",
+        "sorted(events, key=lambda event: (event[0], -event[1]))",
+        "sorted(events, key=lambda event: (event[0], event[1]))",
         "A message that arrives as another is taken up is put in that one's place.",
     ),
     Bug(
@@ -268,7 +268,7 @@ CORE = (
     Bug(
         "exchange-without-the-copy",
         "core/simulate/assemble.py",
-        "partner[at] = follows[met[0]]",
+        "partner[at] = follows[met]",
         "partner[at] = follows[at]",
         "A gradient exchange starts without the other copy's gradients.",
     ),

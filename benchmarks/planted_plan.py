@@ -98,7 +98,7 @@ PLAN = (
     ),
     Bug(
         "shares-of-the-smaller-copy",
-        "plan/cut/shared_ranks.py",
+        "plan/cut/chain.py",
         "parts = [max(part for rank in chain.ranks",
         "parts = [min(part for rank in chain.ranks",
         "Of two copies with unequal shares the smaller one's time decides.",
@@ -106,14 +106,14 @@ PLAN = (
     ),
     Bug(
         "evenness-by-the-sum",
-        "plan/cut/shared_ranks.py",
+        "plan/cut/chain.py",
         "return shortest_largest(self._on_ranks, self._squared)",
         "return shortest_largest(self._on_ranks)",
         "Among cuts with the same largest stage any is taken, not the evenest.",
     ),
     Bug(
         "step-with-a-microbatch-more",
-        "plan/cut/exact.py",
+        "plan/cut/cuts.py",
         "if whole + (num_microbatches - 1) * largest < best:",
         "if whole + num_microbatches * largest < best:",
         "Whether a cut is better is asked with one microbatch more than it is noted with.",
@@ -211,14 +211,14 @@ PLAN = (
     ),
     Bug(
         "weights-gathered-once",
-        "plan/cluster/exchange.py",
+        "plan/cluster/loads.py",
         "sent = times * (reduced + 2 * gathered)",
         "sent = times * (reduced + gathered)",
         "ZeRO 3 gathers weights for the forward and again for the backward; one is left out.",
     ),
     Bug(
         "shared-experts-are-free",
-        "plan/cluster/parameters.py",
+        "plan/cluster/transformer.py",
         "each = (experts.per_token + experts.num_shared) * experts.feedforward",
         "each = experts.per_token * experts.feedforward",
         "Experts that every token visits take no operations.",
@@ -232,7 +232,7 @@ PLAN = (
     ),
     Bug(
         "dense-layers-everywhere",
-        "plan/cluster/slices.py",
+        "plan/cluster/stages.py",
         "dense = min(max(transformer.num_dense_layers - first, 0), count)",
         "dense = min(transformer.num_dense_layers, count)",
         "Every stage begins with the model's dense layers.",

@@ -22,8 +22,8 @@ RUNTIME = (
     Bug(
         "merged-across-stages",
         "runtime/executor.py",
-        "if run and (not weight or job is None or job.action.stage != run[0].action.stage):",
-        "if run and (not weight or job is None):",
+        "key=lambda job: (job.action.op, job.action.stage)",
+        "key=lambda job: (job.action.op, 0)",
         "W of two stages that stand together are run by the last one's stage.",
     ),
     Bug(
@@ -71,8 +71,8 @@ RUNTIME = (
     Bug(
         "early-gradient-not-copied",
         "runtime/backward/tape.py",
-        "total[parameter] = gradient.clone() if parameter not in total else total[parameter] + gradient",
-        "total[parameter] = gradient if parameter not in total else total[parameter] + gradient",
+        "gradient if one in total else gradient.clone()",
+        "gradient",
         "A gradient that autograd handed to the stage before as well is added to in place.",
     ),
     Bug(
@@ -211,7 +211,7 @@ RUNTIME = (
     ),
     Bug(
         "conjugates-copied-raw",
-        "runtime/channel/slots.py",
+        "runtime/channel/shared_memory.py",
         "and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():",
         "and tensor.is_cpu and not tensor.is_neg():",
         "A conjugated tensor arrives as what it is the conjugate of.",
@@ -246,7 +246,7 @@ RUNTIME = (
     ),
     Bug(
         "copies-stay-frozen",
-        "runtime/weights/copies.py",
+        "runtime/weights/tied.py",
         "if copied.requires_grad is not original.requires_grad:",
         "if copied.requires_grad and not original.requires_grad:",
         "A parameter that is freed again stays frozen in its copy.",

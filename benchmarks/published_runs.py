@@ -20,8 +20,7 @@ from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.layout import PRACTICE, Layout, Practice
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.parameters import attention_flops, layer_weights, model_flops
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer, attention_flops, layer_weights, model_flops
 
 MEGATRON_2021 = Practice(
     flash_attention=False,

@@ -102,7 +102,7 @@ class LateChannel(SharedMemoryChannel):
         if delivery is None:
             return None
         due = self._due(delivery, source)
-        if due <= self._now():
+        if due <= self.now():
             delivery.sent_ns, delivery.arrived_ns = max(delivery.sent_ns, due), max(delivery.arrived_ns, due)
             return delivery
         self._on_the_way[receive, source] = delivery
@@ -114,7 +114,7 @@ class LateChannel(SharedMemoryChannel):
         if delivery is None:
             super().block(wait, deadline_ns)
         else:
-            time.sleep(max(self._due(delivery, wait.source) - self._now(), 0) / 1e9)
+            time.sleep(max(self._due(delivery, wait.source) - self.now(), 0) / 1e9)
 
     def _due(self, delivery: Delivery, source: int) -> int:
         return delivery.made_ns + self.late_ns.get(source, 0)

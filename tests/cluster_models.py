@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drumline.plan.cluster.estimate import Estimate, Seconds
-from drumline.plan.cluster.exchange import Volumes
 from drumline.plan.cluster.hardware import Cluster, Device, Link
 from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import Bytes
-from drumline.plan.cluster.parameters import (
+from drumline.plan.cluster.stages import stage_weights
+from drumline.plan.cluster.transformer import (
+    Experts,
+    Transformer,
     dense_layer_parameters,
     embedding_parameters,
     expert_parameters,
     head_parameters,
     shared_parameters,
 )
-from drumline.plan.cluster.transformer import Experts, Transformer
-from drumline.plan.layouts.cut import rank_of, stage_weights
+from drumline.schedules import find
 
 GIB = 2**30
 
@@ -59,8 +61,9 @@ def _layer_parameters(transformer: Transformer, layer: int) -> int:
 def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:
     """Return the work of every rank, counted in layers."""
     ranks = [0.0] * pipeline
-    for stage, weight in enumerate(stage_weights(transformer, counts)):
-        ranks[rank_of(stage, pipeline, schedule)] += weight
+    homes = find(schedule).layout(pipeline, len(counts) // pipeline).homes
+    for home, weight in zip(homes, stage_weights(transformer, counts), strict=True):
+        ranks[home] += weight
     return ranks
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drumline.cli.main import main
-from drumline.plan.launch.launch import read_train_config
+from train_configs import read_train_config
 
 SMALL = ("gpt-1.7b", "--hardware", "a100-40", "--gpus", "8", "--batch", "16")
 FAST = ("--microbatch", "2", "--zero", "1", "--schedules", "1f1b,interleaved-1f1b")

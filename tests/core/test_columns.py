@@ -6,8 +6,7 @@ from hypothesis import given
 
 from drumline.core.action import TIMED_OPS, Action
 from drumline.core.program import Program
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import OPS
+from drumline.core.simulate.graph import OPS, Columns
 from programs import programs
 from some import some
 

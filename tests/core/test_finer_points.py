@@ -16,7 +16,7 @@ from drumline.core.measured.record import RECEIVES, Record
 from drumline.core.placement import Placement, consistent
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import Columns
 from drumline.core.simulate.simulate import Simulation, makespans, simulate
 from drumline.core.timeline.idle import Cause
 from names import build

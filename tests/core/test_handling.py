@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.costs import Costs
-from drumline.core.measured.handling import Handling
+from drumline.core.measured.costs import Handling
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.schedules import generate
+from prediction import handled
 from records import PROGRAM, two_ranks
 
 
@@ -22,7 +23,7 @@ def test_handling_is_what_the_records_have_beside_computing() -> None:
 
 def test_messages_are_part_of_the_actions_that_make_and_need_them() -> None:
     program = generate("1f1b", num_ranks=3, num_microbatches=4)
-    costs = Handling(send=0.1, flight=0.5, take=0.2, action=0.01).added_to(Costs(), program)
+    costs = handled(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
     assert costs.per_stage("forward", 3) == pytest.approx((1.11, 1.31, 1.21))
     assert costs.per_stage("backward", 3) == pytest.approx((2.21, 2.31, 2.11))
     assert costs.per_stage("backward_input", 3) == pytest.approx((1.21, 1.31, 1.11))
@@ -32,13 +33,13 @@ def test_messages_are_part_of_the_actions_that_make_and_need_them() -> None:
 
 def test_stages_of_one_rank_hand_on_for_nothing() -> None:
     program = generate("zb-v", num_ranks=2, num_microbatches=4)  # stages 1 and 2 are on rank 1
-    costs = Handling(send=0.1, take=0.2).added_to(Costs(), program)
+    costs = handled(Costs(), Handling(send=0.1, take=0.2), program)
     assert costs.per_stage("forward", 4) == pytest.approx((1.1, 1.2, 1.1, 1.2))
     assert costs.per_stage("backward_input", 4) == pytest.approx((1.2, 1.1, 1.2, 1.1))
 
 
 def test_a_prediction_with_handling_waits_for_copies_and_flights() -> None:
     program = Program.parse("0F0,0B0\n1F0,1B0")
-    handled = Handling(send=0.1, flight=0.5, take=0.2, action=0.01).added_to(Costs(), program)
+    slower = handled(Costs(), Handling(send=0.1, flight=0.5, take=0.2, action=0.01), program)
     # F, B and again: four actions in a row, two messages of 0.8 each.
-    assert simulate(program, handled).makespan == pytest.approx(6 + 4 * 0.01 + 2 * 0.8)
+    assert simulate(program, slower).makespan == pytest.approx(6 + 4 * 0.01 + 2 * 0.8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from drumline.core.placement import Placement, consistent, infer
 from drumline.core.program import Program
 from drumline.core.prove.validate import validate
-from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import Columns
 from programs import NAMES, build, programs
 
 EXPECTED = {

@@ -8,9 +8,8 @@ import pytest
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs, Edge
-from drumline.core.measured.costs import costs_of, latencies
+from drumline.core.measured.costs import costs_of, latencies, replay
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.replay import replay
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from names import NAMES, build

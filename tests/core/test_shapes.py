@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.core.cost_fields import SHAPES
-from drumline.core.costs import Costs, Edge
+from drumline.core.costs import SHAPES, Costs, Edge
 from drumline.core.errors import CostsError
 from drumline.core.placement import Placement
 from drumline.core.prove.validate import validate

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import BatchError, MismatchError, ModelError, NonFiniteError, RunError
+from drumline.pipeline.engine import CapturingEngine
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from host_recorder import HostRecorder
@@ -291,9 +292,10 @@ def test_another_program_is_captured_anew() -> None:
 def test_what_a_captured_step_sends_is_a_copy() -> None:
     pair = Pair(mlp(), schedule="1f1b", num_microbatches=4, num_ranks=2)
     pair.step(data(8), data(8, seed=1))
-    assert pair.captured._engine.captured is not None
+    engine = pair.captured._engine
+    assert isinstance(engine, CapturingEngine)
     places, sent = set[int](), list[int]()
-    for row in pair.captured._engine.captured.rows:
+    for row in engine.captured.rows:
         places |= {one.data_ptr() for _, tensors, _ in row._sent.values() for one in tensors}
         send = row.executor.channel.send
 
@@ -314,8 +316,8 @@ def test_a_message_of_another_shape_than_the_captured_one_is_refused() -> None:
     batch, target = data(8)
     for _ in range(3):
         pipe.step(batch, target=target)
-    row = pipe._engine.captured.rows[0] if pipe._engine.captured is not None else None
-    assert row is not None
+    assert isinstance(pipe._engine, CapturingEngine)
+    row = pipe._engine.captured.rows[0]
     action, (receive, (tensor,), form) = next(iter(row._sent.items()))
     row._sent[action] = receive, (torch.cat([tensor, tensor]),), form
     with pytest.raises(ModelError, match=r"1RECV_F0 brings \(4, 6\) of torch.float32.* where \(2, 6\)"):

@@ -410,7 +410,7 @@ def test_without_a_compiler_it_is_refused_before_the_first_step() -> None:
 
 
 def test_ranks_that_compile_otherwise_differ() -> None:
-    from drumline.pipeline.assembly import agree as compare
+    from drumline.pipeline.transports import agree as compare
 
     told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
     with pytest.raises(MismatchError, match="another compile"):

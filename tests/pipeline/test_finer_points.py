@@ -13,14 +13,13 @@ from torch.nn import functional
 from drumline.core.errors import MismatchError, ModelError, NonFiniteError
 from drumline.core.measured.record import BETWEEN
 from drumline.core.program import Program
-from drumline.pipeline.assembly import agree
 from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.programs import edges_of
-from drumline.pipeline.record.gaps import Between
-from drumline.pipeline.record.recording import line_of
+from drumline.pipeline.record.recording import Between
 from drumline.pipeline.record.tally import Tally, Told
 from drumline.pipeline.state.frozen import Frozen
+from drumline.pipeline.transports import agree
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.clock import Clock
@@ -192,7 +191,7 @@ def test_tokens_per_second_are_those_of_a_device() -> None:
     program = Program.parse("0F0,0B0\n1F0,1B0")
     told = [Told(record=record) for record in two_ranks()]
     told[0].num_rows, told[0].num_tokens = 8, 400
-    line = line_of(Tally(0, lambda: told, program), {})
+    line = Tally(0, lambda: told, program).metrics({})
     seconds = line["time_metrics/end_to_end(s)"]
     assert line["throughput(rows/s)"] == pytest.approx(8 / seconds)
     assert line["throughput(tps)"] == pytest.approx(400 / seconds / 2)

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import drumline as dl
 from drumline.core.action import Op
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, ProgramError
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
+from drumline.core.rules import Backward
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.balance import balance
 from drumline.pipeline.pipeline import Pipeline

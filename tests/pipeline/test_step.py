@@ -24,6 +24,9 @@ class Listener(Observer):
     def called(self, step: Step) -> None:
         self.heard.append(f"{self.name} called {step.number}, {len(step.inputs)} inputs")
 
+    def taken(self, step: Step) -> None:
+        self.heard.append(f"{self.name} taken {step.number}, {len(step.inputs)} inputs of {len(step.batch)} rows")
+
     def begin(self, step: Step) -> None:
         self.heard.append(f"{self.name} begin {step.number}, {len(step.inputs)} inputs")
 
@@ -41,6 +44,7 @@ def test_observers_hear_of_every_step_that_trains_and_end_in_the_opposite_order(
     pipe.step(x, target=x)
     assert heard == [
         *("a called 1, 0 inputs", "b called 1, 0 inputs"),
+        *("a taken 1, 0 inputs of 4 rows", "b taken 1, 0 inputs of 4 rows"),
         *("a begin 1, 2 inputs", "b begin 1, 2 inputs"),
         *("b end 1, 2 losses", "a end 1, 2 losses"),
     ]

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from cluster_models import num_parameters
 from drumline.core.errors import DrumlineError, PlanError
 from drumline.plan.cluster.estimate import Estimate, estimate
-from drumline.plan.cluster.exchange import data_exchange
 from drumline.plan.cluster.hardware import MACHINES, Cluster, Device, Link, cluster
 from drumline.plan.cluster.kernels import product_seconds
 from drumline.plan.cluster.layout import Layout, Practice
+from drumline.plan.cluster.loads import data_exchange
 from drumline.plan.cluster.memory import activation_bytes
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.stages import even_counts
 from drumline.plan.cluster.transformer import Experts, Transformer
 from published_runs import MEGATRON_2022
 from some import some
@@ -201,7 +201,7 @@ def test_the_exchange_of_gradients_is_a_ring() -> None:
     sharded = data_exchange(machines, replace(layout, zero=1), (1e9, 0.0), 0.0, 0.0)
     assert sharded.once == pytest.approx(3 / 4 * (4 + 2))
     hidden = data_exchange(machines, replace(layout, practice=Practice()), (1e9, 0.0), 1.0, 100.0)
-    assert hidden.seconds(1) == 0.0
+    assert (hidden.forward, hidden.backward, hidden.once) == (0.0, 0.0, 0.0)
 
 
 def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
@@ -211,7 +211,6 @@ def test_sharded_weights_are_gathered_for_every_microbatch() -> None:
     found = data_exchange(machines, layout, (1e9, 0.0), 0.0, 0.0)
     assert (found.forward, found.backward, found.once) == pytest.approx((1.5, 1.5 + 3, 0))
     assert found.bytes == pytest.approx(2 * (1.5e9 + 1.5e9 + 3e9))
-    assert found.seconds(2) == pytest.approx(12)
 
 
 def test_a_pipeline_sends_less_than_sharded_weights_where_the_model_is_large() -> None:

@@ -6,8 +6,7 @@ from cluster_models import num_parameters
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
-from drumline.plan.cluster.parameters import expert_parameters, model_flops
-from drumline.plan.cluster.transformer import Experts, Transformer
+from drumline.plan.cluster.transformer import Experts, Transformer, expert_parameters, model_flops
 from published_runs import run_flops
 
 

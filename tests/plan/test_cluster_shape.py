@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cluster.kernels import Ops, Work
-from drumline.plan.cluster.shape import (
+from drumline.plan.cluster.kernels import Ops, Spent
+from drumline.plan.cluster.stages import (
     num_sides,
     pairs_held,
     simulated,
@@ -51,7 +51,7 @@ def test_stages_and_pairs_are_those_of_the_program(name: str, num_ranks: int, nu
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (4, 32), (8, 32)])
 def test_formulas_are_the_simulator_where_stages_are_equal(name: str, num_ranks: int, num_microbatches: int) -> None:
     per_rank = stages_per_rank(name)
-    stages = [Ops(Work(1.0), Work(), Work(1.0), Work(1.0))] * (num_ranks * per_rank)
+    stages = [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * (num_ranks * per_rank)
     ours = makespan(name, [Pace(num_ranks, per_rank, per_rank, per_rank)], num_microbatches, per_rank)
     assert ours == pytest.approx(simulated(name, stages, num_ranks, num_microbatches))
 
@@ -61,7 +61,7 @@ def test_formulas_are_the_simulator_where_stages_are_equal(name: str, num_ranks:
 def test_formulas_are_near_the_simulator_where_the_last_stage_is_heavier(name: str, head: float) -> None:
     num_ranks, num_microbatches, per_rank = 8, 64, stages_per_rank(name)
     num_stages = num_ranks * per_rank
-    one = Ops(Work(1.0), Work(), Work(1.2), Work(0.9))
+    one = Ops(Spent(1.0), Spent(), Spent(1.2), Spent(0.9))
     stages = [one] * (num_stages - 1) + [one.times(head)]
     places = [[stage for stage, _ in stages_of(name, rank, num_ranks, per_rank)] for rank in range(num_ranks)]
     heavy = next(rank for rank, held in enumerate(places) if num_stages - 1 in held)
@@ -74,7 +74,7 @@ def test_formulas_are_near_the_simulator_where_the_last_stage_is_heavier(name: s
 
 
 def test_latency_costs_1f1b_what_it_costs_in_the_simulator() -> None:
-    stages = [Ops(Work(10.0), Work(), Work(10.0), Work(6.0))] * 8
+    stages = [Ops(Spent(10.0), Spent(), Spent(10.0), Spent(6.0))] * 8
     assert makespan("1f1b", [Pace(8, 10.0, 10.0, 6.0)], 24, hop_seconds=1.0) == pytest.approx(860, abs=2)
     assert simulated("1f1b", stages, 8, 24, hop_seconds=1.0) == 860
 
@@ -87,5 +87,5 @@ def test_a_wave_turns_around_inside_of_a_rank() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h2", "v-half", "v-min", "chimera", "hanayo", "interleaved-zb"])
 def test_a_few_microbatches_tell_what_many_take(name: str) -> None:
-    stages = [Ops(Work(1.0), Work(), Work(2.1), Work(0.9))] * (4 * stages_per_rank(name))
+    stages = [Ops(Spent(1.0), Spent(), Spent(2.1), Spent(0.9))] * (4 * stages_per_rank(name))
     assert simulated_few(name, stages, 4, 40) == pytest.approx(simulated(name, stages, 4, 40), rel=0.01)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.hardware import MACHINES, cluster, load, machine
-from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice, layout_of
+from drumline.plan.cluster.layout import RECOMPUTE, Layout, Practice
+from train_configs import layout_of
 
 MINE = {
     "name": "mine",

@@ -7,7 +7,7 @@ import numpy as np
 
 from chains import cuts
 from drumline.core.simulate.graph import Floats
-from drumline.plan.cut.exact import shortest_largest, shortest_step
+from drumline.plan.cut.cuts import shortest_largest, shortest_step
 
 Tables = list[Floats]
 

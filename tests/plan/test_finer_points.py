@@ -16,9 +16,8 @@ from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout, Practice
-from drumline.plan.cluster.parameters import model_flops
-from drumline.plan.cluster.slices import slices_of
-from drumline.plan.cluster.transformer import Experts
+from drumline.plan.cluster.stages import slices_of
+from drumline.plan.cluster.transformer import Experts, model_flops
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition, rank_bytes
 from drumline.plan.cut.peaks import HeldPairs

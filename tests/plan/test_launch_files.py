@@ -19,10 +19,10 @@ from drumline.plan.cluster.hardware import cluster
 from drumline.plan.cluster.hugging_face import transformer_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
+from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 from drumline.plan.launch.launch import Config, launch
-from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.pins import tried_schedules
+from drumline.plan.layouts.degrees import tried_schedules
 from some import some
 
 SIZES = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "feedforward")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import PlanError
-from drumline.core.measured.handling import Handling
+from drumline.core.measured.costs import Handling
 from drumline.plan.device.model_profile import ModelProfile, ProfiledLink, is_profile, merged
 from drumline.plan.device.overheads import Line, Overheads, fitted
 from drumline.report.plan.profiles import profile_page, profile_svg, profile_text

@@ -17,7 +17,6 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cut import shared_ranks as shared
 from drumline.plan.cut.chain import BlockCosts, Partition
 from drumline.plan.cut.partition import partition, rank_bytes
 from drumline.plan.cut.peaks import held_by
@@ -167,7 +166,7 @@ def test_a_tied_weight_counts_once_on_every_rank() -> None:
 def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     held = held_by(build("interleaved-1f1b", 2, 2, 2))
     chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
-    monkeypatch.setattr(shared, "_MAX_NODES", 5)
+    monkeypatch.setattr("drumline.plan.cut.chain._MAX_NODES", 5)
     found = partition(chain, 4, held=held, max_bytes=12)
     assert not found.is_exact
     assert_covers(found, chain, 4)

@@ -14,7 +14,7 @@ from drumline.core.costs import Edge
 from drumline.core.errors import PlanError, ScheduleError
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cut.climb import every_cut
+from drumline.plan.cut.cuts import every_cut
 from drumline.plan.cut.stages import Stages, split_share
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import reordered

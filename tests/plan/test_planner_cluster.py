@@ -17,18 +17,15 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cluster.estimate import Estimate, estimate
 from drumline.plan.cluster.hardware import Cluster, cluster
 from drumline.plan.cluster.hugging_face import transformer_of
-from drumline.plan.cluster.kernels import Ops, Work
+from drumline.plan.cluster.kernels import Ops, Spent
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.models import model
-from drumline.plan.cluster.shape import pairs_held, simulated
+from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.launch.launch import launch, read_train_config, torchrun
-from drumline.plan.launch.ranks import AXES, links, place
-from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.degrees import Degrees, meshes
+from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
+from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.explain import brief
-from drumline.plan.layouts.pins import Pins
 from drumline.plan.layouts.planner import ClusterPlan, plan
 from drumline.plan.layouts.space import layouts
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
@@ -37,6 +34,7 @@ from drumline.plan.layouts.why import why
 from drumline.schedules import find, generate
 from drumline.schedules.formulas import Pace, Paces
 from some import some
+from train_configs import read_train_config
 
 PLAIN = small_transformer()
 
@@ -233,12 +231,10 @@ def test_no_cut_has_a_smaller_largest_rank(pipeline: int, per_rank: int, schedul
 
 
 def test_folded_schedules_lie_where_their_programs_put_them() -> None:
-    from drumline.plan.layouts.cut import rank_of
-
     for name in ("zb-v", "v-half", "v-min", "hanayo", "dualpipe-v", "interleaved-1f1b"):
         placement = generate(name, num_ranks=4, num_microbatches=8, stages_per_rank=2).placement
         for rank in range(4):
-            assert [stage for stage in range(8) if rank_of(stage, 4, name) == rank] == list(placement.stages_of(rank))
+            assert [stage for stage, _ in stages_of(name, rank, 4, 2)] == list(placement.stages_of(rank))
 
 
 def test_meshes_use_all_devices_and_stay_inside_a_node() -> None:
@@ -436,7 +432,7 @@ def test_what_is_weighed_is_what_is_estimated() -> None:
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 4), (2, 4), (4, 8), (5, 20), (8, 16)])
 def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatches: int) -> None:
     for forward, middle, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 2.1, 0.9)):
-        stages = [Ops(Work(forward), Work(), Work(middle), Work(weight))] * (2 * num_ranks)
+        stages = [Ops(Spent(forward), Spent(), Spent(middle), Spent(weight))] * (2 * num_ranks)
         pace = Pace(num_ranks, 2 * forward, 2 * middle, 2 * weight)
         formula = find("v-half").makespan
         assert formula is not None

@@ -394,7 +394,7 @@ def test_the_clock_cuts_a_search_short(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(forward=[1, 1, 1, 1.6], backward_input=[1, 1, 1, 1.6], backward_weight=[1, 1, 1, 1.6])
     limit = Limit(max_activations=3)
     clock = Racing()
-    monkeypatch.setattr("drumline.plan.search.engine.time", clock)
+    monkeypatch.setattr("drumline.plan.search.run.time", clock)
     found = search(costs, Placement.linear(4), num_microbatches=8, limit=limit, seconds=60)
     assert 1 < clock.looks < 100
     assert validate(found.program, limit=limit) == []

@@ -18,8 +18,7 @@ from drumline.plan.search.instance import B, Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import placement_named, search
-from drumline.plan.search.starts import split
-from drumline.plan.search.stretch import stretched
+from drumline.plan.search.starts import split, stretched
 from drumline.plan.search.styles import WOVEN, Styles
 from drumline.schedules import generate
 from reference import reference_times

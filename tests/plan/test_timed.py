@@ -10,9 +10,8 @@ from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.partition import partition
+from drumline.plan.cut.partition import TimedCuts, partition
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.timed import TimedCuts
 from programs import build, programs
 
 

@@ -15,7 +15,7 @@ from drumline.runtime.channel.in_process import Hub, take_turns
 from drumline.runtime.clock import NoClock
 from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
-from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Stage
 from drumline.schedules import generate

@@ -19,16 +19,15 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.channel.layout import MessageLayouts
 from drumline.runtime.channel.link import UnixLink
-from drumline.runtime.channel.slots import Slot, new_memory
-from drumline.runtime.follow.attributes import BETWEEN, MISSING, Attributes
+from drumline.runtime.channel.shared_memory import Slot, new_memory
+from drumline.runtime.follow.attributes import BETWEEN, Attributes
 from drumline.runtime.gradients import clip
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.recomputing import Buffers
-from drumline.runtime.values import joined
+from drumline.runtime.values import MISSING, joined
 from drumline.runtime.watch.watch import Watch
 from drumline.runtime.weights import files as weights
-from drumline.runtime.weights.copies import Copies
-from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.tied import Copies, Ties
 
 pytestmark = pytest.mark.torch
 

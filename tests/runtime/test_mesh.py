@@ -107,7 +107,7 @@ def test_packets_of_any_length_arrive_whole_and_in_order(meshes: Meshes, hosts: 
     got: list[bytes] = []
     second.on(OWN, lambda source, packet, fds: got.append(packet))
     for packet in packets:
-        first.send(1, packet)
+        first.send_packet(1, packet)
     while len(got) < len(packets):
         first.pump()  # what the kernel did not take at once
         second.pump()
@@ -121,7 +121,7 @@ def test_sending_never_blocks_however_little_the_other_reads(meshes: Meshes, hos
     numbers: list[int] = []
     second.on(OWN, lambda source, packet, fds: numbers.append(int.from_bytes(packet[1:9], "little")))
     for number in range(num_packets):
-        first.send(1, bytes((OWN,)) + number.to_bytes(8, "little") + bytes(1000))
+        first.send_packet(1, bytes((OWN,)) + number.to_bytes(8, "little") + bytes(1000))
     assert not first.all_sent
     while not first.all_sent:
         first.pump()
@@ -135,7 +135,7 @@ def test_descriptors_travel_and_are_closed_by_the_sender(meshes: Meshes) -> None
     came: list[int] = []
     second.on(OWN, lambda source, packet, fds: came.extend(fds))
     read, write = os.pipe()
-    first.send(1, bytes((OWN,)), (write,))
+    first.send_packet(1, bytes((OWN,)), (write,))
     second.pump()
     os.write(came[0], b"through the copy")
     os.close(came[0])
@@ -172,7 +172,7 @@ def test_who_fails_of_another_names_that_one(meshes: Meshes) -> None:
 @pytest.mark.parametrize("hosts", [(None,) * 3, TCP])
 def test_a_crash_is_named(meshes: Meshes, hosts: Sequence[str | None]) -> None:
     first, second, third = meshes(hosts=hosts)
-    first.send(1, bytes((OWN,)))  # left unread: the kernel then says "reset" instead of "end"
+    first.send_packet(1, bytes((OWN,)))  # left unread: the kernel then says "reset" instead of "end"
     crash(second)
     for mesh in (first, third):
         with pytest.raises(RankFailed, match="rank 1 died") as caught:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.formulas import Reel
 from drumline.runtime.backward.owners import owners_in
+from drumline.runtime.backward.tape import Tape
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
@@ -346,7 +346,7 @@ def test_forwards_are_given_back_even_if_a_block_fails() -> None:
     stage = Stage(1, [Block("0", block)], Randomness(0, CPU), split={0})
     with pytest.raises(KeyError):
         stage.forward(0, torch.randn(3, 6))
-    assert all(some("forward" not in vars(owner.module) for owner in owners_in(block, Reel())))
+    assert all(some("forward" not in vars(owner.module) for owner in owners_in(block, Tape())))
 
 
 def test_parameters_whose_memory_was_exchanged_are_followed() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
+from drumline.core.rules import Backward
 from drumline.runtime.blocks.cut import Block, blocks_of
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Partly, Stage

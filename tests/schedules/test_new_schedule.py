@@ -19,12 +19,10 @@ from drumline.core.torch_text import for_torch, titan_schedule
 from drumline.pipeline.verify.verify import verify
 from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.shape import num_sides, pairs_held, stages_of
+from drumline.plan.cluster.stages import num_sides, pairs_held, stages_of
 from drumline.plan.device.planner import plan
 from drumline.plan.launch.titan import titan
-from drumline.plan.layouts.cut import rank_of
-from drumline.plan.layouts.degrees import Degrees
-from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.degrees import Degrees, Pins
 from drumline.plan.layouts.space import schedules_of
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
@@ -98,7 +96,9 @@ def test_a_cluster_is_planned_with_it(name: str) -> None:
     transformer, stages, placement = small_transformer(), find(name).stages_per_rank, made(name).placement
     assert (name, stages) in schedules_of(transformer, Degrees(pipeline=2), 4, Pins())
     assert (name, stages) in schedules_of(transformer, Degrees(pipeline=2), 4, Pins(schedules=(name,)))
-    assert [rank_of(stage, 2, name) for stage in range(2 * stages)] == list(placement.homes)
+    assert [[stage for stage, _ in stages_of(name, rank, 2, stages)] for rank in range(2)] == [
+        list(placement.stages_of(rank)) for rank in range(2)
+    ]
     assert [stages_of(name, rank, 2, stages)[0][0] for rank in range(2)] == [
         placement.stages_of(rank)[0] for rank in (0, 1)
     ]
@@ -145,7 +145,7 @@ QUOTED = {
     "pipeline/verify/verify.py": {"1f1b"},
     "plan/cluster/layout.py": {"1f1b"},
     "plan/cluster/published.py": {"1f1b", "interleaved-1f1b"},
-    "plan/layouts/cut.py": {"1f1b"},
+    "plan/cluster/stages.py": {"1f1b"},
     "report/explore.py": {"zb-h1"},
     "train/demo.py": {"1f1b", "gpipe", "zb-h1"},
 }

@@ -17,8 +17,8 @@ from drumline.core.files import is_regular
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
     from drumline.plan.cluster.transformer import Transformer
+    from drumline.plan.layouts.degrees import Pins
     from drumline.plan.layouts.explain import Explanation
-    from drumline.plan.layouts.pins import Pins
     from drumline.plan.layouts.planner import ClusterPlan
 
 _GIB = 2**30
@@ -128,7 +128,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.layouts.pins import Pins
+    from drumline.plan.layouts.degrees import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},

@@ -38,29 +38,11 @@ class Shape:
         return f"{one}, or one for each {self.each}" if self.each else one
 
 
-_STAGE, _OPTIONAL = Shape("stage", parted=True), Shape("stage", parted=True, optional=True)
-
-SHAPES: dict[str, Shape] = {
-    "forward": _STAGE,
-    "backward_input": _STAGE,
-    "backward_weight": _STAGE,
-    "backward": _OPTIONAL,
-    "overlapped": _OPTIONAL,
-    "update": _STAGE,
-    "reduce": _STAGE,
-    "microbatch_factor": Shape("microbatch"),
-    "comm": Shape(),
-    "bytes_per_second": Shape(infinite=True),
-    "message_bytes": Shape("stage"),
-    "overlap": Shape(flag=True),
-    "activation_bytes": _OPTIONAL,
-    "held_until_weight_bytes": _OPTIONAL,
-    "recompute": Shape("stage", flag=True),
-    "checkpoint_bytes": Shape("stage"),
-    "weight_bytes": _STAGE,
-    "gradient_bytes": _STAGE,
-    "optimizer_bytes": _STAGE,
-}
+# What the fields of `Costs` that are alike take, as their metadata.
+STAGE, OPTIONAL, WHOLE = (
+    {"shape": Shape("stage", parted=parted, optional=optional)}
+    for parted, optional in ((True, False), (True, True), (False, False))
+)
 
 
 def is_list(value: object) -> bool:
@@ -68,14 +50,13 @@ def is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
-def check_field(name: str, value: Any) -> None:
+def check_field(name: str, value: Any, shape: Shape) -> None:
     """Refuse a value of another shape than the field takes.
 
-    >>> check_field("comm", [0, 0.5])
+    >>> check_field("comm", [0, 0.5], Shape())
     Traceback (most recent call last):
     drumline.core.errors.CostsError: comm is a list; expected a number; name single links in edges
     """
-    shape = SHAPES[name]
     if value is None and shape.optional:
         return
     if not is_list(value):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.core.cost_fields import SHAPES, check_edges, check_field, check_number
+from drumline.core.cost_fields import OPTIONAL, STAGE, WHOLE, Shape, check_edges, check_field, check_number
 from drumline.core.errors import CostsError, nearest
 from drumline.core.files import MIB, Kind, named, parse_object, read_text
 from drumline.core.parsed import LARGEST, shown
@@ -50,30 +50,30 @@ class Costs:
     per weight version in use, `gradient_bytes` per accumulation under way, `optimizer_bytes` once.
     """
 
-    forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
-    backward: PerStage | None = None
-    overlapped: PerStage | None = None
-    update: PerStage = 0.0
-    reduce: PerStage = 0.0
-    microbatch_factor: PerStage = 1.0
-    comm: float = 0.0
-    bytes_per_second: float = math.inf
-    message_bytes: PerStage = 0.0
+    forward: PerStage = field(default=1.0, metadata=STAGE)
+    backward_input: PerStage = field(default=1.0, metadata=STAGE)
+    backward_weight: PerStage = field(default=1.0, metadata=STAGE)
+    backward: PerStage | None = field(default=None, metadata=OPTIONAL)
+    overlapped: PerStage | None = field(default=None, metadata=OPTIONAL)
+    update: PerStage = field(default=0.0, metadata=STAGE)
+    reduce: PerStage = field(default=0.0, metadata=STAGE)
+    microbatch_factor: PerStage = field(default=1.0, metadata={"shape": Shape("microbatch")})
+    comm: float = field(default=0.0, metadata={"shape": Shape()})
+    bytes_per_second: float = field(default=math.inf, metadata={"shape": Shape(infinite=True)})
+    message_bytes: PerStage = field(default=0.0, metadata=WHOLE)
     edges: Mapping[tuple[int, int], Edge] = field(default_factory=dict)
-    overlap: bool = True
-    activation_bytes: PerStage | None = None
-    held_until_weight_bytes: PerStage | None = None
-    recompute: bool | Sequence[bool] = False
-    checkpoint_bytes: PerStage = 0.0
-    weight_bytes: PerStage = 0.0
-    gradient_bytes: PerStage = 0.0
-    optimizer_bytes: PerStage = 0.0
+    overlap: bool = field(default=True, metadata={"shape": Shape(flag=True)})
+    activation_bytes: PerStage | None = field(default=None, metadata=OPTIONAL)
+    held_until_weight_bytes: PerStage | None = field(default=None, metadata=OPTIONAL)
+    recompute: bool | Sequence[bool] = field(default=False, metadata={"shape": Shape("stage", flag=True)})
+    checkpoint_bytes: PerStage = field(default=0.0, metadata=WHOLE)
+    weight_bytes: PerStage = field(default=0.0, metadata=STAGE)
+    gradient_bytes: PerStage = field(default=0.0, metadata=STAGE)
+    optimizer_bytes: PerStage = field(default=0.0, metadata=STAGE)
 
     def __post_init__(self) -> None:
-        for name in SHAPES:
-            check_field(name, getattr(self, name))
+        for name, shape in SHAPES.items():
+            check_field(name, getattr(self, name), shape)
         check_edges(self.edges, Edge)
         for (source, target), edge in self.edges.items():
             check_number(f"latency of edge {source}->{target}", edge.latency)
@@ -180,6 +180,9 @@ class Costs:
         text = read_text(path, _KIND)
         with named(path, _KIND):
             return Costs.from_json(text)
+
+
+SHAPES: dict[str, Shape] = {one.name: one.metadata["shape"] for one in fields(Costs) if one.metadata}
 
 
 def cut_finer(costs: Costs, stages_per_rank: int) -> Costs:

@@ -38,7 +38,7 @@ from drumline.core.channel import Queues
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program, Row
 from drumline.core.prove import exchanges, messages
-from drumline.core.prove.index import Index, Place
+from drumline.core.prove.index import Index, Position
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import InvalidProgram
 
@@ -74,24 +74,24 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
 
 def _receives_ahead(index: Index, ahead: int) -> tuple[Row, ...]:
     """Return the rows with receives as early as one queue per directed edge allows."""
-    sends: dict[Place, list[Action]] = defaultdict(list)
-    edges: dict[tuple[int, int], list[tuple[Place, Action, int]]] = defaultdict(list)
+    sends: dict[Position, list[Action]] = defaultdict(list)
+    edges: dict[tuple[int, int], list[tuple[Position, Action, int]]] = defaultdict(list)
     for message, made, taken in index.messages():
         sends[made].append(message.send)
-        edges[made.rank, taken.rank].append((made, message.recv, taken.position))
-    receives: dict[Place, list[Action]] = defaultdict(list)
+        edges[made.rank, taken.rank].append((made, message.recv, taken.at))
+    receives: dict[Position, list[Action]] = defaultdict(list)
     for (_, target), passing in sorted(edges.items()):
         # Within one overlapped pair activations leave before gradients, here as in the sends below.
         passing.sort(key=lambda message: (message[0], rules.leaves_late(message[1])))
         for position, (_, recv, _) in zip(_posting([at for *_, at in passing], ahead), passing, strict=True):
-            receives[Place(target, position)].append(recv)
+            receives[Position(target, position)].append(recv)
     rows = []
     for rank, row in enumerate(index.program.rows):
         lowered: list[Action] = []
         for at, action in enumerate(row):
-            lowered += receives[Place(rank, at)]
+            lowered += receives[Position(rank, at)]
             lowered.append(action)
-            lowered += sorted(sends[Place(rank, at)], key=rules.leaves_late)
+            lowered += sorted(sends[Position(rank, at)], key=rules.leaves_late)
         rows.append(tuple(lowered))
     return tuple(rows)
 
@@ -107,13 +107,7 @@ def _posting(taken: list[int], ahead: int) -> list[int]:
     return [min(latest[number], consumed[number - ahead] + 1 if number >= ahead else 0) for number in range(len(taken))]
 
 
-_SECONDS = {
-    Op.FORWARD: 1,
-    Op.BACKWARD: 2,
-    Op.BACKWARD_INPUT: 1,
-    Op.BACKWARD_WEIGHT: 1,
-    Op.OVERLAP: 3,
-}
+_SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.OVERLAP: 3}
 _MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action stands between a message and what made it
 
 
@@ -136,8 +130,8 @@ class _Run:
     def __init__(self, index: Index) -> None:
         self.rows: Sequence[Sequence[Action]] = index.program.rows
         self.written: list[list[Action]] = [[] for _ in self.rows]
-        self.made: dict[Place, list[tuple[rules.Message, int]]] = defaultdict(list)
-        self.needs: dict[Place, list[Action | Place]] = defaultdict(list)
+        self.made: dict[Position, list[tuple[rules.Message, int]]] = defaultdict(list)
+        self.needs: dict[Position, list[Action | Position]] = defaultdict(list)
         for message, made, taken in index.messages():
             self.made[made].append((message, taken.rank))
             self.needs[taken].append(message.recv)
@@ -146,8 +140,8 @@ class _Run:
                 self.needs[place] += others
         self.at = [0] * len(self.rows)
         self.free = [0] * len(self.rows)
-        self.happened: set[Action | Place] = set()
-        self.waiting: dict[Action | Place, list[int]] = defaultdict(list)
+        self.happened: set[Action | Position] = set()
+        self.waiting: dict[Action | Position, list[int]] = defaultdict(list)
         # Behind its moment and kind an event has a number, so that ties have one order.
         self.events: list[tuple[int, int, int, int, rules.Message | None, int]] = []
         self.count = 0
@@ -169,8 +163,8 @@ class _Run:
 
     def begin(self, rank: int, now: int) -> None:
         """Write down a rank's next action, and when its messages will be made."""
-        place = Place(rank, self.at[rank])
-        action = self.rows[rank][place.position]
+        place = Position(rank, self.at[rank])
+        action = self.rows[rank][place.at]
         self.written[rank].append(action)
         self.at[rank] += 1
         self.free[rank] = now + _SECONDS.get(action.op, 0)
@@ -180,7 +174,7 @@ class _Run:
         self.happen(place, now)
         self.wake([rank], now)
 
-    def happen(self, what: Action | Place, now: int) -> None:
+    def happen(self, what: Action | Position, now: int) -> None:
         self.happened.add(what)
         self.wake(self.waiting.pop(what, ()), now)
 
@@ -189,7 +183,7 @@ class _Run:
         for rank in ranks:
             if self.at[rank] == len(self.rows[rank]):
                 continue
-            inputs = self.needs.get(Place(rank, self.at[rank]), ())
+            inputs = self.needs.get(Position(rank, self.at[rank]), ())
             missing = next((one for one in inputs if one not in self.happened), None)
             if missing is None:
                 self.push(max(self.free[rank], now), _ACTION, rank)

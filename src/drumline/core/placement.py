@@ -11,15 +11,15 @@ A bidirectional placement holds two copies of every stage: mirrored microbatches
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from drumline.core.action import COMPUTE_OPS, Action, Op
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import PLACE, Ints
+from drumline.core.simulate.graph import PLACE, Columns, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,30 +106,24 @@ def infer(rows: Sequence[Sequence[Action]]) -> Placement:
     >>> infer([[Action(0, Op.FORWARD, 0)], [Action(1, Op.FORWARD, 0)]]).homes
     (0, 1)
     """
-    if (agreed := consistent(Columns.of(rows))) is not None:
-        return agreed
-    votes: dict[tuple[int, int], dict[int, int]] = {}
+    votes: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
-        for action in row:
-            for part in action.parts or (action,):
-                if part.op in COMPUTE_OPS and part.microbatch is not None:
-                    # A forward weighs more: where a pair is torn apart, the stash is where F ran.
-                    weight = 3 if part.op is Op.FORWARD else 2
-                    ranks = votes.setdefault((part.stage, part.microbatch), {})
-                    ranks[rank] = ranks.get(rank, 0) + weight
+        for part in (part for action in row for part in action.work):
+            if part.op in COMPUTE_OPS and part.microbatch is not None:
+                # A forward weighs more: where a pair is torn apart, the stash is where F ran.
+                votes[part.stage, part.microbatch][rank] += 3 if part.op is Op.FORWARD else 2
     num_ranks = len(rows)
     num_stages = 1 + max((stage for stage, _ in votes), default=-1)
-    paths: dict[int, dict[int, int]] = {}
+    paths: dict[int, dict[int, int]] = defaultdict(dict)
     for (stage, microbatch), counts in votes.items():
-        rank = min(counts.items(), key=lambda item: (-item[1], item[0]))[0] if len(counts) > 1 else next(iter(counts))
-        paths.setdefault(microbatch, {})[stage] = rank
-
+        paths[microbatch][stage] = _commonest(counts, 0)
     # Two directions are two equally common paths; the smaller one is called down, and its mirror image up.
-    seed = min(Counter(map(_as_tuple, paths.values())).items(), key=lambda item: (-item[1], item[0]), default=((), 0))[
-        0
-    ]
+    seed = _commonest(Counter(tuple(sorted(path.items())) for path in paths.values()), ())
     up = _mirror_images(paths, dict(seed), num_ranks)
-    homes = _majority((path for m, path in paths.items() if m not in up), num_stages)
+    counted: list[Counter[int]] = [Counter() for _ in range(num_stages)]
+    for stage, rank in (step for m, path in paths.items() if m not in up for step in path.items()):
+        counted[stage][rank] += 1
+    homes = tuple(_commonest(counts, 0) for counts in counted)
     return Placement(num_ranks, homes, frozenset(_mirror_images(paths, dict(enumerate(homes)), num_ranks)))
 
 
@@ -168,8 +162,9 @@ def _homes(stage: Ints, rank: Ints) -> tuple[int, ...] | None:
     return tuple(homes.tolist()) if np.array_equal(homes[stage], rank) else None
 
 
-def _as_tuple(path: dict[int, int]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted(path.items()))
+def _commonest(counts: Counter[Any], default: Any) -> Any:
+    """Return what was counted most often, the smallest of several."""
+    return min(counts, key=lambda one: (-counts[one], one), default=default)
 
 
 def _mirror_images(paths: dict[int, dict[int, int]], down: dict[int, int], num_ranks: int) -> set[int]:
@@ -179,11 +174,3 @@ def _mirror_images(paths: dict[int, dict[int, int]], down: dict[int, int], num_r
 
 def _distance(path: dict[int, int], other: dict[int, int]) -> int:
     return sum(other.get(stage) != rank for stage, rank in path.items())
-
-
-def _majority(paths: Iterable[dict[int, int]], num_stages: int) -> tuple[int, ...]:
-    counts: list[Counter[int]] = [Counter() for _ in range(num_stages)]
-    for path in paths:
-        for stage, rank in path.items():
-            counts[stage][rank] += 1
-    return tuple(min(count.items(), key=lambda item: (-item[1], item[0]), default=(0, 0))[0] for count in counts)

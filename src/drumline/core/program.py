@@ -8,7 +8,7 @@ The text is PyTorch's own, so a file written here loads there and the other way 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from itertools import islice
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from drumline.core import placement
-from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
-from drumline.core.backwards import Backward
+from drumline.core.action import COMPUTE_OPS, TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.files import MIB, Kind, named, read_text
 from drumline.core.placement import Placement
-from drumline.core.simulate.columns import Columns
-from drumline.core.simulate.graph import CODE
+from drumline.core.rules import Backward
+from drumline.core.simulate.graph import CODE, Columns
 
 Row = tuple[Action, ...]
 
@@ -68,8 +67,13 @@ class Program:
 
     @cached_property
     def timed_columns(self) -> Columns:
-        """The same without what takes no time of a rank: messages and gradient exchanges."""
+        """The same without what takes no time of a rank: messages, WAITs and gradient exchanges."""
         return self.columns.only(self.columns.timed)
+
+    @cached_property
+    def timed_rows(self) -> tuple[Row, ...]:
+        """The rows without what takes no time of a rank."""
+        return self.rows if self.timed_columns is self.columns else self.without(set(Op) - TIMED_OPS).rows
 
     @cached_property
     def num_stages(self) -> int:
@@ -129,9 +133,15 @@ class Program:
         >>> Program.parse("0F0,0SEND_F0\n1RECV_F0,1F0").compute_only().format()
         '0F0\n1F0'
         """
-        dropped = TRANSFER_OPS | WAIT_OPS | {Op.UNSHARD, Op.RESHARD}
-        rows = tuple(tuple(action for action in row if action.op not in dropped) for row in self.rows)
-        return Program(rows, self.name)
+        return self.without(TRANSFER_OPS | WAIT_OPS | {Op.UNSHARD, Op.RESHARD})
+
+    def without(self, ops: Set[Op]) -> Program:
+        """Return the program without the actions of these ops.
+
+        >>> Program.parse("0F0,0B0,0REDUCE_GRAD").without({Op.REDUCE_GRAD}).format()
+        '0F0,0B0'
+        """
+        return Program.of(([action for action in row if action.op not in ops] for row in self.rows), self.name)
 
     def format(self) -> str:
         """Return the text form: one line per rank, actions separated by commas."""

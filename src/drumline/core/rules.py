@@ -5,16 +5,25 @@
     of the stage after it. W needs its own I.             0B3 ◄── 1B3 ◄── 2B3
 
 What one rank needs of another travels as a message: activations after F, gradients after B or I. A stage that trains
-runs F and B, or F, I and W, once for every microbatch; a frozen one less.
+runs F and B, or F, I and W, once for every microbatch; a frozen one less. `Columns.backwards` reads from the rows what
+each stage does of its backward:
+
+    stage 3   F I W    or F B: it trains
+    stage 2   F I      nothing of its own is trained, but the gradient has to pass: only the half that makes it
+    stage 1   F I W    the lowest that trains; nobody waits for the gradient of its input
+    stage 0   F        nothing here or below is trained, so no gradient ever comes
+
+All microbatches of a stage do the same. What fits none of this is taken for a stage that trains, and its missing work
+is for the validator to name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from drumline.core.action import Action, Op
-from drumline.core.backwards import Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,15 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
     Op.BACKWARD_INPUT: (_OWN_FORWARD, _GRADIENT),
     Op.BACKWARD_WEIGHT: (Need(0, (Op.BACKWARD_INPUT,)),),
 }
+
+
+class Backward(StrEnum):
+    """How much of a backward a stage has."""
+
+    WHOLE = "whole"  # B, or I and W
+    INPUT = "input"  # I alone
+    NONE = "none"  # F alone
+
 
 # What a stage runs for a microbatch, by what it does of its backward: any one of these ways, all of it once.
 WAYS: dict[Backward, tuple[frozenset[Op], ...]] = {
@@ -87,10 +105,7 @@ class Message:
 
 
 # Each send with its receive, and the ops of which one makes what they carry.
-_CARRIED = {
-    (Op.SEND_F, Op.RECV_F): (Op.FORWARD,),
-    (Op.SEND_B, Op.RECV_B): (Op.BACKWARD, Op.BACKWARD_INPUT),
-}
+_CARRIED = {(Op.SEND_F, Op.RECV_F): (Op.FORWARD,), (Op.SEND_B, Op.RECV_B): (Op.BACKWARD, Op.BACKWARD_INPUT)}
 SPELLED: dict[Op, tuple[Op, Op]] = {op: pair for pair, ops in _CARRIED.items() for op in ops}
 _MAKERS: dict[Op, tuple[Op, ...]] = {transfer: ops for pair, ops in _CARRIED.items() for transfer in pair}
 

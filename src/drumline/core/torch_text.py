@@ -40,14 +40,11 @@ def for_torch(program: Program, *, communication: bool = False, version: str = O
         raise InvalidProgram(program.name, violations)
     if reason := _refusal(program):
         raise ProgramError(
-            f"PyTorch cannot run {program.name!r}: {reason}",
-            expected="one rank per stage, one step, with backwards",
+            f"PyTorch cannot run {program.name!r}: {reason}", expected="one rank per stage, one step, with backwards"
         )
     if communication:
         return _proven(program, waits=waits).format() + "\n"
-    rows = program.compute_only().rows
-    plain = Program(tuple(tuple(a for a in row if a.op is not Op.REDUCE_GRAD) for row in rows), program.name)
-    return plain.format() + "\n"
+    return program.compute_only().without({Op.REDUCE_GRAD}).format() + "\n"
 
 
 def _wants_waits(version: str) -> bool:
@@ -65,17 +62,12 @@ def _proven(program: Program, *, waits: bool) -> Program:
             expected="an order that is safe with one queue of messages per rank, as PyTorch has it over NCCL",
             fix="leave them out (--format torch; program.compute_only()), and a safe order is found for them",
         )
-    complete = _with_state(_without_waits(lower(program, channel=STRICTEST)))
+    complete = _with_state(lower(program, channel=STRICTEST).without(WAIT_OPS))
     if waits:
         complete = _with_waits(complete)
     if violations := validate(complete, channel=STRICTEST):
         raise InvalidProgram(program.name, violations)
     return complete
-
-
-def _without_waits(program: Program) -> Program:
-    rows = (tuple(action for action in row if action.op not in WAIT_OPS) for row in program.rows)
-    return Program(tuple(rows), program.name)
 
 
 def _with_waits(program: Program) -> Program:
@@ -89,16 +81,11 @@ def _with_waits(program: Program) -> Program:
         waiting: list[Action] = []
         completed: list[Action] = []
         for action in row:
-            due: list[Action] = []
-            if action.op is Op.REDUCE_GRAD:
-                due = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD]
-                completed += due
-            completed.append(action)
-            if action.is_compute:
-                answered = {_answered(part) for part in action.work}
-                due = [one for one in waiting if one in answered]
-                completed += due
-            waiting = [one for one in waiting if one not in due]
+            answered = {_answered(part) for part in action.work}
+            before = [one for one in waiting if one.op is Op.WAIT_REDUCE_GRAD and action.op is Op.REDUCE_GRAD]
+            behind = [one for one in waiting if one in answered]
+            completed += [*before, action, *behind]
+            waiting = [one for one in waiting if one not in before + behind]
             if action.op in SEND_OPS or action.op is Op.REDUCE_GRAD:
                 waiting.append(wait_for(action))
         rows.append((*completed, *waiting))

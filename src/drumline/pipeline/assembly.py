@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 from drumline.core.action import Op
-from drumline.core.backwards import Backward
-from drumline.core.errors import MismatchError, ModelError, nearest
+from drumline.core.errors import ModelError, nearest
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.pipeline import transports
 from drumline.runtime.backward.compiled import Compiler
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.stage import Loss, Stage
-from drumline.runtime.weights.copies import Copies
-from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.tied import Copies, Ties
 
 Checkpointing = str | Collection[str] | Mapping[int, str | Collection[str]]
 
@@ -155,33 +154,6 @@ def _refuse_statistics(blocks: Sequence[Block]) -> None:
                     expected="none in schedules with two copies of every stage: each copy sees half of the batch",
                     fix="choose a schedule in one direction, such as zb-v",
                 )
-
-
-def agree(told: Sequence[dict[str, Any]]) -> None:
-    """Raise if the ranks were not given the same; the text is the same on all of them.
-
-    >>> agree([{"seed": 0}, {"seed": 1}])
-    Traceback (most recent call last):
-    drumline.core.errors.MismatchError: ranks 0 and 1 have another seed: 0 and 1; expected the same line on every rank
-    """
-    first = told[0]
-    for rank, other in enumerate(told):
-        for what, value in first.items():
-            if other[what] != value:
-                raise MismatchError(
-                    f"ranks 0 and {rank} have another {what}: {_difference(value, other[what])}",
-                    expected="the same line on every rank",
-                )
-
-
-def _difference(first: Any, second: Any) -> str:
-    if isinstance(first, str) and isinstance(second, str) and "\n" in first + second:
-        first, second = first.splitlines(), second.splitlines()
-    if isinstance(first, list) and isinstance(second, list):
-        if len(first) != len(second):
-            return f"{len(first)} and {len(second)} entries"
-        first, second = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
-    return f"{first!s:.80} and {second!s:.80}"
 
 
 class LossHolder(nn.Module):

@@ -11,7 +11,6 @@ Gradients are exact before and after: a program only orders the work.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,6 +22,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.engine import Engine
 from drumline.pipeline.observer import Observer
+from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
 from drumline.pipeline.state.frozen import Frozen
 from drumline.plan.search.search import search
@@ -70,9 +70,9 @@ class Searched:
 class AutoSchedule(Observer):
     """Counts steps, and has the engine take up another program before one of them."""
 
-    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, settle: Callable[[], None]) -> None:
+    def __init__(self, crew: Crew, ledger: Ledger, frozen: Frozen, engine: Engine, recording: Recording) -> None:
         self.searched: Searched | None = None
-        self._crew, self._ledger, self._frozen, self._engine, self._settle = crew, ledger, frozen, engine, settle
+        self._crew, self._ledger, self._frozen, self._engine, self._recording = crew, ledger, frozen, engine, recording
         self._seen: list[Measured] = []
         self._changed: int | None = None  # the first step of the program that was found
         self._is_over = False
@@ -90,7 +90,7 @@ class AutoSchedule(Observer):
             if self._changed is not None:
                 self._conclude()
             elif (program := self._better(step.number)) is not None:
-                self._settle()
+                self._recording.settle()
                 self._engine.take_up(self._frozen.pruned(program))
 
     def _better(self, number: int) -> Program | None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from drumline.core.action import Op
+from drumline.core.action import COMPUTE_OPS
 from drumline.core.costs import Costs
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.core.program import Program
@@ -25,10 +25,12 @@ from drumline.pipeline.assembly import device_of
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
+from drumline.pipeline.options import Options
 from drumline.pipeline.programs import program_for
 from drumline.plan.cut.chain import Partition
+from drumline.plan.cut.partition import TimedCuts
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.timed import TimedCuts
+from drumline.plan.cut.stages import split_share
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
@@ -40,12 +42,6 @@ from drumline.runtime.precision import Precision
 from drumline.runtime.stage import Loss
 from drumline.runtime.values import moved
 
-_SECONDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-}
 _SECONDS_TO_MEASURE = 10.0  # beyond the first run of everything
 
 
@@ -92,12 +88,12 @@ class Balance:
     @property
     def seconds(self) -> tuple[float, ...]:
         """Predicted seconds of one microbatch in every stage, forward and backward."""
-        of = {op: self.costs.per_stage(name, len(self.counts)) for op, name in _SECONDS.items()}
-        found = Counter((part.stage, part.op) for part in self.program.work())
-        num_microbatches = self.program.num_microbatches
-        return tuple(
-            sum(found[stage, op] / num_microbatches * of[op][stage] for op in of) for stage in range(len(self.counts))
-        )
+        seconds = [0.0] * len(self.counts)
+        work = Counter((part.stage, part.op) for part in self.program.work() if part.op in COMPUTE_OPS)
+        for (stage, op), count in work.items():
+            each = self.costs.per_stage(op.name.lower(), len(seconds))[stage]
+            seconds[stage] += count / self.program.num_microbatches * each
+        return tuple(seconds)
 
     @property
     def rank_bytes(self) -> tuple[float, ...]:
@@ -174,24 +170,24 @@ def balance(
         num_microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
     )
-    intake = Intake(loss_fn, None, device_of(model), num_microbatches=program.num_microbatches)
+    intake = Intake(model, loss_fn, device_of(model), num_microbatches=program.num_microbatches)
 
     def measured() -> Balance:
         blocks = blocks_for(model, batch, intake.device, num_microbatches=program.num_microbatches)
-        intake.follow(model)
-        return _balanced(
-            blocks,
-            program,
-            intake,
-            (example_inputs(model, batch), "the batch"),
-            (target, "the target"),
-            loss_fn=intake.loss if intake.has_loss else None,
-            max_bytes=max_bytes,
-            optimizer_states=optimizer_states,
-            num_runs=num_runs,
-        )
+        inputs, limits = example_inputs(model, batch), _Limits(max_bytes, optimizer_states, num_runs)
+        loss_fn = intake.loss if intake.has_loss else None
+        return _balanced(blocks, program, intake, (inputs, "the batch"), (target, "the target"), loss_fn, limits)
 
     return _of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
+
+
+class _Limits(NamedTuple):
+    """What a rank may hold, with which optimizer, and how long to measure."""
+
+    max_bytes: float | None = None
+    optimizer_states: int = 2
+    num_runs: int = 10
+    seconds: float | None = None
 
 
 def _balanced(
@@ -200,12 +196,8 @@ def _balanced(
     intake: Intake,
     batch: tuple[Any, str],
     target: tuple[Any, str],
-    *,
     loss_fn: Loss | None,
-    max_bytes: float | None = None,
-    optimizer_states: int = 2,
-    num_runs: int = 10,
-    seconds: float | None = None,
+    limits: _Limits,
 ) -> Balance:
     """Measure blocks with the first microbatch of what is given by its name, and return the best cut for a program."""
 
@@ -214,16 +206,17 @@ def _balanced(
 
     microbatch = first(*batch)
     wanted = microbatch if intake.own else None if target[0] is None else first(*target)
+    max_bytes, states, num_runs, seconds = limits
     found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
     cuts = TimedCuts(
-        found.blocks(split=_splits(program), optimizer_states=optimizer_states),
+        found.blocks(split=_splits(program), optimizer_states=states),
         program,
         [block.trains for block in blocks],
-        partial(found.costs, optimizer_states=optimizer_states, placement=program.placement, split=_splits(program)),
+        partial(found.costs, optimizer_states=states, placement=program.placement, split=_splits(program)),
         max_bytes,
     )
     chosen = cuts.best()
-    return Balance(cuts.pruned(chosen.counts), found, chosen, optimizer_states)
+    return Balance(cuts.pruned(chosen.counts), found, chosen, states)
 
 
 def _gathered(value: object) -> list[Any]:
@@ -250,8 +243,7 @@ def _of_rank_0(measured: Callable[[], Balance], gathered: Callable[[object], lis
 
 def _splits(program: Program) -> bool:
     """Whether most backwards of the program are split into I and W."""
-    ops = [part.op for part in program.work()]
-    return ops.count(Op.BACKWARD_INPUT) > ops.count(Op.BACKWARD)
+    return split_share(program) > 0.5
 
 
 def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, example: Any) -> bool:
@@ -269,50 +261,46 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
     return balance == "auto" or (balance is None and cuts is None and example is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenCut:
-    """Where the stages of a model are to begin, and what is known of it to decide that."""
+def chosen_stages(
+    given: Options, crew: Crew, program: Program, intake: Intake, precision: Precision
+) -> tuple[list[tuple[Block, ...]], Balance | None]:
+    """Return every stage's blocks, and what they were measured to take where measuring was asked for."""
+    blocks = blocks_for(
+        given.model,
+        given.example,
+        intake.device,
+        num_microbatches=program.num_microbatches,
+        cuts=given.cuts,
+        split=given.split,
+    )
+    balance, measured = given.balance, None
+    if isinstance(given.plan, Plan):
+        refuse_other(given.plan.model, identity_of(blocks, type(given.model).__name__), "the plan")
+    elif is_asked(balance, given.cuts, given.example):
+        with precision.autocast:
+            measured = _measured(given, crew, program, intake, blocks)
+        balance = None if measured is None else measured.counts
+    return cut(blocks, program.num_stages, balance, given.cuts, held=held_by(program)), measured
 
-    model: Model
-    example: Any
-    target: Any
-    intake: Intake
-    precision: Precision
-    plan: Plan | None = None
 
-    def stages(
-        self, crew: Crew, program: Program, balance: Sequence[int] | str | None, cuts: Sequence[str] | None
-    ) -> tuple[list[tuple[Block, ...]], Balance | None]:
-        """Return every stage's blocks, and what they were measured to take where measuring was asked for."""
-        device, microbatches = self.intake.device, program.num_microbatches
-        split = self.intake.split
-        blocks = blocks_for(self.model, self.example, device, num_microbatches=microbatches, cuts=cuts, split=split)
-        measured = None
-        if self.plan is not None:
-            refuse_other(self.plan.model, identity_of(blocks, type(self.model).__name__), "the plan")
-        elif is_asked(balance, cuts, self.example):
-            with self.precision.autocast:
-                measured = self._measured(crew, program, blocks)
-            balance = None if measured is None else measured.counts
-        return cut(blocks, program.num_stages, balance, cuts, held=held_by(program)), measured
-
-    def _measured(self, crew: Crew, program: Program, blocks: Sequence[Block]) -> Balance | None:
-        """Measure the blocks on all ranks at once and return rank 0's best cut, which it also prints; None on meta."""
-        if any(one.is_meta for block in blocks for one in block.module.parameters()):
-            return None
-        for block in blocks:
-            block.module.to(self.intake.device)
-        measured = partial(
-            _balanced,
-            blocks,
-            program,
-            self.intake,
-            (example_inputs(self.model, self.example), "the example"),
-            (self.target, "the example's target"),
-            loss_fn=self.intake.loss if self.intake.own or (self.intake.has_loss and self.target is not None) else None,
-            seconds=_SECONDS_TO_MEASURE,
-        )
-        found = _of_rank_0(measured, lambda value: crew.all_told("balance", [value] * len(crew.channels)))
-        if crew.rank == 0:
-            print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
-        return found
+def _measured(given: Options, crew: Crew, program: Program, intake: Intake, blocks: Sequence[Block]) -> Balance | None:
+    """Measure the blocks on all ranks at once and return rank 0's best cut, which it also prints; None on meta."""
+    if any(one.is_meta for block in blocks for one in block.module.parameters()):
+        return None
+    for block in blocks:
+        block.module.to(intake.device)
+    has_loss = intake.own or (intake.has_loss and given.example_target is not None)
+    measured = partial(
+        _balanced,
+        blocks,
+        program,
+        intake,
+        (example_inputs(given.model, given.example), "the example"),
+        (given.example_target, "the example's target"),
+        intake.loss if has_loss else None,
+        _Limits(seconds=_SECONDS_TO_MEASURE),
+    )
+    found = _of_rank_0(measured, lambda value: crew.all_told("balance", [value] * len(crew.channels)))
+    if crew.rank == 0:
+        print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+    return found

@@ -22,10 +22,9 @@ from drumline.core.program import Program
 from drumline.pipeline import transports
 from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import edges_of
+from drumline.runtime.capture.capture import Drive
 from drumline.runtime.channel.channel import Channel, Wait
 from drumline.runtime.channel.in_process import Hub, take_turns
-
-Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
 
 _scopes = itertools.count()
 _open: weakref.WeakSet[Crew] = weakref.WeakSet()

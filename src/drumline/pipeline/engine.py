@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from drumline.core.errors import RunError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.crew import Crew
+from drumline.pipeline.model.blocks import evaluating
+from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import forwards_of
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
@@ -23,24 +26,16 @@ from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
-from drumline.runtime.weights.copies import Copies
+from drumline.runtime.weights.tied import Copies
 
 Weighs = Literal["never", "first", "always"]  # the steps in which executors weigh what they hold
 
 
-class Engine:
+class Engine(Observer):
     """The executors of this process's ranks, made from an assembly of all ranks' stages."""
 
     def __init__(
-        self,
-        crew: Crew,
-        assembly: Assembly,
-        *,
-        ahead: int,
-        merge: bool,
-        measure: bool,
-        weigh: Weighs,
-        capture: bool,
+        self, crew: Crew, assembly: Assembly, *, ahead: int, merge: bool, measure: bool, weigh: Weighs
     ) -> None:
         self._crew = crew
         self._ahead = ahead
@@ -50,7 +45,6 @@ class Engine:
         self.executors = [self._executor(channel, merge, measure) for channel in crew.channels]
         self.assembly = assembly.of_ranks(channel.rank for channel in crew.channels)
         self.evaluators = self._evaluators()
-        self.captured = self._capture() if capture else None
 
     def _copies(self) -> dict[int, Copies]:
         """Return, where all ranks live in this process, each one's copies of what is at home on another."""
@@ -76,59 +70,34 @@ class Engine:
         program = lower(forwards_of(self.assembly.program), ahead=self._ahead)
         return [Executor(program, one.rank, one.stages, one.channel, one.clock) for one in self.executors]
 
-    def _capture(self) -> Capture:
-        recorder, crew = recorder_for(self.assembly.device), self._crew
-        return Capture(
-            self.executors,
-            self.assembly.randomness,
-            recorder,
-            lambda one: crew.all_told("capture", [one] * len(crew.channels)),
-        )
-
     def take_up(self, program: Program) -> None:
         """Go on by another program with the same stages in the same places, alike on all ranks."""
         self.assembly = replace(self.assembly, program=lower(program, ahead=self._ahead))
         for stage in self.stages():
             stage.split_only(self.assembly.split_of(stage.index))
         self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
-        self.captured = None if self.captured is None else self._capture()
-
-    def replays(self, step: Step) -> bool:
-        """Return whether a step is one that was captured, so that it need not be cut; asks all other ranks."""
-        return self.captured is not None and self.captured.fits(step)
 
     def run(self, step: Step, drafts: Sequence[Draft]) -> None:
         """Run every rank of this process through its row, that of a step without training in eval mode."""
-        assembly, executors = self.assembly, self.executors
-        assembly.randomness.step = step.number
-        if step.train and self.captured is not None:
-            self.captured.run(step, drafts, self._crew.drive)
-        else:
-            if not step.train:
-                executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
-            with (
-                nullcontext() if step.train else self._evaluating(),
-                assembly.randomness.kept_aside(),
-                # A backward that runs in this very thread saves handing it to another and back, for every action.
-                torch.autograd.set_multithreading_enabled(False),
-                assembly.precision.step(),
-            ):
-                self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
-        if step.train and self._weigh == "first":
-            for executor in executors:
-                executor.scale = None
+        randomness, executors = self.assembly.randomness, self.executors
+        randomness.step = step.number
+        if not step.train:
+            executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
+        modules = (block.module for stage in self.stages() for block in stage.blocks)
+        with (
+            nullcontext() if step.train else evaluating(modules),
+            randomness.kept_aside(),
+            # A backward that runs in this very thread saves handing it to another and back, for every action.
+            torch.autograd.set_multithreading_enabled(False),
+            self.assembly.precision.step(),
+        ):
+            self._crew.drive([one.run(step, draft) for one, draft in zip(executors, drafts, strict=True)])
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        blocks = (block for stage in self.stages() for block in stage.blocks)
-        training = [module for block in blocks for module in block.module.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    def end(self, step: Step) -> None:
+        """Weigh no more after the first step, if that was all that was asked for."""
+        if self._weigh == "first":
+            for executor in self.executors:
+                executor.scale = None
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stages of this process, second copies included."""
@@ -157,3 +126,41 @@ class Engine:
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters of all stages here, second copies included."""
         return [one for stage in self.stages() for one in stage.parameters]
+
+
+class CapturingEngine(Engine):
+    """The same, with steps captured as graphs and replayed as long as they stay alike on all ranks."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.captured = self._capture()
+
+    def _capture(self) -> Capture:
+        recorder, crew = recorder_for(self.assembly.device), self._crew
+
+        def agree(changes: int) -> list[int]:
+            return crew.all_told("capture", [changes] * len(crew.channels))
+
+        return Capture(self.executors, self.assembly.randomness, recorder, agree)
+
+    def take_up(self, program: Program) -> None:
+        """Go on by another program, which is captured anew."""
+        super().take_up(program)
+        self.captured = self._capture()
+
+    def called(self, step: Step) -> None:
+        """Refuse what graphs do not leave behind."""
+        if step.wants_outputs:
+            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
+
+    def taken(self, step: Step) -> None:
+        """Note whether the step can be replayed; asks all other ranks."""
+        step.repeats = self.captured.fits(step)
+
+    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+        """Run a step that trains by graphs, or have it captured on its way."""
+        if not step.train:
+            super().run(step, drafts)
+        else:
+            self.assembly.randomness.step = step.number
+            self.captured.run(step, drafts, self._crew.drive)

@@ -32,11 +32,12 @@ class Intake:
 
     def __init__(
         self,
+        model: Model,
         loss_fn: LossFunction | None,
-        weigh: Weigh | None,
         device: torch.device,
         *,
         num_microbatches: int,
+        weigh: Weigh | None = None,
         split: Split | None = None,
     ) -> None:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
@@ -48,11 +49,10 @@ class Intake:
         self.weigh = weigh
         self.device = device
         self.num_microbatches = num_microbatches
-        self._is_chain = True
+        self._is_chain = is_chain(model)
         self._trains = True
-        self.own = False  # whether the model computes its loss itself
-        self.split = split
-        self._found: Callable[[Any], Split | None] = lambda batch: split
+        self.own = not self._is_chain and loss_fn is None  # whether the model computes its loss itself
+        self._found = found_split(model, split)
         self._own_shares: OwnShares | None = None
         self._fn = None if loss_fn is None or weigh is not None else FnWeight(loss_fn)
         self._step: Step | None = None  # the one under way
@@ -63,12 +63,6 @@ class Intake:
         self.precise = False  # whether shares of the loss are needed in double precision
         self._weights: list[float | Tensor] = []
         self._shares: Sequence[Tensor] = ()
-
-    def follow(self, model: Model) -> None:
-        """Learn what the model is called with, and whether it computes its loss itself."""
-        self._is_chain = is_chain(model)
-        self.own = not self._is_chain and self.loss_fn is None
-        self._found = found_split(model, self.split)
 
     def weigh_by(self, stages: Sequence[Sequence[Block]]) -> None:
         """Learn how the loss counts: from the pieces that the model was cut into where it computes it itself."""
@@ -97,22 +91,17 @@ class Intake:
             if batch is None:
                 raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
             step.batch = moved(batch, self.device)
-        if self.own:
-            self._take_own(step, batch, ends, rank)
-        elif "last" in ends and (target is not None or step.train):
-            if target is None:
-                raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
-            step.target = moved(target, self.device)
-
-    def _take_own(self, step: Step, batch: Any, ends: Collection[str], rank: int) -> None:
-        """Take in the batch where the last stage is, for how much each microbatch counts is seen in it."""
-        if "last" in ends:
+        if "last" in ends and self.own:  # how much each microbatch counts is seen in the batch
             if batch is None:
                 raise BatchError(
                     f"rank {rank} holds the last stage and got no batch",
                     expected="the batch there too: the model computes its loss itself, and the labels are counted",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
+        elif "last" in ends and (target is not None or step.train):
+            if target is None:
+                raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
+            step.target = moved(target, self.device)
 
     def cut(self, step: Step) -> None:
         """Cut batch and target into microbatches, and weigh these."""
@@ -122,10 +111,7 @@ class Intake:
             step.inputs = self.cut_batch(step.batch)
         if step.target is None:
             return
-        what = "the batch" if self.own else "the target"
-        targets = (
-            self.cut_batch(step.target, what=what) if self.own else cut(step.target, self.num_microbatches, what=what)
-        )
+        targets = self.cut_batch(step.target, what="the batch" if self.own else "the target")
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(

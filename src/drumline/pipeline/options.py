@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -30,10 +30,31 @@ Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 Given = TypeVar("Given")
 
-UNUSED = ("warn", "raise", "ignore")
+_DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 1
+
+
+# What options may be, and how that is said to whoever gave something else.
+_COUNT = "a whole number of 1 or more"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
-_DECIDED = ("schedule", "num_microbatches", "stages_per_rank", "balance", "cuts")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_COUNTS, (lambda one: one is None or _is_count(one), _COUNT)),
+    "ahead": (_is_count, _COUNT),
+    "seed": (_is_whole, "a whole number"),
+    "timeout": (lambda one: (_is_whole(one) or isinstance(one, float)) and 0 < one < math.inf, "seconds above 0"),
+    **dict.fromkeys(_SWITCHES, (lambda one: isinstance(one, bool), "True or False")),
+    "schedule": (lambda one: isinstance(one, str | Path | Program), "a name, a Program, or a CSV file"),
+    "record": (lambda one: isinstance(one, bool | str | Path) and one != "", "True, False, or the folder of a run"),
+    "unused": (lambda one: one in ("warn", "raise", "ignore"), '"warn", "raise" or "ignore"'),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +94,48 @@ class Options:
     record: bool | str | Path = True
 
     def decided(self) -> Options:
-        """Return the same with what a plan decides, every option of its kind and in its range."""
+        """Return the same with what a plan decides, every option of its kind and in its range.
+
+        >>> Options(nn.ReLU(), num_ranks="2").decided()
+        Traceback (most recent call last):
+        drumline.core.errors.UsageError: num_ranks is '2'; expected a whole number of 1 or more
+        """
         plan = self.decided_plan()
         decides: dict[str, Any] = {"schedule": DEFAULT if self.schedule is None else self.schedule}
         if plan is not None:
             decides = {"num_ranks": plan.num_ranks, **plan.pipeline_settings}
         options = replace(self, plan=plan, **decides)
-        check(options.settings())
-        transports.check(options.transport)
+        options._check()
         return options
+
+    def _check(self) -> None:
+        """Refuse arguments of the wrong kind by their names."""
+        for name, (is_right, expected) in _KINDS.items():
+            if not is_right(value := getattr(self, name)):
+                raise UsageError(f"{name} is {value!r:.80}", expected=expected)
+        if self.schedule == "auto":
+            self._check_auto()
+        splits.check(self.split)
+        device_named(self.device)
+        transports.check(self.transport)
+        if isinstance(getattr(self.model, "_orig_mod", None), nn.Module):
+            raise ModelError(
+                "the model was compiled by torch.compile",
+                expected="the model itself: each stage is compiled by itself",
+                fix="pass what was compiled, and compile=True",
+            )
+
+    def _check_auto(self) -> None:
+        """Refuse to search where nothing is measured, or where a run would have two programs."""
+        if self.record is False:
+            raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
+        if self.record is not True:
+            raise UsageError(
+                f"record is {str(self.record)!r} and schedule is 'auto'",
+                expected="one program in all of a run",
+                fix="save the program that is found, pipe.program.save(FILE.csv), and record a run with"
+                " schedule=FILE.csv",
+            )
 
     def decided_plan(self) -> Plan | None:
         """Return the plan, refusing what it decides itself.
@@ -142,63 +196,6 @@ def made_with(
     return decorate
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of the wrong kind by their names.
-
-    >>> check({"num_ranks": "2"})
-    Traceback (most recent call last):
-    drumline.core.errors.UsageError: num_ranks is '2'; expected a whole number of 1 or more
-    """
-    for name in _COUNTS:
-        if given.get(name) is not None:
-            _count(name, given[name])
-    if "ahead" in given:
-        _count("ahead", given["ahead"])
-    seed = given.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise UsageError(f"seed is {seed!r}", expected="a whole number")
-    timeout = given.get("timeout", 1.0)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise UsageError(f"timeout is {timeout!r}", expected="seconds above 0")
-    for name in _SWITCHES:
-        if not isinstance(given.get(name, False), bool):
-            raise UsageError(f"{name} is {given[name]!r}", expected="True or False")
-    schedule = given.get("schedule", DEFAULT)
-    if not isinstance(schedule, str | Path | Program):
-        raise UsageError(f"schedule is {schedule!r:.80}", expected="a name, a Program, or a CSV file")
-    record = given.get("record", True)
-    if not isinstance(record, bool | str | Path) or record == "":
-        raise UsageError(f"record is {record!r:.80}", expected="True, False, or the folder of a run")
-    if schedule == "auto":
-        _auto(given.get("record", True))
-    splits.check(given.get("split"))
-    _unused(given.get("unused", "warn"))
-    device_named(given.get("device"))
-    if isinstance(getattr(given.get("model"), "_orig_mod", None), nn.Module):
-        raise ModelError(
-            "the model was compiled by torch.compile",
-            expected="the model itself: each stage is compiled by itself",
-            fix="pass what was compiled, and compile=True",
-        )
-
-
-def _unused(mode: Any) -> None:
-    if mode not in UNUSED:
-        raise UsageError(f"unused is {mode!r}", expected='"warn", "raise" or "ignore"')
-
-
-def _auto(record: Any) -> None:
-    """Refuse to search where nothing is measured, or where a run would have two programs."""
-    if record is False:
-        raise UsageError("record is False and schedule is 'auto'", expected="steps that are measured")
-    if record is not True:
-        raise UsageError(
-            f"record is {str(record)!r} and schedule is 'auto'",
-            expected="one program in all of a run",
-            fix="save the program that is found, pipe.program.save(FILE.csv), and record a run with schedule=FILE.csv",
-        )
-
-
 def device_named(device: Any) -> torch.device | None:
     """Return the device that a user names, if it is there; None for none.
 
@@ -220,8 +217,3 @@ def device_named(device: Any) -> torch.device | None:
         here = "cpu" if there is None else f"cpu or {there.type}"
         raise UsageError(f"device is {str(device)!r}, and PyTorch finds none here", expected=here)
     return found
-
-
-def _count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}", expected="a whole number of 1 or more")

@@ -102,8 +102,6 @@ class Pipeline:
         """How the ranks talk: "in-process", "shared-memory", "gloo" or "nccl"."""
         return self._crew.channels[0].name
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
-
     def step(self, *batch: Any, target: Any = None, outputs: Any = False, **named: Any) -> StepResult:
         """Run one step of the program: gradients are added to the parameters', the loss is returned.
 
@@ -130,7 +128,7 @@ class Pipeline:
         `result.output` is there with the last stage, unless `outputs` is off.
         """
         wanted, step = _switched(outputs), Step(self._ledger.number, train=False)
-        with self._recording.during("evaluate"):
+        with self._recording.between.during("evaluate"):
             self._run.catch_up(step)
             tally = self._run.run(step, CalledWith(batch, named, target))
             return StepResult(step.number, lambda: tally.loss, output_of(step) if wanted else None)
@@ -140,7 +138,7 @@ class Pipeline:
 
         Optimizers do this before they step; call it before changing parameters by hand.
         """
-        self._run.settle()
+        self._recording.settle()
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -150,18 +148,15 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before."""
         clip.check(max_norm, norm_type)
-        with self._recording.during("clip"):
-            return self._clipped(max_norm, norm_type)
-
-    def _clipped(self, max_norm: float, norm_type: float) -> Tensor:
-        self.settle()
-        with self._crew.together("clip_grad_norm_"):
-            own = self._holdings.norms(norm_type)
-            norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
-        total = clip.total_norm([norms[name] for name in self._engine.assembly.order if name in norms], norm_type)
-        clip.scale(self.parameters(), total, max_norm)
-        self._recording.note(grad_norm=total)
-        return total
+        with self._recording.between.during("clip"):
+            self.settle()
+            with self._crew.together("clip_grad_norm_"):
+                own = self._holdings.norms(norm_type)
+                norms = {name: norm for one in self._crew.all_told("norms", own) for name, norm in one.items()}
+            total = clip.total_norm([norms[name] for name in self._engine.assembly.order if name in norms], norm_type)
+            clip.scale(self.parameters(), total, max_norm)
+            self._recording.note(grad_norm=total)
+            return total
 
     @property
     def searched(self) -> Searched | None:
@@ -183,8 +178,6 @@ class Pipeline:
         ['data']
         """
         return self._recording.data(loader)
-
-    # ---- what it holds -----------------------------------------------------------------------------------------------
 
     def optimizer(self, kind: type[torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
         """Return a torch optimizer over this process's trainable parameters, or their float32 copies.

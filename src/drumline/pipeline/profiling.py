@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -27,21 +27,14 @@ from torch.nn import functional
 
 from drumline.core.action import Op
 from drumline.core.errors import BatchError, UsageError, counted
-from drumline.core.measured.handling import Handling, ends_of
+from drumline.core.measured.costs import Handling, ends_of
 from drumline.core.measured.measured import Measured
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.launch.launch import launch
+from drumline.pipeline.model import sources
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
-from drumline.pipeline.model.sources import (
-    Maker,
-    Material,
-    check_config,
-    check_source,
-    is_config,
-    material_from,
-    material_from_config,
-)
+from drumline.pipeline.model.sources import Maker, Material
 from drumline.pipeline.options import device_named
 from drumline.pipeline.pipeline import Pipeline
 from drumline.plan.device.blocks import Profile
@@ -79,10 +72,9 @@ class ProfileSettings:
     def material(self) -> Material:
         """Make the model and its data, the same in every process."""
         torch.manual_seed(self.seed)
-        if is_config(self.source):
-            assert isinstance(self.source, str)
-            return material_from_config(self.source, rows=max(self.sizes), length=self.length)
-        return material_from(self.source)
+        if sources.is_config(self.source):
+            return sources.material_from_config(self.source, rows=max(self.sizes), length=self.length)
+        return sources.material_from(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +121,7 @@ def profile_model(
         if value < 1:
             raise UsageError(f"{value} {name}", expected="a whole number of 1 or more")
     if isinstance(source, str):
-        (check_config if is_config(source) else check_source)(source)
+        sources.check(source)
     device_named(device)
     settings = ProfileSettings(source, sizes, device, num_runs, max_seconds, length, seed, shows)
     told = launch(_measured, settings, num_ranks=num_ranks, threads=num_threads, prefix=False)
@@ -162,8 +154,7 @@ def _measured(settings: ProfileSettings) -> Seen:
     for block in blocks:
         block.module.to(device)
     identity = identity_of(blocks, type(material.model).__name__)
-    intake = Intake(material.loss_fn, None, device, num_microbatches=1)
-    intake.follow(material.model)
+    intake = Intake(material.model, material.loss_fn, device, num_microbatches=1)
     say = _say if settings.shows and dist.get_rank() == 0 else lambda what: None
     profiles = _blocks(blocks, inputs, material, intake, settings, say)
     say("messages between ranks")
@@ -172,7 +163,7 @@ def _measured(settings: ProfileSettings) -> Seen:
     sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
     say("the model itself")
-    ends, paces, transport = _Whole(material, inputs, device, profiles).measured(settings.sizes)
+    ends, paces, transport = _whole(material, inputs, device, dict(zip(settings.sizes, profiles, strict=True)))
     return Seen(
         identity,
         profiles,
@@ -248,47 +239,37 @@ def _handled(size: int, device: torch.device) -> tuple[float, Handling]:
     light = nn.Sequential(*(_Scaled(width) for _ in range(dist.get_world_size()))).to(device)
     batch = torch.ones(_MICROBATCHES, width, device=device)
     with Pipeline(light, loss_fn=functional.mse_loss, schedule=DEFAULT, num_microbatches=_MICROBATCHES) as pipe:
-        seen = _timelines(pipe, lambda: pipe.step(batch, target=batch), _HANDLED_STEPS)
+        seen = _timelines(pipe, batch, batch)
     return 4.0 * width, Handling.measured(seen)
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The model itself as a pipeline with even stages."""
+def _whole(
+    material: Material, inputs: Any, device: torch.device, profiles: Mapping[int, Profile]
+) -> tuple[list[tuple[float, float]], list[float], str]:
+    """Run the model itself as a pipeline with even stages, with microbatches of all sizes.
 
-    material: Material
-    inputs: Any
-    device: torch.device
-    profiles: Sequence[Profile]
-
-    def measured(self, sizes: Sequence[int]) -> tuple[list[tuple[float, float]], list[float], str]:
-        """Return this rank's bytes of gradients with the seconds of a step's end, its paces, and the transport."""
-        num_ranks = dist.get_world_size()
-        if len(self.profiles[0].layers) < num_ranks:
-            return [], [], ""
-        with Pipeline(
-            self.material.model,
-            loss_fn=self.material.loss_fn,
-            schedule=DEFAULT,
-            num_microbatches=2 * num_ranks,
-            example=self.material.batch,
-            balance="even",
-            device=self.device,
-        ) as pipe:
-            held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
-            ends, paces = [], []
-            for rows, profile in zip(sizes, self.profiles, strict=True):
-                seen = _timelines(pipe, self._step(pipe, 2 * num_ranks * rows), _HANDLED_STEPS)
-                ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
-                each = [_pace(profile, one, pipe.rank) for one in seen]
-                paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
-            return ends, paces, pipe.transport
-
-    def _step(self, pipe: Pipeline, rows: int) -> Callable[[], object]:
-        batch, target = (_rows(one, rows) for one in (self.inputs, self.material.target))
-        if isinstance(batch, Inputs):
-            return lambda: pipe.step(*batch.args, target=target, **batch.kwargs)
-        return lambda: pipe.step(batch, target=target)
+    Returns this rank's bytes of gradients with the seconds of a step's end, its paces, and the transport.
+    """
+    num_ranks = dist.get_world_size()
+    if any(len(one.layers) < num_ranks for one in profiles.values()):
+        return [], [], ""
+    with Pipeline(
+        material.model,
+        loss_fn=material.loss_fn,
+        schedule=DEFAULT,
+        num_microbatches=2 * num_ranks,
+        example=material.batch,
+        balance="even",
+        device=device,
+    ) as pipe:
+        held = float(sum(one.nbytes for one in pipe.parameters() if one.requires_grad))
+        ends, paces = [], []
+        for rows, profile in profiles.items():
+            seen = _timelines(pipe, *(_rows(one, 2 * num_ranks * rows) for one in (inputs, material.target)))
+            ends.append((held, median(ends_of(one)[pipe.rank] for one in seen)))
+            each = [_pace(profile, one, pipe.rank) for one in seen]
+            paces.append(min(max(median(each), _LEAST_PACE), 1 / _LEAST_PACE))
+        return ends, paces, pipe.transport
 
 
 def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
@@ -296,20 +277,19 @@ def _pace(profile: Profile, timeline: Measured, rank: int) -> float:
     num_stages = timeline.program.num_stages
     base, more = divmod(len(profile.layers), num_stages)
     costs = profile.costs([base + (stage < more) for stage in range(num_stages)])
-    each = {
-        Op.FORWARD: costs.per_stage("forward", num_stages),
-        Op.BACKWARD: costs.per_stage("backward", num_stages),
-    }
+    each = {op: costs.per_stage(op.name.lower(), num_stages) for op in (Op.FORWARD, Op.BACKWARD)}
     track = timeline.tracks[rank]
     told = sum(each[action.op][action.stage] for action in track.actions if action.op in each)
     return (sum(track.ends) - sum(track.starts)) / told if told > 0 else 1.0
 
 
-def _timelines(pipe: Pipeline, step: Callable[[], object], count: int) -> list[Measured]:
+def _timelines(pipe: Pipeline, batch: Any, target: Any) -> list[Measured]:
+    """Return some steps on a batch, after others to warm up."""
+    called = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
     found = []
-    for turn in range(_WARM_UPS + count):
+    for turn in range(_WARM_UPS + _HANDLED_STEPS):
         dist.barrier()
-        step()
+        pipe.step(*called.args, target=target, **called.kwargs)
         if turn >= _WARM_UPS:
             found.append(pipe.timeline())
         pipe.settle()

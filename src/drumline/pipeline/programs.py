@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise, permutations
 from pathlib import Path
-from typing import Any
 
 from drumline.core.action import WAIT_OPS, Op
-from drumline.core.errors import DrumlineError, ProgramError, counted
+from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program
 from drumline.schedules import generate
 
@@ -96,11 +94,3 @@ def edges_of(program: Program) -> list[tuple[int, int]]:
     for stage in range(program.num_stages):
         found |= set(permutations(placement.ranks_of(stage), 2))
     return sorted(found)
-
-
-def attempt(make: Callable[..., Program], *args: Any, **settings: Any) -> tuple[Program | None, DrumlineError]:
-    """Return what `make` makes, or the reason why it does not, for a rank that has to tell others before it fails."""
-    try:
-        return make(*args, **settings), DrumlineError("")
-    except DrumlineError as error:
-        return None, error

@@ -11,36 +11,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from drumline.core.errors import DrumlineError
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.pipeline import assembly, transports
 from drumline.pipeline.assembly import Assembly, loss_block
 from drumline.pipeline.auto_schedule import AUTO, AutoSchedule, first_schedule
-from drumline.pipeline.balance import Balance, ChosenCut
+from drumline.pipeline.balance import Balance, chosen_stages
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.engine import Engine
+from drumline.pipeline.engine import CapturingEngine, Engine
 from drumline.pipeline.intake import Intake
 from drumline.pipeline.options import Options, device_named
-from drumline.pipeline.programs import attempt, program_for
+from drumline.pipeline.programs import program_for
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger
-from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.materialise import materialise_stages, opened
+from drumline.pipeline.state.frozen import Frozen, unused_in
+from drumline.pipeline.state.materialise import opened
 from drumline.pipeline.state.shared_state import Shared, refuse_hidden
 from drumline.pipeline.state.tensors import Holdings
-from drumline.pipeline.state.unused import unused_in
 from drumline.pipeline.state.updates import Updates
-from drumline.pipeline.step import Settle, StepRun
+from drumline.pipeline.step import StepRun
 from drumline.pipeline.verify.agreement import Followed, agree_on_lines, code_of, first_difference, plan_of, weights_of
 from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.pipeline.verify.watched import Watched
-from drumline.plan.device.plan import Plan
 from drumline.runtime.backward.compiled import compiler_for
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.capture.cuda import clock_for
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
+from drumline.runtime.weights.materialise import materialise
 from drumline.runtime.weights.tied import Ties
 
 # Settings that all ranks must have alike, besides what they agree on anyway.
@@ -51,26 +52,29 @@ def set_up(options: Options) -> StepRun:
     """Return what runs the steps, connected to those of all other ranks; raises alike on all of them."""
     assert options.schedule is not None, "options that were decided"
     device = device_named(options.device) or assembly.device_of(options.model)
-    program, problem = attempt(
-        program_for,
-        first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
-        num_ranks=transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout),
-        num_microbatches=options.num_microbatches,
-        stages_per_rank=options.stages_per_rank,
-    )
+    num_ranks = transports.num_ranks(options.transport, options.num_ranks, timeout=options.timeout)
+    program: Program | DrumlineError
+    try:
+        program = program_for(
+            first_schedule(options.stages_per_rank) if options.schedule == AUTO else options.schedule,
+            num_ranks=num_ranks,
+            num_microbatches=options.num_microbatches,
+            stages_per_rank=options.stages_per_rank,
+        )
+    except DrumlineError as error:
+        program = error  # a rank that was given something wrong connects all the same, so that the others learn of it
     crew = Crew.gathered(
         options.transport,
         device,
         num_ranks=options.num_ranks,
-        program=program,
+        program=program if isinstance(program, Program) else None,
         ahead=options.ahead,
         timeout=options.timeout,
         now=clock_for(device).now,
     )
     with crew.together("the set-up"):
-        # A rank that was given something wrong connects all the same, so that the others learn of it.
-        if program is None:
-            raise problem
+        if isinstance(program, DrumlineError):
+            raise program
         return _SetUp(options, device, crew, program).run()
 
 
@@ -84,13 +88,13 @@ class _SetUp:
     def run(self) -> StepRun:
         given, crew = self.options, self.crew
         intake = Intake(
+            given.model,
             given.loss_fn,
-            given.loss_weight,
             self.device,
             num_microbatches=self.program.num_microbatches,
+            weigh=given.loss_weight,
             split=given.split,
         )
-        intake.follow(given.model)
         numbers = Precision(given.precision, self.device)
         values = {} if crew.alone or given.weights is not None else weights_of(given.model)
         stages, balance = self._stages(intake, numbers)
@@ -103,12 +107,11 @@ class _SetUp:
         engine = self._engine(assembled)
         holdings = Holdings(assembled.ties, crew, engine.executors, list(engine.copies.values()))
         ledger = Ledger(given.unused, unused_in(stages) if crew.rank == 0 else None)
-        recording = Recording(given.record, crew, ledger, [one.clock for one in engine.executors])
+        recording = Recording(given.record, crew, ledger, holdings, [one.clock for one in engine.executors])
         if recording.folder is not None:
             crew.observe(recording)
             recording.describe(given.settings(), frozen.program, assembled, balance)
-        settle = Settle(ledger, recording, holdings)
-        updates = Updates(numbers, holdings, master_weights=given.master_weights, settle=settle)
+        updates = Updates(numbers, holdings, recording, check, master_weights=given.master_weights)
         intake.precise = any(one.dtype is torch.float64 for one in holdings.parameters())
         frozen.forget_all_but(engine.assembly.cuts)
         watched = Watched(given.model, stages)
@@ -118,10 +121,10 @@ class _SetUp:
         shared = Shared(assembled.ties, list(engine.stages()))
         check.attach(engine, holdings)
         followed = Followed(block for stage in engine.stages() for block in stage.blocks)
-        auto = AutoSchedule(crew, ledger, frozen, engine, settle) if given.schedule == AUTO else None
-        observers = [*([] if auto is None else [auto]), holdings, updates, shared, recording]
+        auto = AutoSchedule(crew, ledger, frozen, engine, recording) if given.schedule == AUTO else None
+        observers = [*([] if auto is None else [auto]), engine, holdings, updates, shared, recording]
         return StepRun(
-            crew, ledger, intake, frozen, engine, holdings, updates, recording, settle, watched, followed, check,
+            crew, ledger, intake, frozen, engine, holdings, updates, recording, watched, followed, check,
             observers, auto, balance, given.check_finite,
         )  # fmt: skip
 
@@ -144,13 +147,18 @@ class _SetUp:
         given = self.options
         stored = opened(given.weights)
         self._agree({"weights": stored and stored.described()})
-        assert given.plan is None or isinstance(given.plan, Plan), "options that were decided"
-        chosen = ChosenCut(given.model, given.example, given.example_target, intake, numbers, given.plan)
-        stages, balance = chosen.stages(self.crew, self.program, given.balance, given.cuts)
+        stages, balance = chosen_stages(given, self.crew, self.program, intake, numbers)
         intake.weigh_by(stages)
         stages[-1] = (*stages[-1], *loss_block(given.loss_fn))
-        ranks = [channel.rank for channel in self.crew.channels]
-        materialise_stages(stages, self.program.placement, ranks, given.model, stored, self.device, given.seed)
+        held = {at for channel in self.crew.channels for at in self.program.placement.stages_of(channel.rank)}
+        materialise(
+            [block for stage in stages for block in stage],
+            [block for at in sorted(held) for block in stages[at]],
+            root=given.model if isinstance(given.model, nn.Module) else None,
+            weights=stored,
+            device=self.device,
+            seed=given.seed,
+        )
         return stages, balance
 
     def _assembled(
@@ -179,16 +187,15 @@ class _SetUp:
         """Return what runs the program on this process's ranks."""
         given = self.options
         has_folder = not isinstance(given.record, bool)
-        return Engine(
+        return (CapturingEngine if given.capture else Engine)(
             self.crew,
             assembled,
             ahead=given.ahead,
             merge=given.merge_weight_gradients,
             measure=given.record is not False,
             weigh="always" if given.weigh else "first" if has_folder and not given.compile else "never",
-            capture=given.capture,
         )
 
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise, alike on all ranks, unless all were given the same."""
-        assembly.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))
+        transports.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))

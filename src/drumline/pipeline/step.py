@@ -6,20 +6,19 @@
     end      observers put back what they put aside
     tell     all ranks hear what came of it, and none waits for another
 
-Recording, adaptation and what is put aside meanwhile watch the step: see observer.py.
+Recording, adaptation, capture and what is put aside meanwhile watch the step: see observer.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.auto_schedule import AutoSchedule
@@ -31,7 +30,6 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.recording import Recording
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.frozen import Frozen
-from drumline.pipeline.state.guard import Guard
 from drumline.pipeline.state.tensors import Holdings
 from drumline.pipeline.state.updates import Updates
 from drumline.pipeline.verify.agreement import Followed, Given, begun
@@ -74,20 +72,6 @@ class StepResult:
         return f"StepResult(step={self.step})"
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Hears how the steps so far went on all ranks, and raises if one must not be built on."""
-
-    ledger: Ledger
-    recording: Recording
-    holdings: Holdings
-
-    def __call__(self) -> None:
-        """Do so."""
-        with self.recording.during("hear"):
-            self.ledger.settle(until=None, gradients_left=self.holdings.has_gradients)
-
-
 @dataclass(eq=False)
 class StepRun:
     """What a pipeline consists of on this process; runs its steps."""
@@ -100,7 +84,6 @@ class StepRun:
     holdings: Holdings
     updates: Updates
     recording: Recording
-    settle: Settle
     watched: Watched
     followed: Followed
     check: ModelCheck
@@ -108,20 +91,9 @@ class StepRun:
     auto: AutoSchedule | None
     balance: Balance | None
     check_finite: bool
-    guard: Guard = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.guard = self._guarded()
-
-    def _guarded(self) -> Guard:
-        return Guard(self.holdings.parameters(), self.before_update, self.after_update)
-
-    # ---- before a step -----------------------------------------------------------------------------------------------
 
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before any other rank is asked."""
-        if step.wants_outputs and self.engine.captured is not None:
-            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
         if not self.intake.has_loss:
             raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
         if torch.is_inference_mode_enabled():
@@ -139,14 +111,14 @@ class StepRun:
         if self.engine.renew():
             self.holdings.renew()
             self.updates.follow(self.engine.parameters())
-            self.guard = self._guarded()
             self.ledger.unused.begin()
 
     def check_before(self, step: Step, call: CalledWith) -> None:
         """Run a microbatch of the first step through the model by itself, for the step to be held against."""
         if not self.check.is_pending and step.number:
             return
-        recorded = self.recording.during("check") if self.check.is_pending else nullcontext()  # a chain has none
+        # A chain has no check.
+        recorded = self.recording.between.during("check") if self.check.is_pending else nullcontext()
         with recorded, self.crew.together("the check of the model"):
             self.check.agree_on_weights()
             scale = 1.0 if self.updates.scaler is None else self.updates.scaler.scale
@@ -168,8 +140,6 @@ class StepRun:
                     }
                 )
 
-    # ---- the step ----------------------------------------------------------------------------------------------------
-
     def run(self, step: Step, call: CalledWith) -> Tally:
         """Run a step on this process's ranks, and return what will be heard of it on all of them."""
         observers = self.observers if step.train else ()
@@ -178,7 +148,10 @@ class StepRun:
         with self.crew.together("the start of a step", lambda: self.engine.action):
             self._take(step, call)
             given = self._given(call)
-            self._cut(step)
+            for observer in observers:
+                observer.taken(step)
+            if not step.repeats or self.intake.counts_labels:  # else it weighs what the last one did
+                self.intake.cut(step)
             for observer in observers:
                 observer.begin(step)
             self.engine.run(step, self.recording.drafts)
@@ -196,11 +169,6 @@ class StepRun:
         """Return what says what other ranks compare their batches with; ranks of one process have one."""
         return (lambda: None) if self.crew.alone else begun((call.batch, call.named), call.target)
 
-    def _cut(self, step: Step) -> None:
-        replays = step.train and self.engine.replays(step)
-        if not replays or self.intake.counts_labels:  # a step like the last one weighs what that did
-            self.intake.cut(step)
-
     def _tell(self, step: Step, given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         told = self._told(step)
@@ -210,13 +178,13 @@ class StepRun:
         tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
         if step.train:
             self.recording.ended(tally)
-        with self.recording.during("tell"):
+        with self.recording.between.during("tell"):
             if step.train:
                 self.recording.fill(each)
             self.crew.tell(topic, each)
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
         if step.train:
-            with self.recording.during("write"):
+            with self.recording.between.during("write"):
                 self.recording.add(tally, each)
         return tally
 
@@ -240,19 +208,6 @@ class StepRun:
             named = self.holdings.named_parameters()
             told.unreached = [name for name, one in named if one.requires_grad and one.grad is None]
         return told
-
-    # ---- between steps -----------------------------------------------------------------------------------------------
-
-    def before_update(self, optimizer: Optimizer) -> None:
-        """Keep an optimizer from steps that must not be built on."""
-        self.updates.check(optimizer)
-        self.check.refuse()
-        self.settle()
-        self.recording.enter("update")
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Measure the update up to here."""
-        self.recording.leave()
 
 
 def output_of(step: Step) -> Any:

@@ -1,10 +1,11 @@
-"""Which channel the ranks of a pipeline use, and how it is made."""
+"""Which channel the ranks of a pipeline use, how it is made, and whether they were given the same."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,13 +101,7 @@ def open_channel(
     rank, size = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(scope, dist.distributed_c10d._get_default_store())
     cards = exchange(store, rank, size, "drumline/transport", (transport, device.type, host_id()), timeout=timeout)
-    for other, card in enumerate(cards):
-        for what, mine, theirs in zip(("transport", "device"), cards[0], card, strict=False):
-            if mine != theirs:
-                raise MismatchError(
-                    f"ranks 0 and {other} have another {what}: {mine} and {theirs}",
-                    expected="the same line on every rank",
-                )
+    agree([{"transport": asked, "device": kind} for asked, kind, _ in cards])
     if transport == "auto":
         together = len({host for _, _, host in cards}) == 1
         staged = device.type == "cpu" or torch.accelerator.device_count() < size
@@ -118,3 +113,30 @@ def open_channel(
     return DistributedChannel(
         rank, size, store=store, backend=transport, device=device, timeout=timeout, edges=edges, now=now
     )
+
+
+def agree(told: Sequence[dict[str, Any]]) -> None:
+    """Raise if the ranks were not given the same; the text is the same on all of them.
+
+    >>> agree([{"seed": 0}, {"seed": 1}])
+    Traceback (most recent call last):
+    drumline.core.errors.MismatchError: ranks 0 and 1 have another seed: 0 and 1; expected the same line on every rank
+    """
+    first = told[0]
+    for rank, other in enumerate(told):
+        for what, value in first.items():
+            if other[what] != value:
+                raise MismatchError(
+                    f"ranks 0 and {rank} have another {what}: {_difference(value, other[what])}",
+                    expected="the same line on every rank",
+                )
+
+
+def _difference(first: Any, second: Any) -> str:
+    if isinstance(first, str) and isinstance(second, str) and "\n" in first + second:
+        first, second = first.splitlines(), second.splitlines()
+    if isinstance(first, list) and isinstance(second, list):
+        if len(first) != len(second):
+            return f"{len(first)} and {len(second)} entries"
+        first, second = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
+    return f"{first!s:.80} and {second!s:.80}"

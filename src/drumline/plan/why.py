@@ -16,7 +16,7 @@ def lost_and_saved(chosen: Any, other: Any, least: float = 0.0) -> tuple[Items, 
 
     Differences up to `least` are none; where it loses nothing, the item by which it saves least stands for that.
 
-    >>> from drumline.plan.cluster.exchange import Volumes
+    >>> from drumline.plan.cluster.loads import Volumes
     >>> lost_and_saved(Volumes(1, 2, 0, 0, 0), Volumes(4, 0, 0, 1, 0))
     ([('tensor', 3), ('pipeline', 1)], [('context', 2)])
     """

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.prove.frozen import needed
+from drumline.core.rules import Backward
 from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.capture.cuda import clock_for

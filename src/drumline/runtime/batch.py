@@ -102,15 +102,11 @@ _BY_ITSELF: Any = object()  # how a tensor is cut that nothing was said of
 
 def _hows(batch: Any, split: Split | None) -> dict[int, How]:
     """Return how the tensors are cut that something was said of, by their ids."""
-    found: dict[int, How] = {}
-    items = dict(_items(batch))
-    for name in split or {}:
+    items, said = dict(_items(batch)), split or {}
+    for name in said:
         if name not in items and isinstance(name, int):
             raise BatchError(f"split names argument {name}", expected=f"one of {', '.join(map(str, items))}")
-    for name, value in items.items():
-        if split is not None and name in split:
-            found.update((id(tensor), split[name]) for tensor in pack(value)[0])
-    return found
+    return {id(tensor): said[name] for name, value in items.items() if name in said for tensor in pack(value)[0]}
 
 
 def _items(batch: Any) -> Iterator[tuple[Any, Any]]:

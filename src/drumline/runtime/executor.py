@@ -13,27 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS, Action, Op
-from drumline.core.backwards import Backward
+from drumline.core.action import Action, Op
 from drumline.core.errors import ProgramError
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
-from drumline.runtime.gradients.exchange import Exchange
-from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.gradients.clip import Witness
+from drumline.runtime.gradients.exchange import GradientExchange
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.tied import Ties
 
 Gradients = tuple[Tensor | None, ...]
-Work = tuple[Callable[..., Any], str, Callable[..., Any]]  # take, the stage's method, put
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class Step:
     cuts: Callable[[Any], list[Any]] | None = None  # how the batch is cut into inputs
     wants_outputs: bool = False  # whether a step that trains keeps what the last stage made
     train: bool = True
+    repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Executor:
         self.lowest = program.backwards.count(Backward.NONE)  # the stage below which nobody takes gradients
         self.merge = merge_weight_gradients
         self.scale = scale
-        self.exchange = Exchange(rank, stages, channel, self.placement, ties)
+        self.exchange = GradientExchange(rank, stages, channel, self.placement, ties)
         self.current: Action | None = None
         self.witness: Witness | None = None  # of the first step
         self.draft = Draft(rank)  # of the step that runs
@@ -120,19 +121,12 @@ class Executor:
 
     def running(self, program: Program) -> Executor:
         """Return an executor of another program, with the same stages in the same places."""
-        return Executor(
-            program,
-            self.rank,
-            self.stages,
-            self.channel,
-            self.clock,
-            merge_weight_gradients=self.merge,
-            scale=self.scale,
-            ties=self.exchange.ties,
-        )
+        own, ties = (self.rank, self.stages, self.channel, self.clock), self.exchange.ties
+        return Executor(program, *own, merge_weight_gradients=self.merge, scale=self.scale, ties=ties)
 
     def _translate(self, row: Sequence[Action]) -> list[Job]:
-        works: dict[Op, Work] = {
+        # Of what computes: take, the stage's method, put.
+        works: dict[Op, tuple[Callable[..., Any], str, Callable[..., Any]]] = {
             Op.FORWARD: (self._inputs, "forward", self._keep_output),
             Op.BACKWARD: (self._gradients_of, "backward", self._keep_gradients),
             Op.BACKWARD_INPUT: (self._gradients_of, "backward_input", self._keep_gradients),
@@ -190,11 +184,10 @@ class Executor:
     def _other(self, action: Action) -> int:
         if action.op is Op.REDUCE_GRAD:
             return next((rank for rank in self.placement.ranks_of(action.stage) if rank != self.rank), -1)
-        if action.op in TRANSFER_OPS and action.microbatch is not None:
-            message = rules.message_of(action)
-            peer = message.recv if action == message.send else message.send
-            return self.placement.rank_of(peer.stage, action.microbatch)
-        return -1
+        assert action.microbatch is not None, f"{action} belongs to no microbatch"
+        message = rules.message_of(action)
+        peer = message.recv if action == message.send else message.send
+        return self.placement.rank_of(peer.stage, action.microbatch)
 
     def run(self, step: Step, draft: Draft, jobs: Sequence[Job] | None = None) -> Generator[Wait, None, None]:
         """Run the row, yielding whenever a message has to be waited for; ends with the gradients exchanged.
@@ -358,17 +351,13 @@ class Executor:
 
 def _merge(jobs: list[Job]) -> None:
     """Let the last of several W of one stage that stand together run them all."""
-    run: list[Job] = []
-    for job in [*jobs, None]:
-        weight = job is not None and job.action.op is Op.BACKWARD_WEIGHT
-        if run and (not weight or job is None or job.action.stage != run[0].action.stage):
-            for one in run[:-1]:
-                one.call = _nothing
-            run[-1].together = tuple(one.microbatch for one in run)
-            run[-1].call = partial(_merged, run[-1])
-            run = []
-        if weight and job is not None:
-            run.append(job)
+    for (op, _), run in groupby(jobs, key=lambda job: (job.action.op, job.action.stage)):
+        if op is Op.BACKWARD_WEIGHT:
+            *others, last = run
+            for job in others:
+                job.call = _nothing
+            last.together = tuple(job.microbatch for job in (*others, last))
+            last.call = partial(_merged, last)
 
 
 def _merged(job: Job, microbatch: int) -> None:

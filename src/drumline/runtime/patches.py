@@ -11,7 +11,7 @@ its own thread and then to what stood there before, and that is put back when th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import setitem
@@ -110,3 +110,26 @@ class Patch:
             yield
         finally:
             self.leave()
+
+
+@contextmanager
+def put_in(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Let other values stand in dicts inside, each under its key; afterwards there is what was there, or nothing.
+
+    >>> table = {"a": 1}
+    >>> with put_in([(table, "a", 2), (table, "b", 3)]):
+    ...     inside = dict(table)
+    >>> inside, table
+    ({'a': 2, 'b': 3}, {'a': 1})
+    """
+    changes = [(table, key, value, table.get(key, _INHERITED)) for table, key, value in entries]
+    for table, key, value, _ in changes:
+        table[key] = value
+    try:
+        yield
+    finally:
+        for table, key, _, before in changes:
+            if before is _INHERITED:
+                del table[key]
+            else:
+                table[key] = before

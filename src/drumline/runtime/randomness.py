@@ -20,16 +20,9 @@ from torch import Tensor, nn
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
 _DRAWING = (
-    nn.modules.dropout._DropoutNd,
-    nn.RReLU,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.Transformer,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
+    nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.Transformer,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+)  # fmt: skip
 
 
 def may_draw(block: nn.Module) -> bool:
@@ -83,12 +76,9 @@ class HostChance:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw from here on inside, and go on afterwards where others stood."""
-        now = HostChance()
-        self._set()
-        try:
+        with HostChance().kept():
+            self._set()
             yield
-        finally:
-            now._set()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -199,8 +189,7 @@ class Randomness:
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
+            self.go_on(states)
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:

@@ -19,7 +19,7 @@ versions ever after. Normalisations are always taken to change theirs: they do s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
 import torch
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drumline.core.errors import ModelError
-
-Place = tuple[nn.Module, str]
+from drumline.runtime.patches import put_in
 
 
 class Buffers:
@@ -36,7 +35,7 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         seen = dict.fromkeys(part for module in modules for part in module.modules())
-        self.places: list[Place] = [
+        self.places: list[tuple[nn.Module, str]] = [
             (part, name) for part in seen for name, buffer in part._buffers.items() if buffer is not None
         ]
         self._statistics = {
@@ -89,19 +88,10 @@ class Buffers:
         updating = any(self.places[index][0].training for index in self._statistics)
         return updating or before != self._asked
 
-    @contextmanager
-    def as_they_were(self, saved: dict[int, Tensor]) -> Iterator[None]:
+    def as_they_were(self, saved: dict[int, Tensor]) -> AbstractContextManager[None]:
         """Run on the saved copies, then put the current buffers back."""
-        current = [(index, self._at(index)) for index in saved]
-        for index, copy in saved.items():
-            module, name = self.places[index]
-            module._buffers[name] = copy
-        try:
-            yield
-        finally:
-            for index, buffer in current:
-                module, name = self.places[index]
-                module._buffers[name] = buffer
+        places = ((self.places[index], copy) for index, copy in saved.items())
+        return put_in((module._buffers, name, copy) for (module, name), copy in places)
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return every buffer with a copy of it."""

@@ -86,9 +86,9 @@ class Segment:
         self.buffers = Buffers([block.module for block in blocks])
         self._signature: list[tuple[int, bool]] | None = None
         self.renew()
-        self._suspects = {block.name for block in blocks if may_draw(block.module)}
+        self.suspects = {block.name for block in blocks if may_draw(block.module)}  # they may draw random numbers
         # Taken to draw nothing until it does; a run that changes buffers could not be run again, so it is never tried.
-        self.quiet = not self._suspects or not self.buffers.places
+        self.quiet = not self.suspects or not self.buffers.places
         if compiled is not None and any(draws(module) for _, module in self.blocks):
             self.quiet = False  # compiled once, in pieces, rather than twice
         self.on_copies = False  # whether the blocks change their input in place
@@ -119,20 +119,20 @@ class Segment:
             self.sheet.now = microbatch
         try:
             if self.quiet:
-                versions = versions_of(given) if self._suspects else []
-                if self._suspects:
+                versions = versions_of(given) if self.suspects else []
+                if self.suspects:
                     randomness.watch()
                 made = given
                 for run in self.whole:
                     made = run(made)
-                if not self._suspects or not randomness.drew():
+                if not self.suspects or not randomness.drew():
                     return made if self.seal is None else self.seal(made)
                 self.quiet = False  # what was drawn was not seeded: all is run again
                 self.unchanged(given, versions)
                 if tape is not None:
                     tape.records.clear()
             for name, run in self.pieces:
-                if name in self._suspects:
+                if name in self.suspects:
                     randomness.apply(microbatch, name)
                 given = run(given)
             return given if self.seal is None else self.seal(given)
@@ -220,16 +220,6 @@ class Segment:
             expected="blocks that compute with what they are given and what they hold",
             fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
         )
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether any of the blocks may draw random numbers."""
-        return bool(self._suspects)
-
-    @property
-    def changes_buffers(self) -> bool:
-        """Whether a forward changes a buffer of these blocks, as far as is known from forwards so far."""
-        return self.buffers.changed_lately()
 
 
 def versions_of(value: Any) -> list[int]:

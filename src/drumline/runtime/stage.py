@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError
-from drumline.runtime.backward import engine
+from drumline.core.rules import Backward
 from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler
-from drumline.runtime.backward.tape import Gradients, Tape, accumulate, merged
+from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
@@ -127,7 +126,8 @@ class Stage:
                     value = self._first_run(segment, this, microbatch)
                     wants_gradient = True
                 else:
-                    loss = None if segment is not self.segments[-1] else self._loss_of(microbatch, target)
+                    ends = self.loss is not None and segment is self.segments[-1]
+                    loss = partial(self._loss, microbatch, target) if ends else None
                     if microbatch in self.split:
                         value = self._with_graph(segment, this, microbatch, loss)
                     else:  # the same without a call: this is where most of a schedule's forwards come by
@@ -168,7 +168,7 @@ class Stage:
     def _first_run(self, segment: Segment, this: Pass, microbatch: int) -> Any:
         """Run a segment that will be run again, as training runs it, and keep nothing of it but the value."""
         this.buffers = segment.buffers.save()
-        chance = HostChance() if segment.may_draw else None
+        chance = HostChance() if segment.suspects else None
         try:
             with torch.enable_grad() if segment.needs_graph else discarding():
                 value = self._on_input(segment, this, microbatch)
@@ -210,7 +210,7 @@ class Stage:
             self._again(segment, this, microbatch)
             roots, given = this.paired(gradients)
             if roots:
-                engine.backward(roots, given)
+                add_gradients(roots, given)
             gradients = tuple(leaf.grad for leaf in this.leaves)
         del self.held[microbatch]
         return tuple(gradients)
@@ -248,11 +248,8 @@ class Stage:
         passes = self.held.pop(microbatch)
         return [pair for this in reversed(passes) if this.tape for pair in this.tape.weight_gradients()]
 
-    def _loss_of(self, microbatch: int, target: Any) -> Callable[[Any], Tensor] | None:
-        """Return what makes the loss of an output, None where the stage has none."""
-        return None if self.loss is None else partial(self._loss, microbatch, target)
-
     def _loss(self, microbatch: int, target: Any, output: Any) -> Tensor:
+        """Make the loss of an output."""
         if self.kept is not None:
             self.kept[microbatch] = mapped(output, Tensor.detach)
         made = None if self.loss is None else self.loss(output, target)

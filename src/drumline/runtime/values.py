@@ -204,7 +204,7 @@ def refuse_fake(value: Any) -> None:
     if isinstance(value, functools.partial):
         inside += [value.func, *value.args, *value.keywords.values()]
     for one in list(inside):
-        inside += [cell.cell_contents for cell in getattr(one, "__closure__", None) or () if _is_filled(cell)]
+        inside += [content_of(cell) for cell in getattr(one, "__closure__", None) or ()]
         inside += [*(getattr(one, "__defaults__", None) or ()), getattr(one, "__self__", None)]
     for one in inside:
         held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
@@ -217,8 +217,12 @@ def refuse_fake(value: Any) -> None:
             )
 
 
-def _is_filled(cell: Any) -> bool:
+MISSING: Any = object()  # what is not there
+
+
+def content_of(cell: Any) -> Any:
+    """Return what a variable of a closure is, MISSING where it has not been set."""
     try:
-        return cell.cell_contents is not cell
+        return cell.cell_contents
     except ValueError:
-        return False
+        return MISSING

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action
-from drumline.schedules.eight_steps import EightSteps, Flow, idle
+from drumline.schedules.dualpipe import EightSteps, idle
 from drumline.schedules.formulas import idling
+from drumline.schedules.orders import Flow, trim
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import trim
 
 
 @schedule(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, F
-from drumline.schedules.groups import visits
+from drumline.schedules.orders import visits
 from drumline.schedules.registry import schedule
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from drumline.core.action import Action, B, F
 from drumline.schedules.formulas import fill_and_drain, flush_bubble
-from drumline.schedules.groups import group_sizes, visits
+from drumline.schedules.orders import group_sizes, in_turn, visits
 from drumline.schedules.registry import schedule
 
 
@@ -46,8 +46,5 @@ def interleaved_1f1b(num_ranks: int, *, num_microbatches: int, stages_per_rank: 
         forwards = [F(local * num_ranks + rank, m) for local, m in order]
         backwards = [B((stages_per_rank - 1 - local) * num_ranks + rank, m) for local, m in order]
         round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
-        ahead = min(round_trip + 2 * (num_ranks - 1 - rank), len(order))
-        row = forwards[:ahead]
-        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-            row += [forward, backward]
-        yield row + backwards[len(order) - ahead :]
+        ahead = round_trip + 2 * (num_ranks - 1 - rank)
+        yield in_turn(forwards, backwards, ahead=ahead)

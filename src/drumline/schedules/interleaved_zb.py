@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, F, I, W
-from drumline.schedules.groups import group_sizes, visits
+from drumline.schedules.orders import group_sizes, in_turn, visits
 from drumline.schedules.registry import schedule
 
 
@@ -30,15 +30,8 @@ def interleaved_zb(num_ranks: int, *, num_microbatches: int, stages_per_rank: in
     """Run the grouped forwards and input halves in turn, weight halves r behind."""
     order = list(visits(num_ranks, num_microbatches, stages_per_rank))
     for rank in range(num_ranks):
+        forwards = [F(local * num_ranks + rank, m) for local, m in order]
         back = [((stages_per_rank - 1 - local) * num_ranks + rank, m) for local, m in order]
         round_trip = (stages_per_rank - 1) * group_sizes(num_ranks, num_microbatches)[0]
-        ahead = min(round_trip + num_ranks - 1 - rank, len(order))
-        row = [F(local * num_ranks + rank, m) for local, m in order[:ahead]]
-        for at in range(len(order)):
-            if at + ahead < len(order):
-                local, m = order[at + ahead]
-                row.append(F(local * num_ranks + rank, m))
-            row.append(I(*back[at]))
-            if at >= rank:
-                row.append(W(*back[at - rank]))
-        yield row + [W(*pair) for pair in back[max(0, len(back) - rank) :]]
+        halves = ([op(*pair) for pair in back] for op in (I, W))
+        yield in_turn(forwards, *halves, ahead=round_trip + num_ranks - 1 - rank, delay=rank)

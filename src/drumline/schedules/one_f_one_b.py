@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, B, F
+from drumline.core.action import Action
 from drumline.schedules.formulas import Paces, fill_and_drain, flush_bubble
+from drumline.schedules.orders import alternating
 from drumline.schedules.registry import schedule
 
 
@@ -38,18 +39,4 @@ def _makespan(paces: Paces) -> float:
 def one_f_one_b(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run P-1-r forwards ahead on rank r, then one forward and one backward in turn."""
     for rank in range(num_ranks):
-        yield list(alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank))
-
-
-def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Iterator[Action]:
-    """Yield one stage's forwards and backwards in turn, the forwards `ahead` microbatches ahead.
-
-    >>> list(alternating(0, 3, ahead=1))
-    [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
-    """
-    for m in range(min(ahead, num_microbatches)):
-        yield F(stage, m)
-    for m in range(num_microbatches):
-        if m + ahead < num_microbatches:
-            yield F(stage, m + ahead)
-        yield B(stage, m)
+        yield alternating(rank, num_microbatches, ahead=num_ranks - 1 - rank)

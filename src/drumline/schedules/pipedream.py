@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action, Op
-from drumline.schedules.one_f_one_b import alternating
+from drumline.schedules.orders import alternating
 from drumline.schedules.registry import schedule
 
 

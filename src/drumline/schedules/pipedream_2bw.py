@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from drumline.core.action import Action, Op
 from drumline.core.errors import ScheduleError, counted
-from drumline.schedules.one_f_one_b import alternating
+from drumline.schedules.orders import alternating
 from drumline.schedules.registry import schedule
 
 

@@ -126,19 +126,15 @@ class Schedule:
 
     def refusal(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> ScheduleError | None:
         """Return why these counts do not do, with some that would, or None if they do."""
-        for name, value in (
-            ("--ranks", num_ranks),
-            ("--microbatches", num_microbatches),
-            ("--stages-per-rank", stages_per_rank),
-        ):
+        counts = {"--ranks": num_ranks, "--microbatches": num_microbatches, "--stages-per-rank": stages_per_rank}
+        for name, value in counts.items():
             if not isinstance(value, int) or value < 1:
                 return ScheduleError(f"{name} is {value!r}", expected="a whole number of 1 or more")
         if self.even_ranks and num_ranks % 2:
-            near = [count for count in (num_ranks - 1, num_ranks + 1) if count > 0]
             return ScheduleError(
                 f"{self.name} with {counted(num_ranks, 'rank')}: its two directions meet in the middle",
                 expected="an even number of ranks",
-                fix=f"{' or '.join(map(str, near))} would do",
+                fix=_near(num_ranks),
             )
         if self.stage_counts == "fixed" and not self.admits_stages(stages_per_rank):
             return ScheduleError(
@@ -150,9 +146,7 @@ class Schedule:
             return ScheduleError(
                 f"{self.name} with {counted(stages_per_rank, 'stage')} per rank: each wave passes every rank twice",
                 expected="an even number of stages per rank",
-                fix=f"{stages_per_rank + 1} would do"
-                if stages_per_rank == 1
-                else f"{stages_per_rank - 1} or {stages_per_rank + 1} would do",
+                fix=_near(stages_per_rank),
             )
         if num_ranks * num_microbatches * stages_per_rank > MAX_PAIRS:
             return ScheduleError(
@@ -183,6 +177,11 @@ class Schedule:
         except Exception as error:
             reason = f"the recipe of {self.name} failed with {type(error).__name__}: {error}"
             raise ScheduleError(reason, expected="rows of actions, one per rank") from error
+
+
+def _near(odd: int) -> str:
+    """Return which even counts are nearest to an odd one."""
+    return f"{' or '.join(str(count) for count in (odd - 1, odd + 1) if count)} would do"
 
 
 def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.core.action import Action
+from drumline.schedules.orders import delayed_weights
 from drumline.schedules.registry import schedule
-from drumline.schedules.zb_h1 import delayed_weights
 
 
 @schedule(
@@ -28,4 +28,4 @@ from drumline.schedules.zb_h1 import delayed_weights
 def zb_h2(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
     """Run 2(P-1-r) forwards ahead and W delayed by 2r microbatches on rank r."""
     for rank in range(num_ranks):
-        yield list(delayed_weights(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delay=2 * rank))
+        yield delayed_weights(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delay=2 * rank)

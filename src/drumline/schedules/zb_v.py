@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drumline.core.action import Action, F, I, W
+from drumline.core.action import Action
 from drumline.schedules.formulas import Pace, idling
+from drumline.schedules.orders import Flow, trim
 from drumline.schedules.registry import schedule
-from drumline.schedules.trim import trim
 
 
 def _idle(pace: Pace, num_ranks: int) -> float:
@@ -44,43 +44,33 @@ def zb_v(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    down, up = rank, 2 * num_ranks - 1 - rank
-    forwards, backwards = {down: 0, up: 0}, {down: 0, up: 0}
-
-    def forward(stage: int) -> Action:
-        forwards[stage] += 1
-        return F(stage, forwards[stage] - 1)
-
-    def both_halves(stage: int) -> tuple[Action, Action]:
-        backwards[stage] += 1
-        return I(stage, backwards[stage] - 1), W(stage, backwards[stage] - 1)
-
+    every = range(num_microbatches)
+    down, up = Flow(rank, every), Flow(2 * num_ranks - 1 - rank, every)
     # Fill: forwards of the way down until the first one comes back up, then F I W of the way up.
     for _ in range(2 * (num_ranks - rank) - 1):
-        yield forward(down)
+        yield down.forward()
     for _ in range(rank):
-        yield forward(up)
-        yield forward(down)
+        yield up.forward()
+        yield down.forward()
     for _ in range(num_ranks - rank):
-        yield forward(up)
-        yield from both_halves(up)
-    # Steady: F I W of either stage in turn.
-    while forwards[up] < num_microbatches:
-        if forwards[down] < num_microbatches:
-            yield forward(down)
-        yield from both_halves(down)
-        yield forward(up)
-        yield from both_halves(up)
+        yield up.forward()
+        yield from up.split()
+    # Steady: F I W of either stage in turn; the way down has its last forwards behind it before the way up.
+    for turn in range(num_microbatches - num_ranks):
+        if turn + 2 * num_ranks - rank - 1 < num_microbatches:
+            yield down.forward()
+        yield from down.split()
+        yield up.forward()
+        yield from up.split()
     # Drain: input gradients as they arrive, weight gradients where there is nothing else to do.
-    waiting: dict[int, list[Action]] = {down: [], up: []}
-    for stage in (down, up) * rank:
-        first, second = both_halves(stage)
-        waiting[stage].append(second)
+    owed: dict[Flow, list[Action]] = {up: [], down: []}
+    for flow in (down, up) * rank:
+        first, second = flow.split()
+        owed[flow].append(second)
         yield first
     for _ in range(num_ranks - rank):
-        first, second = both_halves(down)
-        waiting[down].append(second)
+        first, second = down.split()
+        owed[down].append(second)
         yield first
-        yield waiting[down].pop(0)
-    yield from waiting[up]
-    yield from waiting[down]
+        yield owed[down].pop(0)
+    yield from owed[up] + owed[down]

@@ -39,35 +39,30 @@ Here = Callable[[int, int], int]
 
 
 class Doing(StrEnum):
-    """What a rank does."""
+    """What a rank does; to which `part` of the step it adds, and of which idle time it is the `cause`."""
 
-    COMPUTE = "compute"
-    SEND = "send"
-    TAKE = "take"
-    WAIT = "wait"
-    FLIGHT = "flight"
-    EXCHANGE = "exchange"
-    OVERHEAD = "overhead"
-    LEAVE = "leave"  # the row has ended, and what was sent has not left
-    STREAM_WAIT = "stream wait"  # of a device
-    STREAM_FLIGHT = "stream flight"
-    NOTHING = "nothing"
+    part: str
+    cause: Cause | None
+
+    def __new__(cls, text: str, part: str, cause: Cause | None) -> Doing:
+        """Make one of a text with its meaning."""
+        doing = str.__new__(cls, text)
+        doing._value_, doing.part, doing.cause = text, part, cause
+        return doing
+
+    COMPUTE = "compute", "busy", None
+    SEND = "send", "transfer", Cause.TRANSFER
+    TAKE = "take", "transfer", Cause.TRANSFER
+    WAIT = "wait", "wait", Cause.WAIT
+    FLIGHT = "flight", "transfer", Cause.TRANSFER
+    EXCHANGE = "exchange", "transfer", Cause.TRANSFER
+    OVERHEAD = "overhead", "overhead", Cause.OVERHEAD
+    LEAVE = "leave", "wait", Cause.DRAIN  # the row has ended, and what was sent has not left
+    STREAM_WAIT = "stream wait", "wait", Cause.WAIT  # of a device
+    STREAM_FLIGHT = "stream flight", "transfer", Cause.TRANSFER
+    NOTHING = "nothing", "unexplained", Cause.UNEXPLAINED
 
 
-# To which part of the step each of them adds, and of which idle time it is the cause.
-_MEANING: dict[Doing, tuple[str, Cause | None]] = {
-    Doing.COMPUTE: ("busy", None),
-    Doing.SEND: ("transfer", Cause.TRANSFER),
-    Doing.TAKE: ("transfer", Cause.TRANSFER),
-    Doing.WAIT: ("wait", Cause.WAIT),
-    Doing.FLIGHT: ("transfer", Cause.TRANSFER),
-    Doing.EXCHANGE: ("transfer", Cause.TRANSFER),
-    Doing.OVERHEAD: ("overhead", Cause.OVERHEAD),
-    Doing.LEAVE: ("wait", Cause.DRAIN),
-    Doing.STREAM_WAIT: ("wait", Cause.WAIT),
-    Doing.STREAM_FLIGHT: ("transfer", Cause.TRANSFER),
-    Doing.NOTHING: ("unexplained", Cause.UNEXPLAINED),
-}
 _ORDER = {doing: number for number, doing in enumerate(Doing)}
 _LEAVE = OVERHEADS.index("leave")
 
@@ -190,7 +185,7 @@ def parts_of(pieces: Sequence[Piece]) -> Parts:
     """
     sums = dict.fromkeys(("busy", "transfer", "wait", "overhead", "unexplained"), 0)
     for piece in pieces:
-        sums[_MEANING[piece.doing][0]] += piece.end - piece.start
+        sums[piece.doing.part] += piece.end - piece.start
     return Parts(*(nanoseconds * NANO for nanoseconds in sums.values()))
 
 
@@ -237,11 +232,14 @@ def idle_intervals(
     begin, end = (seconds(rank, moment) for moment in (pieces[0].start, pieces[-1].end))
     if begin > low:
         yield from _before_begin(timeline, rank, low, min(begin, high))
-    explained = _Explained(timeline, rank)
+    actions = timeline.tracks[rank].actions
     for number, piece in enumerate(pieces):
         start, stop = max(seconds(rank, piece.start), low), min(seconds(rank, piece.end), high)
-        if stop > start and piece.doing is not Doing.COMPUTE:
-            yield explained.idle(piece, upcoming[number], start, stop)
+        if stop > start and piece.doing.cause is not None:
+            before = actions[upcoming[number]] if upcoming[number] < len(actions) else None
+            fills = piece.doing.cause is Cause.WAIT and upcoming[number] == 0
+            cause = Cause.FILL if fills else piece.doing.cause
+            yield Idle(rank, start, stop, cause, before, *_about(timeline, rank, piece), piece.kind)
     if end < high:
         on_rank, action = timeline.last_action
         yield Idle(rank, max(end, low), high, Cause.DRAIN, None, action, on_rank)
@@ -270,36 +268,19 @@ def _before_begin(timeline: Timeline, rank: int, start: float, end: float) -> It
         yield Idle(rank, filled, end, Cause.OUTSIDE, before)
 
 
-class _Explained:
-    """Turns the pieces of a rank into idle intervals."""
-
-    def __init__(self, timeline: Timeline, rank: int) -> None:
-        self.timeline = timeline
-        self.rank = rank
-        self.actions = timeline.tracks[rank].actions
-
-    def idle(self, piece: Piece, upcoming: int, start: float, end: float) -> Idle:
-        before = self.actions[upcoming] if upcoming < len(self.actions) else None
-        cause = _MEANING[piece.doing][1]
-        assert cause is not None, "a rank that computes is not idle"
-        if cause is Cause.WAIT and upcoming == 0:
-            cause = Cause.FILL
-        waits_for, on_rank = self.about(piece)
-        return Idle(self.rank, start, end, cause, before, waits_for, on_rank, piece.kind)
-
-    def about(self, piece: Piece) -> tuple[Action | None, int | None]:
-        """Return what the piece waits for, or moves, and on which rank that is."""
-        if piece.doing is Doing.LEAVE:
-            on_rank, action = self.timeline.last_action
-            return action, on_rank
-        receive = piece.message
-        if receive is None:
-            return None, None
-        if receive.op is Op.REDUCE_GRAD:
-            return receive, piece.other
-        if piece.doing is Doing.SEND:
-            return rules.message_of(receive).send, self.rank
-        if piece.doing is Doing.TAKE:
-            return receive, self.rank
-        made = next(one for one in rules.producers(receive) if one[:3] in self.timeline.located)
-        return made, piece.other
+def _about(timeline: Timeline, rank: int, piece: Piece) -> tuple[Action | None, int | None]:
+    """Return what the piece waits for, or moves, and on which rank that is."""
+    if piece.doing is Doing.LEAVE:
+        on_rank, action = timeline.last_action
+        return action, on_rank
+    receive = piece.message
+    if receive is None:
+        return None, None
+    if receive.op is Op.REDUCE_GRAD:
+        return receive, piece.other
+    if piece.doing is Doing.SEND:
+        return rules.message_of(receive).send, rank
+    if piece.doing is Doing.TAKE:
+        return receive, rank
+    made = next(one for one in rules.producers(receive) if one[:3] in timeline.located)
+    return made, piece.other

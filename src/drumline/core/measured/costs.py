@@ -1,19 +1,47 @@
-"""Measured steps become costs, for advice and for the search of a program.
+"""Measured steps become costs, for advice and for the search of a program, or run again in the simulator.
 
 seconds of a stage's op    the mean of all its actions in all steps, without the tenths at both ends
 latency of an edge         the median of its messages, from being made to being there; or of each step's quickest
+
+A step that ran goes once more through the simulator: every action takes the seconds that it was measured to take.
+
+    measured    F0 . F1  .  B0- . B1-      what the ranks did
+    replayed    F0 F1 B0- B1-              the same seconds, every action as soon as its inputs allow
+
+Messages take what those of their edge took in the middle. What is left between the two is the executor's own time, and
+messages that took longer than others.
+
+What a step takes beside computing, as it was measured, changes a prediction.
+
+    rank 0    0F0 │note│send│                        the sender copies a message, and goes on
+    rank 1              wait      │flight│take│ 1F0  the receiver wakes up and copies it, before it computes
+
+A rank cannot compute while it copies, so copying is part of the action that makes or needs the message, and so is the
+executor's own work for every action. Only the flight is latency, which occupies nobody.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
+from typing import Any
 
-from drumline.core.action import Op
+import numpy as np
+
+from drumline.core.action import RECV_OPS, Op
 from drumline.core.costs import Costs, Edge
+from drumline.core.measured.account import NANO
 from drumline.core.measured.measured import Measured, stage_costs
+from drumline.core.measured.record import OVERHEADS, RECEIVES, Record
+from drumline.core.simulate.graph import Floats
+from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
+
+_UNITS: dict[str, Any] = dict.fromkeys(("forward", "backward_input", "backward_weight", "backward", "update"), 1.0)
+_BEGIN, _END = OVERHEADS.index("begin"), OVERHEADS.index("end")
+_NOT_WORK = (Op.UNSHARD, Op.RESHARD)
 
 
 def costs_of(steps: Sequence[Measured], *, quickest: bool = False) -> Costs:
@@ -59,3 +87,92 @@ def _trimmed_mean(values: Sequence[float]) -> float:
     """
     left_out = len(values) // 10
     return fmean(sorted(values)[left_out : len(values) - left_out])
+
+
+def replay(timeline: Timeline, *, transfers: bool = True) -> Simulation:
+    r"""Return a step as the simulator has it, with the seconds of every action as they were.
+
+    Without `transfers` messages take no time.
+
+    >>> from drumline.core.program import Program
+    >>> from drumline.core.measured.measured import Measured
+    >>> from drumline.core.measured.record import Record
+    >>> step = Measured(Program.parse("0F0,0B0"), (Record(0, starts=[0, 5], ends=[3, 9]),))
+    >>> round(step.makespan * 1e9, 6), round(replay(step).makespan * 1e9, 6)
+    (9.0, 7.0)
+    >>> apart = simulate(Program.parse("0F0,0B0\n1F0,1B0"), Costs(comm=0.5))
+    >>> apart.makespan, replay(apart).makespan, replay(apart, transfers=False).makespan
+    (7.0, 7.0, 6.0)
+    """
+    costs = Costs(**_UNITS)
+    if transfers:
+        costs = replace(costs, edges=latencies([timeline]), message_bytes=_message_bytes(timeline))
+    found = simulate(timeline.program, costs, factors=_action_seconds(timeline))
+    return replace(found, weighed=timeline.memory)  # the same actions in the same order hold the same
+
+
+def _message_bytes(timeline: Timeline) -> list[float]:
+    """Return the bytes that cross the boundary behind each stage, in the middle of its messages."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for one in timeline.transfers:
+        found[one.action.stage - (one.action.op is Op.SEND_B)].append(one.num_bytes)
+    return [median(found.get(stage, [0.0])) for stage in range(timeline.program.num_stages)]
+
+
+def _action_seconds(timeline: Timeline) -> Floats:
+    """Return the seconds of every action, row by row; the halves of an overlapped pair get half of it each."""
+    found = []
+    for track in timeline.tracks:
+        for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
+            if action.op not in _NOT_WORK:
+                found += [(end - start) / len(action.work)] * len(action.work)
+    return np.array(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Seconds to send a message, to wake up for it, to take it, for any action, and to begin and end a step."""
+
+    send: float = 0.0
+    flight: float = 0.0
+    take: float = 0.0
+    action: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+
+    @staticmethod
+    def measured(timelines: Sequence[Measured]) -> Handling:
+        """Return the medians over steps that ran, of all their messages and actions."""
+        seen: dict[str, list[float]] = {one.name: [] for one in fields(Handling)}
+        for timeline in timelines:
+            for record, parts in zip(timeline.records, timeline.parts, strict=True):
+                begin, end = (_overhead(record, kind) for kind in (_BEGIN, _END))
+                own = (parts.overhead + parts.unexplained) / NANO - begin - end
+                seen["send"] += [to - since for *_, since, to, _ in record.rows("sends")]
+                seen["flight"] += _flights(timeline, record.rank)
+                seen["take"] += [to - since for *_, since, to, _ in record.rows("messages")]
+                seen["action"].append(own / len(record.starts))
+                seen["begin"].append(begin)
+                seen["end"].append(end)
+        return Handling(**{name: median(each) * NANO for name, each in seen.items() if each})
+
+
+def ends_of(timeline: Measured) -> list[float]:
+    """Return, rank by rank, the seconds in which a step ended: its gradients were looked at."""
+    return [_overhead(record, _END) * NANO for record in timeline.records]
+
+
+def _overhead(record: Record, kind: int) -> int:
+    return sum(end - start for one, start, end in record.rows("overheads") if one == kind)
+
+
+def _flights(timeline: Measured, rank: int) -> list[int]:
+    """Return how long each message took that the rank waited for, from when it had left to when it was taken."""
+    record = timeline.records[rank]
+    messages = list(record.rows("messages"))
+    found = []
+    for number, start, _ in record.rows("waits"):
+        _, _, op, _, source, made, sent, _, taken, _, _ = messages[number]
+        if RECEIVES[op] in RECV_OPS and timeline.here(rank, source, made) > start:
+            found.append(max(taken - timeline.here(rank, source, sent), 0))
+    return found

@@ -9,14 +9,14 @@ from statistics import median
 from typing import Any
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.measured.account import NANO, Parts, Piece, account, idle_intervals, summed_parts
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.record import BETWEEN, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
-from drumline.core.timeline.timeline import Lane, Passed, Span, Timeline, Track, Transfer
+from drumline.core.timeline.timeline import Passed, Span, SpanLane, Timeline, Track, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,10 @@ class Measured(Timeline):
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's timed actions."""
-        found = []
-        for row, record in zip(self.program.rows, self.records, strict=True):
-            actions = tuple(action for action in row if action.op in TIMED_OPS)
-            starts, ends = ([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends))
-            found.append(Track(actions, starts, ends))
-        return found
+        return [
+            Track(row, *([self.seconds(record.rank, at) for at in each] for each in (record.starts, record.ends)))
+            for row, record in zip(self.program.timed_rows, self.records, strict=True)
+        ]
 
     @cached_property
     def memory(self) -> Sequence[Holding]:
@@ -149,7 +147,7 @@ class Measured(Timeline):
     def exchanges(self) -> Sequence[Span]:
         """The gradient exchanges."""
         return [
-            Span(one.rank, Action(stage, Op.REDUCE_GRAD), *self._both(one.rank, start, end), Lane.EXCHANGE)
+            Span(one.rank, Action(stage, Op.REDUCE_GRAD), *self._both(one.rank, start, end), SpanLane.EXCHANGE)
             for one in self.records
             for stage, start, end in one.rows("exchanges")
         ]
@@ -182,9 +180,9 @@ class Measured(Timeline):
     def _moves(self, record: Record) -> Iterator[Span]:
         for *coded, _, start, end, _ in record.rows("sends"):
             send = rules.message_of(decoded(*coded)).send
-            yield Span(record.rank, send, *self._both(record.rank, start, end), Lane.TRANSFER)
+            yield Span(record.rank, send, *self._both(record.rank, start, end), SpanLane.TRANSFER)
         for _, *coded, _, _, _, _, start, end, _ in record.rows("messages"):
-            yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), Lane.TRANSFER)
+            yield Span(record.rank, decoded(*coded), *self._both(record.rank, start, end), SpanLane.TRANSFER)
 
     @cached_property
     def waits(self) -> tuple[Waited, ...]:

@@ -18,12 +18,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 
-from drumline.core.action import TIMED_OPS, Op
+from drumline.core.action import Op
 from drumline.core.measured.account import NANO, Parts
 from drumline.core.measured.align import Dial
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.record import BETWEEN, RECEIVES, Record
-from drumline.core.program import Program, once_per_program
+from drumline.core.program import Program
 
 _PARTS = tuple(one.name for one in fields(Parts))
 
@@ -53,19 +53,13 @@ def step_metrics(program: Program, records: Sequence[Record], dials: tuple[Dial,
 
 
 def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
+    """Return what each stage computed; of an overlapped pair both stages take half each."""
     stages = defaultdict[int, float](int)
-    for row, record in zip(_stages(program), records, strict=True):
-        for parts, start, end in zip(row, record.starts, record.ends, strict=True):
-            for stage in parts:
-                stages[stage] += (end - start) / len(parts)
+    for row, record in zip(program.timed_rows, records, strict=True):
+        for action, start, end in zip(row, record.starts, record.ends, strict=True):
+            for part in action.work:
+                stages[part.stage] += (end - start) / len(action.work)
     return {f"pp/stage{stage}/busy_seconds": nanoseconds * NANO for stage, nanoseconds in sorted(stages.items())}
-
-
-@once_per_program
-def _stages(program: Program) -> list[list[tuple[int, ...]]]:
-    """Return, per rank, the stage of each timed action; of an overlapped pair both, which take half of it each."""
-    rows = ([action for action in row if action.op in TIMED_OPS] for row in program.rows)
-    return [[tuple(part.stage for part in action.work) for action in row] for row in rows]
 
 
 def _of_queues(timeline: Measured) -> dict[str, float]:

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.errors import RecordError
 from drumline.core.files import Kind
 from drumline.core.parsed import Parsed
@@ -196,7 +196,7 @@ def read_record(line: Mapping[str, Any], program: Program, rank: int, step: int)
     table["clock"].whole(-(2**63), 2**64)
     if table["on_device"].value not in (0, 1):
         raise table["on_device"].refuse("0 or 1")
-    num_timed = sum(action.op in TIMED_OPS for action in program.rows[rank])
+    num_timed = len(program.timed_rows[rank])
     tables = {name: _flat(table, name) for name in COLUMNS}
     for name in _PER_ACTION:
         _check_length(name, tables[name], tables["starts"], num_timed)

@@ -30,14 +30,8 @@ from drumline.core.prove.validate import validate
 
 FORMAT = 1
 _STEPS_AROUND = 8  # by which drifts are told: they matter only within a step, and this makes them known well enough
-CONFIG, PLAN, PROGRAM, ENVIRONMENT, METRICS, ENDED = (
-    "config.json",
-    "plan.json",
-    "program.csv",
-    "environment.json",
-    "metrics.jsonl",
-    "ended.json",
-)
+CONFIG, PLAN, PROGRAM, ENVIRONMENT = "config.json", "plan.json", "program.csv", "environment.json"
+METRICS, ENDED = "metrics.jsonl", "ended.json"
 _OPENING = re.compile(rb'\{"run":"([^"]*)","step":(\d{1,15}),')
 
 

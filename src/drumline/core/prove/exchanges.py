@@ -18,10 +18,9 @@ import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.prove.index import Index, Place
+from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
-from drumline.core.simulate.columns import Flags
-from drumline.core.simulate.graph import CODE, OPS, Ints
+from drumline.core.simulate.graph import CODE, OPS, Flags, Ints
 
 
 @dataclass
@@ -63,14 +62,10 @@ def gradient_books(index: Index) -> dict[tuple[int, int], GradientBook]:
     """Return the book of every (rank, stage)."""
     columns = index.program.columns
     entered = np.flatnonzero((_MAKES | _EXCHANGES | _UPDATES)[columns.code])
-    entered = entered[np.lexsort((columns.stage[entered], columns.rank[entered]))]
-    rank, stage = columns.rank[entered], columns.stage[entered]
-    begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
-    books = zip(rank[begins].tolist(), stage[begins].tolist(), np.split(entered, begins[1:]), strict=True)
     position = columns.position
     return {
-        (on_rank, of_stage): GradientBook.of(columns.code[book], columns.microbatch[book], position[book])
-        for on_rank, of_stage, book in (books if len(entered) else ())
+        key: GradientBook.of(columns.code[book], columns.microbatch[book], position[book])
+        for key, book in columns.by_stage(entered)
     }
 
 
@@ -87,9 +82,9 @@ def check(index: Index) -> Iterator[Violation]:
     yield from _between_copies(index, books)
 
 
-def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
+def waits_for_exchange(index: Index) -> dict[Position, list[Position]]:
     """Return, per UPDATE, the other copy's exchange that must be posted before it can run."""
-    waits: dict[Place, list[Place]] = {}
+    waits: dict[Position, list[Position]] = {}
     if not {Op.UPDATE, Op.REDUCE_GRAD} <= index.ops:
         return waits
     books = gradient_books(index)
@@ -99,7 +94,7 @@ def waits_for_exchange(index: Index) -> dict[Place, list[Place]]:
             if other != rank and theirs is not None:
                 for (_, at), mine, needed in zip(book.updates, book.exchanges, theirs.exchanges, strict=False):
                     if mine < at:
-                        waits.setdefault(Place(rank, at), []).append(Place(other, needed))
+                        waits.setdefault(Position(rank, at), []).append(Position(other, needed))
     return waits
 
 
@@ -176,13 +171,9 @@ def _between_copies(index: Index, books: dict[tuple[int, int], GradientBook]) ->
         pair = [(rank, books.get((rank, stage), GradientBook())) for rank in index.placement.ranks_of(stage)]
         steps = [[microbatch for microbatch, _ in book.updates] for _, book in pair]
         if len(pair) == 2 and steps[0] != steps[1]:
-            taken = (
-                f"rank {rank} after microbatches {listed or 'none'}"
-                for (rank, _), listed in zip(pair, steps, strict=True)
-            )
-            yield Violation(
-                pair[0][0], None, None, f"the copies of stage {stage} take different steps: {', '.join(taken)}"
-            )
+            each = zip(pair, steps, strict=True)
+            taken = ", ".join(f"rank {rank} after microbatches {listed or 'none'}" for (rank, _), listed in each)
+            yield Violation(pair[0][0], None, None, f"the copies of stage {stage} take different steps: {taken}")
     exchanges: dict[int, list[int]] = defaultdict(list)
     for (rank, _), book in books.items():
         exchanges[rank] += book.exchanges

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from drumline.core.action import Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.errors import ProgramError, counted
 from drumline.core.program import Program, Row
+from drumline.core.rules import Backward
 
 
 def prune(program: Program, trainable: Sequence[bool]) -> Program:

@@ -9,16 +9,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from drumline.core import rules
-from drumline.core.action import TRANSFER_OPS, Action, Op
+from drumline.core.action import COMPUTE_OPS, TRANSFER_OPS, Action, Op
 from drumline.core.placement import Placement
 from drumline.core.program import Program
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A position in a row."""
 
     rank: int
-    position: int
+    at: int
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,33 @@ class Index:
     placement: Placement
 
     @cached_property
-    def places(self) -> dict[Action, list[Place]]:
+    def places(self) -> dict[Action, list[Position]]:
         """Every place of every plain compute action; more than one is a duplicate."""
-        found: dict[Action, list[Place]] = defaultdict(list)
+        return self._places(COMPUTE_OPS)
+
+    @cached_property
+    def transfers(self) -> dict[Action, list[Position]]:
+        """Every place of every send and receive."""
+        return self._places(TRANSFER_OPS)
+
+    def _places(self, ops: frozenset[Op]) -> dict[Action, list[Position]]:
+        found: dict[Action, list[Position]] = defaultdict(list)
         for rank, row in enumerate(self.program.rows):
-            for index, action in enumerate(row):
-                if action.is_compute:
-                    for part in action.work:
-                        found[part].append(Place(rank, index))
+            for at, action in enumerate(row):
+                for part in action.parts or (action,):
+                    if part.op in ops:
+                        found[part].append(Position(rank, at))
         return dict(found)
 
     @cached_property
-    def inputs(self) -> dict[Action, list[tuple[Action, Place]]]:
+    def inputs(self) -> dict[Action, list[tuple[Action, Position]]]:
         """What every plain compute action needs and the program has, with its first place."""
         num_stages = self.program.num_stages
         # An action is a tuple: a plain one finds it, without being made into an action first.
-        first: dict[tuple[object, ...], tuple[Action, Place]] = {
+        first: dict[tuple[object, ...], tuple[Action, Position]] = {
             action: (action, places[0]) for action, places in self.places.items()
         }
-        found: dict[Action, list[tuple[Action, Place]]] = {}
+        found: dict[Action, list[tuple[Action, Position]]] = {}
         for action in self.places:
             stage, op, microbatch, _ = action
             listed = found[action] = []
@@ -58,7 +66,7 @@ class Index:
                     listed += [first[key] for key in keys if key in first][:1]
         return found
 
-    def messages(self) -> Iterator[tuple[rules.Message, Place, Place]]:
+    def messages(self) -> Iterator[tuple[rules.Message, Position, Position]]:
         """Yield every message between two ranks, with where it is made and where it is taken up."""
         for action, inputs in self.inputs.items():
             taken = self.places[action][0]
@@ -74,16 +82,6 @@ class Index:
         return self.program.columns.ops
 
     @cached_property
-    def transfers(self) -> dict[Action, list[Place]]:
-        """Every place of every send and receive."""
-        found: dict[Action, list[Place]] = defaultdict(list)
-        for rank, row in enumerate(self.program.rows):
-            for index, action in enumerate(row):
-                if action.op in TRANSFER_OPS:
-                    found[action].append(Place(rank, index))
-        return dict(found)
-
-    @cached_property
     def stages(self) -> list[int]:
         """The stage numbers that appear, lowest first."""
         return sorted({action.stage for action in self.places})
@@ -93,12 +91,9 @@ class Index:
         """The microbatch numbers that appear, lowest first."""
         return sorted({action.microbatch for action in self.places if action.microbatch is not None})
 
-    def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, Place] | None:
+    def first(self, alternatives: tuple[Action, ...]) -> tuple[Action, Position] | None:
         """Return whichever of the alternatives stands in the program, with its first place."""
-        for action in alternatives:
-            if action in self.places:
-                return action, self.places[action][0]
-        return None
+        return next(((action, self.places[action][0]) for action in alternatives if action in self.places), None)
 
     def home(self, action: Action) -> int | None:
         """Return the rank that the placement gives an action of a stage and microbatch."""

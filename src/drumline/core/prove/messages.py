@@ -10,20 +10,20 @@ A program that has one of them has all: PyTorch refuses a lowered file that leav
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
+from operator import itemgetter
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, SEND_OPS, WAIT_OPS, Action, Op
-from drumline.core.prove.index import Index, Place
+from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
 
 
-def sent_at(index: Index, producer: Action, place: Place) -> Place:
+def sent_at(index: Index, producer: Action, place: Position) -> Position:
     """Return where `producer`'s output leaves its rank: at its send, or at itself where sends are not spelled out."""
     message = rules.message(producer, index.program.num_stages)
     sends = index.transfers.get(message.send, []) if message else []
-    return next((send for send in sends if send.rank == place.rank and send.position >= place.position), place)
+    return next((send for send in sends if send.rank == place.rank and send.at >= place.at), place)
 
 
 def check(index: Index) -> Iterator[Violation]:
@@ -42,30 +42,24 @@ def check(index: Index) -> Iterator[Violation]:
 
 def _stray(index: Index) -> Iterator[Violation]:
     """Find transfers that carry nothing: doubled, or without work at both ends on two ranks."""
-    for action, places in index.transfers.items():
-        for place in places[1:]:
-            reason = f"is posted again; it was at position {places[0].position}"
-            yield Violation(place.rank, place.position, action, reason)
-        made = index.first(rules.producers(action))
-        taken = index.first(rules.consumers(action))
-        place = places[0]
+    for action, (place, *again) in index.transfers.items():
+        for other in again:
+            yield Violation(*other, action, f"is posted again; it was at position {place.at}")
+        made, taken = index.first(rules.producers(action)), index.first(rules.consumers(action))
         if made is None:
-            reason = f"carries what {rules.producers(action)[0]} never makes"
-            yield Violation(place.rank, place.position, action, reason)
+            yield Violation(*place, action, f"carries what {rules.producers(action)[0]} never makes")
         elif taken is None:
-            yield Violation(place.rank, place.position, action, "carries what no action takes up")
+            yield Violation(*place, action, "carries what no action takes up")
         elif made[1].rank == taken[1].rank:
             reason = f"is needless: {made[0]} and {taken[0]} are both on rank {place.rank}"
-            yield Violation(place.rank, place.position, action, reason)
+            yield Violation(*place, action, reason)
         else:
-            sends = action.op in SEND_OPS
-            belongs = made[1].rank if sends else taken[1].rank
-            if place.rank != belongs:
-                reason = f"is on the wrong rank: {(made if sends else taken)[0]} is on rank {belongs}"
-                yield Violation(place.rank, place.position, action, reason)
+            there, belongs = made if action.op in SEND_OPS else taken
+            if place.rank != belongs.rank:
+                yield Violation(*place, action, f"is on the wrong rank: {there} is on rank {belongs.rank}")
 
 
-def _message(index: Index, made: tuple[Action, Place], taken: tuple[Action, Place]) -> Iterator[Violation]:
+def _message(index: Index, made: tuple[Action, Position], taken: tuple[Action, Position]) -> Iterator[Violation]:
     message = rules.message(made[0], index.program.num_stages)
     assert message is not None
     for transfer, (action, place), early in ((message.send, made, True), (message.recv, taken, False)):
@@ -73,34 +67,27 @@ def _message(index: Index, made: tuple[Action, Place], taken: tuple[Action, Plac
         if posted is None:
             reason = f"is missing: {taken[0]} on rank {taken[1].rank} needs {made[0]} of rank {made[1].rank}"
             yield Violation(place.rank, None, transfer, reason)
-        elif posted[0].rank == place.rank and (posted[0].position < place.position) == early:
-            reason = f"is posted {'before' if early else 'after'} {action}"
-            yield Violation(place.rank, posted[0].position, transfer, reason)
+        elif posted[0].rank == place.rank and (posted[0].at < place.at) == early:
+            yield Violation(*posted[0], transfer, f"is posted {'before' if early else 'after'} {action}")
 
 
 def _orders(index: Index) -> Iterator[Violation]:
     """Compare, edge by edge, the order of sends with the order of their receives."""
-    sends: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
-    for action, places in index.transfers.items():
-        if action.op not in SEND_OPS:
-            continue
+    edges: dict[tuple[int, int], tuple[list[tuple[int, Action]], list[tuple[int, Action]]]] = {}
+    for action, (sent, *_) in index.transfers.items():
         recv = rules.message_of(action).recv
-        if recv in index.transfers:
-            sent, received = places[0], index.transfers[recv][0]
-            sends[sent.rank, received.rank].append((sent.position, recv))
-            receives[sent.rank, received.rank].append((received.position, recv))
-    for edge, listed in sends.items():
-        pairs = zip(sorted(listed, key=_first), sorted(receives[edge], key=_first), strict=True)
-        differing = next(((first, second) for first, second in pairs if first[1] != second[1]), None)
+        if action.op in SEND_OPS and recv in index.transfers:
+            received = index.transfers[recv][0]
+            sends, receives = edges.setdefault((sent.rank, received.rank), ([], []))
+            sends.append((sent.at, recv))
+            receives.append((received.at, recv))
+    for (source, target), orders in edges.items():
+        pairs = zip(*(sorted(order, key=itemgetter(0)) for order in orders), strict=True)
+        differing = next(((sent, *posted) for (_, sent), posted in pairs if sent != posted[1]), None)
         if differing is not None:
-            (_, expected), (at, posted) = differing
-            reason = f"is received where rank {edge[0]} sends {rules.message_of(expected).send}: one edge, two orders"
-            yield Violation(edge[1], at, posted, reason)
-
-
-def _first(entry: tuple[int, Action]) -> int:
-    return entry[0]
+            expected, at, posted = differing
+            reason = f"is received where rank {source} sends {rules.message_of(expected).send}: one edge, two orders"
+            yield Violation(target, at, posted, reason)
 
 
 _WAITED = SEND_OPS | {Op.REDUCE_GRAD}
@@ -142,22 +129,22 @@ def wait_for(action: Action) -> Action:
     return action._replace(op=_WAIT_FOR[action.op])
 
 
-def waits(index: Index) -> dict[Place, list[Place]]:
+def waits(index: Index) -> dict[Position, list[Position]]:
     """Return, per WAIT, what another rank must have posted before it ends: the receive, or its copy's exchange."""
-    found: dict[Place, list[Place]] = {}
+    found: dict[Position, list[Position]] = {}
     if not index.ops & WAIT_OPS:
         return found
-    turns: dict[tuple[int, Action], list[Place]] = {}
+    turns: dict[tuple[int, Action], list[Position]] = {}
     for rank, row in enumerate(index.program.rows):
         for at, action in enumerate(row):
             if action.op in (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD):
-                turns.setdefault((rank, action), []).append(Place(rank, at))
+                turns.setdefault((rank, action), []).append(Position(rank, at))
             elif action.op in WAIT_OPS:
                 send = action._replace(op=AWAITED[action.op])
-                begun = any(place.rank == rank and place.position < at for place in index.transfers.get(send, ()))
+                begun = any(place.rank == rank and place.at < at for place in index.transfers.get(send, ()))
                 received = index.transfers.get(rules.message_of(send).recv, ())
                 if begun and received and received[0].rank != rank:
-                    found[Place(rank, at)] = [received[0]]
+                    found[Position(rank, at)] = [received[0]]
     for (rank, action), places in turns.items():
         if action.op is not Op.WAIT_REDUCE_GRAD or action.stage >= index.placement.num_stages:
             continue

@@ -20,21 +20,21 @@ from typing import NamedTuple
 from drumline.core import rules
 from drumline.core.action import SEND_OPS, Action
 from drumline.core.channel import Queues
-from drumline.core.prove.index import Index, Place
+from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
 
 
 class Travel(NamedTuple):
     """A message: where its send and its receive are posted."""
 
-    sent: Place
-    received: Place
+    sent: Position
+    received: Position
 
 
 Waiter = int | Travel  # a rank that stands still, or a message that does not move
 
 
-def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues | None) -> Iterator[Violation]:
+def check(index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> Iterator[Violation]:
     """Yield each cycle of ranks and messages that wait for each other.
 
     `needed` says per place which places of other ranks it waits for: where that is a send or a receive, it waits until
@@ -49,11 +49,11 @@ def check(index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues
 class _Replay:
     """All rows, run as far as the channel lets them."""
 
-    def __init__(self, index: Index, needed: Mapping[Place, Sequence[Place]], channel: Queues | None) -> None:
+    def __init__(self, index: Index, needed: Mapping[Position, Sequence[Position]], channel: Queues | None) -> None:
         self.rows = index.program.rows
         self.needed = needed
         self.channel = channel or Queues.EDGE
-        self.travels: dict[Place, Travel] = {}
+        self.travels: dict[Position, Travel] = {}
         for action, places in index.transfers.items() if channel else ():
             if action.op in SEND_OPS:
                 travel = Travel(places[0], index.transfers[rules.message_of(action).recv][0])
@@ -61,7 +61,7 @@ class _Replay:
         self.at = [0] * len(self.rows)
         self.queues: dict[tuple[int, ...], deque[Travel]] = defaultdict(deque)
         self.moved: set[Travel] = set()
-        self.waiting: dict[Place, list[int]] = defaultdict(list)
+        self.waiting: dict[Position, list[int]] = defaultdict(list)
 
     def run(self) -> None:
         """Run every rank until it is done or waits for something that never comes."""
@@ -72,7 +72,7 @@ class _Replay:
                 if (blocker := self.blocker(rank)) is not None:
                     self.waiting[blocker].append(rank)
                     break
-                place = Place(rank, self.at[rank])
+                place = Position(rank, self.at[rank])
                 self.at[rank] += 1
                 if (travel := self.travels.get(place)) is not None:
                     self.queues[self.key(travel, place)].append(travel)
@@ -80,16 +80,16 @@ class _Replay:
                 else:
                     active += self.waiting.pop(place, ())
 
-    def blocker(self, rank: int) -> Place | None:
+    def blocker(self, rank: int) -> Position | None:
         """Return the first of what a rank's next action waits for that has not happened."""
-        inputs = self.needed.get(Place(rank, self.at[rank]), ())
+        inputs = self.needed.get(Position(rank, self.at[rank]), ())
         return next((place for place in inputs if not self.happened(place)), None)
 
-    def happened(self, place: Place) -> bool:
+    def happened(self, place: Position) -> bool:
         travel = self.travels.get(place)
-        return self.at[place.rank] > place.position if travel is None else travel in self.moved
+        return self.at[place.rank] > place.at if travel is None else travel in self.moved
 
-    def key(self, travel: Travel, end: Place) -> tuple[int, ...]:
+    def key(self, travel: Travel, end: Position) -> tuple[int, ...]:
         """Return the queue in which a message stands at one of its ends."""
         sends = end == travel.sent
         return self.channel.key(end.rank, (travel.received if sends else travel.sent).rank, sends=sends)
@@ -131,10 +131,10 @@ class _Replay:
         unposted = self.unposted(waiter)
         return unposted.rank if unposted is not None else self.before(waiter)[1]
 
-    def unposted(self, travel: Travel) -> Place | None:
-        return next((end for end in travel if self.at[end.rank] <= end.position), None)
+    def unposted(self, travel: Travel) -> Position | None:
+        return next((end for end in travel if self.at[end.rank] <= end.at), None)
 
-    def before(self, travel: Travel) -> tuple[Place, Travel]:
+    def before(self, travel: Travel) -> tuple[Position, Travel]:
         """Return the end at which a posted message is not the first of its queue, and which one is."""
         heads = ((end, self.queues[self.key(travel, end)][0]) for end in travel)
         return next((end, head) for end, head in heads if head != travel)
@@ -144,19 +144,19 @@ class _Replay:
         at = next((number for number, one in enumerate(cycle) if isinstance(one, int)), 0)
         turned = [*cycle[at:], *cycle[:at]]
         first = turned[0]
-        place = Place(first, self.at[first]) if isinstance(first, int) else first.received
+        place = Position(first, self.at[first]) if isinstance(first, int) else first.received
         why = f"never {'runs' if isinstance(first, int) else 'arrives'}"
         if any(isinstance(one, Travel) and self.unposted(one) is None for one in cycle):
             why += f" on a channel with one queue per {self.channel.words}"
         else:
             why += ", ranks wait for each other"
-        return Violation(place.rank, place.position, self.action(place), f"{why}: {'; '.join(self.links(turned))}")
+        return Violation(*place, self.action(place), f"{why}: {'; '.join(self.links(turned))}")
 
     def links(self, cycle: Sequence[Waiter]) -> Iterator[str]:
         for before, waiter in pairwise([cycle[-1], *cycle]):
             if isinstance(waiter, int):
-                place, needed = Place(waiter, self.at[waiter]), self.needed_by(waiter)
-                yield f"rank {waiter} at {self.action(place)} (position {place.position}) waits for {needed}"
+                place, needed = Position(waiter, self.at[waiter]), self.needed_by(waiter)
+                yield f"rank {waiter} at {self.action(place)} (position {place.at}) waits for {needed}"
             elif (missing := self.unposted(waiter)) is None:
                 end, head = self.before(waiter)
                 ahead = head.sent if head.sent.rank == end.rank else head.received
@@ -176,8 +176,8 @@ class _Replay:
         assert travel is not None
         return f"{self.action(travel.sent)} of rank {travel.sent.rank}"
 
-    def shown(self, place: Place) -> str:
-        return f"{self.action(place)} of rank {place.rank} (position {place.position})"
+    def shown(self, place: Position) -> str:
+        return f"{self.action(place)} of rank {place.rank} (position {place.at})"
 
-    def action(self, place: Place) -> Action:
-        return self.rows[place.rank][place.position]
+    def action(self, place: Position) -> Action:
+        return self.rows[place.rank][place.at]

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 from drumline.core import rules
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.channel import Queues
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
 from drumline.core.program import Program, once_per_program
 from drumline.core.prove import exchanges, messages, queues
-from drumline.core.prove.index import Index, Place
+from drumline.core.prove.index import Index, Position
 from drumline.core.prove.violation import Violation
+from drumline.core.rules import Backward
 from drumline.core.simulate.memory import holdings
 from drumline.core.timeline.idle import Limit
 
@@ -93,13 +93,8 @@ def _gaps(program: Program) -> Iterator[Violation]:
             yield Violation(None, None, None, f"the program names no {what}")
         elif (count := max(numbers) + 1) > len(numbers):
             missing = next(number for number in range(count) if number not in numbers)
-            yield Violation(
-                None,
-                None,
-                None,
-                f"{what} {missing} is missing on every rank, though {what} {count - 1} is there: "
-                f"{len(numbers)} of {count} {name} appear",
-            )
+            there = f"though {what} {count - 1} is there: {len(numbers)} of {count} {name} appear"
+            yield Violation(None, None, None, f"{what} {missing} is missing on every rank, {there}")
 
 
 def _shape(index: Index) -> Iterator[Violation]:
@@ -108,14 +103,11 @@ def _shape(index: Index) -> Iterator[Violation]:
         for at, action in enumerate(row):
             if action.parts and {part.op for part in action.parts} != set(rules.OVERLAPPED):
                 yield Violation(rank, at, action, "overlaps what is not one forward and one whole backward")
-    for action, places in index.places.items():
-        for again in places[1:]:
-            first = places[0]
-            reason = f"runs again; it ran on rank {first.rank} at position {first.position}"
-            yield Violation(again.rank, again.position, action, reason)
+    for action, (place, *others) in index.places.items():
+        for again in others:
+            yield Violation(*again, action, f"runs again; it ran on rank {place.rank} at position {place.at}")
         if action.op in _HALVES and (whole := action._replace(op=Op.BACKWARD)) in index.places:
-            place = places[0]
-            yield Violation(place.rank, place.position, action, f"runs though {whole} does the whole backward")
+            yield Violation(*place, action, f"runs though {whole} does the whole backward")
 
 
 _HALVES = {op for way in rules.WAYS[Backward.WHOLE] if Op.BACKWARD not in way for op in way} - {Op.FORWARD}
@@ -132,12 +124,8 @@ def _placed(index: Index) -> Iterator[Violation]:
         for place in places:
             if place.rank != home:
                 lives = "is not part of the placement" if home is None else f"lives on rank {home}"
-                who = (
-                    f"stage {action.stage} for microbatch {action.microbatch}"
-                    if index.placement.mirrored
-                    else f"stage {action.stage}"
-                )
-                yield Violation(place.rank, place.position, action, f"is on the wrong rank: {who} {lives}")
+                which = f" for microbatch {action.microbatch}" if index.placement.mirrored else ""
+                yield Violation(*place, action, f"is on the wrong rank: stage {action.stage}{which} {lives}")
 
 
 def _complete(index: Index) -> Iterator[Violation]:
@@ -175,21 +163,21 @@ def _ordered(index: Index) -> Iterator[Violation]:
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
         for needed, at in inputs:
-            if at.rank == place.rank and at.position >= place.position:
-                how = "in one overlapped pair with" if at.position == place.position else "before"
-                yield Violation(place.rank, place.position, action, f"runs {how} {needed}")
+            if at.rank == place.rank and at.at >= place.at:
+                how = "in one overlapped pair with" if at.at == place.at else "before"
+                yield Violation(*place, action, f"runs {how} {needed}")
 
 
-def _remote_inputs(index: Index) -> dict[Place, list[Place]]:
+def _remote_inputs(index: Index) -> dict[Position, list[Position]]:
     """Return, per place, the places on other ranks that must be passed first.
 
     What stands in the wrong order on its own rank is left out: it has been reported, and would hide the rest.
     """
-    found: dict[Place, list[Place]] = {}
+    found: dict[Position, list[Position]] = {}
     spelled = bool(index.transfers)
     for action, inputs in index.inputs.items():
         place = index.places[action][0]
-        if any(at.rank == place.rank and at.position >= place.position for _, at in inputs):
+        if any(at.rank == place.rank and at.at >= place.at for _, at in inputs):
             continue
         remote = [(needed, at) for needed, at in inputs if at.rank != place.rank]
         if remote:

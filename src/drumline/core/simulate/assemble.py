@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+
 import numpy as np
 
 from drumline.core import rules
 from drumline.core.action import AWAITED, Action, Op
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.cells import Cells, producers
 from drumline.core.simulate.graph import (
     CODE,
     OPS,
     PLACE,
     TRANSFERS,
     WAITS,
+    Columns,
     Crossings,
     Exchanges,
-    Graph,
     Ints,
     Messages,
     NotCompilable,
+    TimeGraph,
     Waits,
-    Work,
 )
+from drumline.core.simulate.producers import producers
 
 # By the code of what makes a message: its send, its receive, and whether it is the second to leave an overlapped pair.
 _SEND, _RECV = (np.array([CODE[rules.SPELLED[op][end]] if op in rules.SPELLED else -1 for op in OPS]) for end in (0, 1))
@@ -30,29 +34,27 @@ _LATE = np.array([op in rules.SPELLED and rules.leaves_late(Action(0, rules.SPEL
 
 
 @once_per_program
-def compile_program(program: Program, messages: Messages) -> Graph:
+def compile_program(program: Program, messages: Messages) -> TimeGraph:
     r"""Return the program's graph, compiled once per kind of messages; raise NotCompilable if a rule is broken.
 
     >>> compile_program(Program.parse("0F0,0B0\n1F0,1B0"), Messages.LATENCY).num_nodes
     4
     """
-    cells = Cells.of(program)
-    work = cells.work
+    work = program.timed_columns
     num_stages, num_microbatches = int(work.stage.max(initial=-1)) + 1, int(work.microbatch.max(initial=-1)) + 1
-    producer = producers(program.columns, work, num_stages, num_microbatches)
+    producer = producers(work, num_stages, num_microbatches)
     consumer = np.flatnonzero(producer >= 0)
     crosses = work.rank[producer[consumer]] != work.rank[consumer]
     local, remote = consumer[~crosses], consumer[crosses]
-    if np.any(work.node[producer[local]] >= work.node[local]):
+    if np.any(work.cell[producer[local]] >= work.cell[local]):
+        raise NotCompilable
+    halves, num_pairs = work.code[work.paired], len(work.code) - sum(work.lengths)
+    overlapped = sorted(CODE[op] for op in rules.OVERLAPPED)
+    if len(halves) != 2 * num_pairs or np.any(np.sort(halves.reshape(-1, 2), axis=1) != overlapped):
         raise NotCompilable
 
-    fused = len(work.node) - len(cells.timed_rank)
-    halves = np.sort(work.code[len(work.code) - 2 * fused :].reshape(-1, 2), axis=1)
-    if np.any(halves != sorted(CODE[op] for op in rules.OVERLAPPED)):
-        raise NotCompilable
-
-    builder = GraphBuilder(cells, producer[remote], remote)
-    spelled = bool(np.isin(cells.code, TRANSFERS).any())
+    builder = GraphBuilder(program, producer[remote], remote)
+    spelled = bool(np.isin(builder.untimed.code, TRANSFERS).any())
     if messages is not Messages.BLOCKING:
         builder.gates()
     posted = builder.posted(num_stages, num_microbatches) if spelled else None
@@ -63,37 +65,19 @@ def compile_program(program: Program, messages: Messages) -> Graph:
         builder.links(posted)
         messages = Messages.LINKS
     else:
-        builder.latency()
+        builder.take(builder.made_by)
     if messages is not Messages.BLOCKING:
         builder.await_sends()
     builder.exchange()
-    return builder.build(messages, num_stages, num_microbatches, _is_plain(cells, num_stages))
+    return builder.build(messages, num_stages, num_microbatches)
 
 
-def _is_plain(cells: Cells, num_stages: int) -> bool:
-    """Whether all that rules say about the program was checked on the way here.
-
-    What is left to the validator is rare and small: exchanges, updates, parameter state, and stages on several ranks.
-    """
-    work = cells.work
-    home = np.full(num_stages, -1)
-    home[work.stage] = work.rank
-    others = (CODE[Op.REDUCE_GRAD], *WAITS)
-    computes_only = bool((PLACE[work.code] >= 0).all()) and not np.any(np.isin(cells.code, others))
-    return computes_only and bool((home[work.stage] == work.rank).all())
-
-
-class Turns:
-    """Counts how often each (rank, stage) has had its turn."""
-
-    def __init__(self) -> None:
-        self.taken: dict[tuple[int, int], int] = {}
-
-    def next(self, rank: int, stage: int) -> int:
-        """Return 0, 1, 2, ... for the same rank and stage."""
-        turn = self.taken.get((rank, stage), 0)
-        self.taken[rank, stage] = turn + 1
-        return turn
+def _turns(columns: Columns, op: Op) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Yield the index of every such action, and its rank, its stage and how many of these came before it there."""
+    taken = defaultdict[tuple[int, int], "count[int]"](count)
+    for at in np.flatnonzero(columns.code == CODE[op]).tolist():
+        key = int(columns.rank[at]), int(columns.stage[at])
+        yield at, (*key, next(taken[key]))
 
 
 class GraphBuilder:
@@ -102,26 +86,31 @@ class GraphBuilder:
     The timed actions come first, as nodes 0, 1, ... of their rows; until `build` every need is an index in this order.
     """
 
-    def __init__(self, cells: Cells, producer: Ints, consumer: Ints) -> None:
-        self.cells = cells
+    def __init__(self, program: Program, producer: Ints, consumer: Ints) -> None:
+        columns, self.work = program.columns, program.timed_columns
+        self.untimed = columns.only(~columns.timed)
+        self.num_ranks = program.num_ranks
         self.producer, self.consumer = producer, consumer
-        work = cells.work
-        self.source, self.target = work.rank[producer], work.rank[consumer]
-        self.made_by, self.taken_by = work.node[producer], work.node[consumer]
-        num_timed = len(cells.timed_rank)
-        self.chain: list[Ints] = [cells.timed_rank]
-        self.key: list[Ints] = [np.arange(num_timed) * 4 + 2]
-        self.need: list[Ints] = [np.full(num_timed, -1)]
-        self.crossing: list[Ints] = [np.full(num_timed, -1)]
-        self.num_nodes = num_timed
-        self.num_chains = cells.num_ranks
+        self.source, self.target = self.work.rank[producer], self.work.rank[consumer]
+        self.edge = self.source * self.num_ranks + self.target
+        self.made_by, self.taken_by = self.work.cell[producer], self.work.cell[consumer]
+        # After which timed action each of the others stands.
+        first = np.cumsum((0, *self.work.lengths))
+        self.follows = (np.cumsum(columns.timed & columns.heads) - 1)[~columns.timed]
+        self.follows[self.follows < first[self.untimed.rank]] = -1
+        self.num_timed = self.num_nodes = int(first[-1])
+        self.chain: list[Ints] = [self.work.rank[self.work.heads]]
+        self.key: list[Ints] = [np.arange(self.num_timed) * 4 + 2]
+        self.need: list[Ints] = [np.full(self.num_timed, -1)]
+        self.crossing: list[Ints] = [np.full(self.num_timed, -1)]
+        self.num_chains = self.num_ranks
         self.node = self.recv_node = np.full(len(producer), -1)
-        self.exchanges = np.flatnonzero(cells.code == CODE[Op.REDUCE_GRAD])
+        self.exchanges = np.flatnonzero(self.untimed.code == CODE[Op.REDUCE_GRAD])
         self.exchange_node = np.empty(0, dtype=np.int64)
         # After which of its rank's nodes each exchange is posted; activations leave a pair before gradients.
-        self.posted_after = cells.follows[self.exchanges]
-        self.forward_first = self.made_by * 2 + _LATE[work.code[producer]]
-        self.waits = np.flatnonzero(np.isin(cells.code, WAITS))
+        self.posted_after = self.follows[self.exchanges]
+        self.forward_first = self.made_by * 2 + _LATE[self.work.code[producer]]
+        self.waits = np.flatnonzero(np.isin(self.untimed.code, WAITS))
         self.awaited = np.full(len(self.waits), -1)
         self.gate = self.sent = np.empty(0, dtype=np.int64)
 
@@ -146,51 +135,39 @@ class GraphBuilder:
     def gates(self) -> None:
         """Add a gate for every WAIT, behind the action that it follows; what it waits for is told later."""
         if len(self.waits):
-            rank, follows = self.cells.rank[self.waits], self.cells.follows[self.waits]
+            rank, follows = self.untimed.rank[self.waits], self.follows[self.waits]
             self.gate = self.add(rank, follows * 4 + 3, self.awaited, np.full(len(rank), -1))
 
     def behind(self, cell: Ints) -> Ints:
         """Return the node behind which an untimed action stands: the timed action before it, or a WAIT between."""
-        follows = self.cells.follows[cell]
+        follows, rank = self.follows[cell], self.untimed.rank
         if not len(self.gate) or not len(cell):
             return follows
         last = np.searchsorted(self.waits, cell) - 1
         wait = self.waits[last]
-        between = (last >= 0) & (self.cells.rank[wait] == self.cells.rank[cell]) & (self.cells.follows[wait] == follows)
+        between = (last >= 0) & (rank[wait] == rank[cell]) & (self.follows[wait] == follows)
         behind: Ints = np.where(between, self.gate[last], follows)
         return behind
 
     def await_sends(self) -> None:
         """Let every WAIT for a send wait for its message."""
-        if not len(self.waits):
-            return
-        cells = self.cells
-        crossing_of = {
-            (code, stage, microbatch): (at, cell)
-            for at, (cell, code, stage, microbatch) in enumerate(
-                zip(*(one.tolist() for one in (self.sent, *self._named(self.sent))), strict=True)
-            )
-        }
+        untimed = self.untimed
+        columns = (column.tolist() for column in (untimed.code, untimed.stage, untimed.microbatch))
+        named = list(zip(*columns, strict=True)) if len(self.waits) else []
+        crossing_of = {named[sent]: (crossing, sent) for crossing, sent in enumerate(self.sent.tolist()) if named}
         for at, wait in enumerate(self.waits.tolist()):
-            code, stage, microbatch = (int(one) for one in self._named(wait))
+            code, *pair = named[wait]
             if OPS[code] is not Op.WAIT_REDUCE_GRAD:
-                crossing, sent = crossing_of.get((CODE[AWAITED[OPS[code]]], stage, microbatch), (-1, -1))
-                if sent < 0 or sent > wait or cells.rank[sent] != cells.rank[wait]:
+                crossing, sent = crossing_of.get((CODE[AWAITED[OPS[code]]], *pair), (-1, -1))
+                if sent < 0 or sent > wait or untimed.rank[sent] != untimed.rank[wait]:
                     raise NotCompilable
                 self.awaited[at] = self.node[crossing]
-
-    def _named(self, cell: Ints | int) -> tuple[Ints, Ints, Ints]:
-        return self.cells.code[cell], self.cells.stage[cell], self.cells.microbatch[cell]
-
-    def latency(self) -> None:
-        """Let every consumer wait for its producer itself."""
-        self.take(self.made_by)
 
     def links(self, posted: tuple[Ints, Ints, Ints] | None) -> None:
         """Add a node per message, chained per link in the order of the sends."""
         nowhere = np.full(len(self.made_by), -1)
         sent_after, received_after, order = posted or (self.made_by, nowhere, self.forward_first)
-        edges, edge = np.unique(self.source * self.cells.num_ranks + self.target, return_inverse=True)
+        edges, edge = np.unique(self.edge, return_inverse=True)
         link, nothing = self.num_chains + edge, np.full(len(edge), -1)
         self.num_chains += len(edges)
         self.node = self.add(link, order * 2 + 1, sent_after, nothing)
@@ -200,23 +177,23 @@ class GraphBuilder:
 
     def posted(self, num_stages: int, num_microbatches: int) -> tuple[Ints, Ints, Ints]:
         """Return after which timed action each message is sent and its receive posted, and the order of the sends."""
-        cells, work = self.cells, self.cells.work
-        listed = np.flatnonzero(np.isin(cells.code, TRANSFERS))
-        where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
-        inside = (cells.stage[listed] < num_stages) & (cells.microbatch[listed] < num_microbatches)
-        if not inside.all():
+        untimed, work, follows = self.untimed, self.work, self.follows
+        listed = np.flatnonzero(np.isin(untimed.code, TRANSFERS))
+        stage, at = untimed.stage[listed], untimed.microbatch[listed]
+        if np.any((stage >= num_stages) | (at >= num_microbatches)):
             raise NotCompilable
-        where[cells.code[listed], cells.stage[listed], cells.microbatch[listed]] = listed
+        where = np.full((len(OPS), num_stages, num_microbatches), -1, dtype=np.int64)
+        where[untimed.code[listed], stage, at] = listed
         made, microbatch = work.code[self.producer], work.microbatch[self.producer]
         sent = where[_SEND[made], work.stage[self.producer], microbatch]
         received = where[_RECV[made], work.stage[self.consumer], microbatch]
         every_one = len(listed) == 2 * len(sent) == np.count_nonzero(where >= 0)
         if not every_one or np.any((sent < 0) | (received < 0)):
             raise NotCompilable
-        placed = (cells.rank[sent] == self.source) & (cells.rank[received] == self.target)
-        in_time = (cells.follows[sent] >= self.made_by) & (cells.follows[received] < self.taken_by)
-        edge = self.source * cells.num_ranks + self.target
-        if not np.all(placed & in_time) or np.any(np.lexsort((sent, edge)) != np.lexsort((received, edge))):
+        placed = (untimed.rank[sent] == self.source) & (untimed.rank[received] == self.target)
+        in_time = (follows[sent] >= self.made_by) & (follows[received] < self.taken_by)
+        in_order = np.lexsort((sent, self.edge)) == np.lexsort((received, self.edge))
+        if not np.all(placed & in_time & in_order):
             raise NotCompilable
         self.sent = sent
         return self.behind(sent), self.behind(received), sent
@@ -233,9 +210,8 @@ class GraphBuilder:
         self.node, self.recv_node = nothing.copy(), nothing.copy()
         self.node[crossing] = self.add(self.source[crossing], sent_after[crossing] * 4 + 3, nothing, nothing)
         taken_by = self.taken_by.copy()
-        crossing = np.lexsort((order, self.target, self.source))
-        edge = (self.source * self.cells.num_ranks + self.target)[crossing]
-        for messages in np.split(crossing, np.flatnonzero(np.diff(edge)) + 1):
+        crossing = np.lexsort((order, self.edge))
+        for messages in np.split(crossing, np.flatnonzero(np.diff(self.edge[crossing])) + 1):
             taken_by[messages] = np.minimum.accumulate(taken_by[messages][::-1])[::-1]
         key = taken_by[crossing] * 4
         self.recv_node[crossing] = self.add(self.target[crossing], key, self.node[crossing], crossing)
@@ -255,45 +231,29 @@ class GraphBuilder:
 
         The n-th exchange of a stage on one rank meets the n-th on the other; the n-th UPDATE waits for it.
         """
-        cells, work = self.cells, self.cells.work
-        stage, rank = cells.stage[self.exchanges].tolist(), cells.rank[self.exchanges].tolist()
         behind = self.behind(self.exchanges)
-        follows = np.where(behind == cells.follows[self.exchanges], self.posted_after, behind)
-        turns = Turns()
-        turn_of = [turns.next(*key) for key in zip(rank, stage, strict=True)]
-        posted = {key: at for at, key in enumerate(zip(rank, stage, turn_of, strict=True))}
-        partner = np.full(len(stage), -1)
-        for (on_rank, of_stage, turn), at in posted.items():
-            others = [posted[one, of_stage, turn] for one in range(cells.num_ranks) if (one, of_stage, turn) in posted]
-            met = [other for other in others if rank[other] != on_rank]
-            if met:
-                partner[at] = follows[met[0]]
-        number, nothing = self.num_chains + np.arange(len(stage)), np.full(len(stage), -1)
-        self.num_chains += len(stage)
-        self.add(number, np.zeros(len(stage), dtype=np.int64), partner, nothing)
-        self.exchange_node = self.add(number, np.ones(len(stage), dtype=np.int64), follows, nothing)
-        self.await_exchanges(posted)
-        if not posted:
-            return
-        turns = Turns()
-        for update in np.flatnonzero(work.code == CODE[Op.UPDATE]).tolist():
-            key = (int(work.rank[update]), int(work.stage[update]))
-            place = posted.get((*key, turns.next(*key)))
-            if place is not None:
-                self.need[0][work.node[update]] = self.exchange_node[place]
+        follows = np.where(behind == self.follows[self.exchanges], self.posted_after, behind)
+        posted = {turn: at for at, (_, turn) in enumerate(_turns(self.untimed, Op.REDUCE_GRAD))}
+        partner = np.full(len(posted), -1)
+        for (on_rank, of_stage, nth), at in posted.items():
+            others = (posted.get((other, of_stage, nth)) for other in range(self.num_ranks) if other != on_rank)
+            met = next((other for other in others if other is not None), None)
+            if met is not None:
+                partner[at] = follows[met]
+        number, nothing = self.num_chains + np.arange(len(posted)), np.full(len(posted), -1)
+        self.num_chains += len(posted)
+        self.add(number, np.zeros_like(number), partner, nothing)
+        self.exchange_node = self.add(number, np.ones_like(number), follows, nothing)
+        for at, turn in _turns(self.untimed, Op.WAIT_REDUCE_GRAD):
+            place = posted.get(turn)
+            if place is None or self.exchanges[place] > at:
+                raise NotCompilable
+            self.awaited[np.searchsorted(self.waits, at)] = self.exchange_node[place]
+        for update, turn in _turns(self.work, Op.UPDATE) if posted else ():
+            if turn in posted:
+                self.need[0][self.work.cell[update]] = self.exchange_node[posted[turn]]
 
-    def await_exchanges(self, posted: dict[tuple[int, int, int], int]) -> None:
-        """Let the n-th WAIT for a stage's exchange wait for its rank's n-th."""
-        cells, turns = self.cells, Turns()
-        for at, wait in enumerate(self.waits.tolist()):
-            if cells.code[wait] == CODE[Op.WAIT_REDUCE_GRAD]:
-                key = int(cells.rank[wait]), int(cells.stage[wait])
-                place = posted.get((*key, turns.next(*key)))
-                if place is None or self.exchanges[place] > wait:
-                    raise NotCompilable
-                self.awaited[at] = self.exchange_node[place]
-
-    def build(self, messages: Messages, num_stages: int, num_microbatches: int, plain: bool) -> Graph:
+    def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> TimeGraph:
         """Give every node its number, chain by chain, and return the graph."""
         chain_number, key, need, crossing = (
             np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -302,7 +262,7 @@ class GraphBuilder:
         # One more than there are nodes, so that -1 stays -1.
         new = np.arange(self.num_nodes + 1)
         new[-1] = -1
-        if self.num_nodes > len(self.cells.timed_rank):
+        if self.num_nodes > self.num_timed:
             order = np.lexsort((key, chain_number))
             new[order] = np.arange(self.num_nodes)
             chain_number, need, crossing = chain_number[order], new[need[order]], crossing[order]
@@ -310,12 +270,10 @@ class GraphBuilder:
         last = np.cumsum(counts)
         before = np.arange(-1, self.num_nodes - 1)
         before[(last - counts)[counts > 0]] = -1
-        cells, work = self.cells, self.cells.work
-        timed = new[: len(cells.timed_rank)]
-        bounds = np.searchsorted(cells.timed_rank, np.arange(1, cells.num_ranks))
-        return Graph(
+        waits, exchanges, timed = self.waits, self.exchanges, new[: self.num_timed]
+        return TimeGraph(
             messages,
-            cells.num_ranks,
+            self.num_ranks,
             num_stages,
             num_microbatches,
             self.num_nodes,
@@ -323,10 +281,23 @@ class GraphBuilder:
             before,
             need,
             crossing,
-            tuple(np.split(timed, bounds)),
-            Work(work.stage, work.code, work.microbatch, new[work.node], work.rank),
+            tuple(np.split(timed, np.cumsum(self.work.lengths)[:-1])),
+            self.work,
+            timed[self.work.cell],
             Crossings(self.producer, self.consumer, self.source, self.target, new[self.node], new[self.recv_node]),
-            Exchanges(cells.stage[self.exchanges], cells.rank[self.exchanges], new[self.exchange_node]),
-            Waits(cells.rank[self.waits], new[self.gate], new[self.awaited], cells.follows[self.waits]),
-            plain,
+            Exchanges(self.untimed.stage[exchanges], self.untimed.rank[exchanges], new[self.exchange_node]),
+            Waits(self.untimed.rank[waits], new[self.gate], new[self.awaited], self.follows[waits]),
+            self._is_plain(num_stages),
         )
+
+    def _is_plain(self, num_stages: int) -> bool:
+        """Whether all that rules say about the program was checked on the way here.
+
+        What is left to the validator is rare and small: exchanges, updates, parameter state, and stages on several
+        ranks.
+        """
+        work = self.work
+        home = np.full(num_stages, -1)
+        home[work.stage] = work.rank
+        computes_only = bool((PLACE[work.code] >= 0).all()) and not len(self.exchanges) and not len(self.waits)
+        return computes_only and bool((home[work.stage] == work.rank).all())

@@ -9,7 +9,7 @@ import numpy as np
 from drumline.core import rules
 from drumline.core.action import Op
 from drumline.core.costs import Costs
-from drumline.core.simulate.graph import CODE, OPS, Floats, Graph, Ints, Messages
+from drumline.core.simulate.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
 
 _FIELDS = {
     Op.FORWARD: "forward",
@@ -20,14 +20,14 @@ _FIELDS = {
 }
 
 
-def work_seconds(graph: Graph, costs: Costs) -> Floats:
+def work_seconds(graph: TimeGraph, costs: Costs) -> Floats:
     """Return the seconds of every plain action."""
     seconds: Floats = _table(graph, costs)[graph.work.code, graph.work.stage]
     factors = np.array(costs.factors(graph.num_microbatches))
     return _scaled(graph, seconds, factors) if np.any(factors != 1.0) else seconds
 
 
-def work_seconds_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+def work_seconds_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     """Return the seconds of every plain action, one column per costs."""
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
     seconds: Floats = tables[graph.work.code, graph.work.stage]
@@ -36,7 +36,7 @@ def work_seconds_many(graph: Graph, many: Sequence[Costs]) -> Floats:
     return seconds
 
 
-def _table(graph: Graph, costs: Costs) -> Floats:
+def _table(graph: TimeGraph, costs: Costs) -> Floats:
     """Return the seconds of every (op, stage) at a microbatch factor of 1."""
     table = np.zeros((len(OPS), graph.num_stages))
     for op, name in _FIELDS.items():
@@ -55,14 +55,14 @@ def _table(graph: Graph, costs: Costs) -> Floats:
     return table
 
 
-def _scaled(graph: Graph, seconds: Floats, factors: Floats) -> Floats:
+def _scaled(graph: TimeGraph, seconds: Floats, factors: Floats) -> Floats:
     """Return the seconds of compute actions times their microbatch's factor; updates take as long whatever it is."""
     computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
     seconds[computes] *= factors[graph.work.microbatch[computes]]
     return seconds
 
 
-def level_work(graph: Graph, seconds: Floats) -> Floats:
+def level_work(graph: TimeGraph, seconds: Floats) -> Floats:
     """Return the same work spread evenly: every plain action takes its op's mean."""
     level = seconds.copy()
     for op in rules.NEEDS:
@@ -72,14 +72,14 @@ def level_work(graph: Graph, seconds: Floats) -> Floats:
     return level
 
 
-def node_seconds(graph: Graph, costs: Costs, work: Floats) -> Floats:
+def node_seconds(graph: TimeGraph, costs: Costs, work: Floats) -> Floats:
     """Return the seconds of every node (actions, pairs, messages, exchanges) from those of the plain actions.
 
     `work` may have a second axis, samples; so has the result then.
     """
     seconds = np.zeros((graph.num_nodes, *work.shape[1:]))
     fused, halves = _pairs(graph)
-    seconds[graph.work.node] = work
+    seconds[graph.node] = work
     if len(fused):
         seconds[fused] = work[halves].sum(axis=1)
         if costs.overlapped is not None:
@@ -100,7 +100,7 @@ def node_seconds(graph: Graph, costs: Costs, work: Floats) -> Floats:
     return seconds
 
 
-def message_bytes(graph: Graph, costs: Costs) -> Floats:
+def message_bytes(graph: TimeGraph, costs: Costs) -> Floats:
     """Return the bytes of every message: what crosses the boundary behind a stage, forwards and backwards alike."""
     work, crossings = graph.work, graph.crossings
     boundary = np.minimum(work.stage[crossings.producer], work.stage[crossings.consumer])
@@ -109,14 +109,13 @@ def message_bytes(graph: Graph, costs: Costs) -> Floats:
     return sizes
 
 
-def lags(graph: Graph, costs: Costs, seconds: Floats) -> Floats:
+def lags(graph: TimeGraph, costs: Costs, seconds: Floats) -> Floats:
     """Return how long after its need every node may start."""
     if not len(graph.crossings.node) or (
         costs.comm == 0 and not costs.edges and graph.messages is not Messages.BLOCKING
     ):
         return np.zeros(graph.num_nodes)
-    edges, which = _edges(graph)
-    latency = np.array([costs.edge(source, target).latency for source, target in edges])[which]
+    latency = _latencies(graph, [costs])[:, 0]
     if graph.messages is Messages.BLOCKING:
         # A receive runs beside its send, `latency` later, and not only after it.
         latency = latency - seconds[graph.crossings.node]
@@ -124,28 +123,30 @@ def lags(graph: Graph, costs: Costs, seconds: Floats) -> Floats:
     return waits
 
 
-def latencies_many(graph: Graph, many: Sequence[Costs]) -> Floats:
+def latencies_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     """Return the same for many costs at once where messages have no nodes, one column per costs."""
     if not len(graph.crossings.node) or all(costs.comm == 0 and not costs.edges for costs in many):
         return np.zeros((graph.num_nodes, 1))
-    edges, which = _edges(graph)
-    table = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])
-    waits: Floats = np.vstack([table[which], np.zeros(len(many))])[graph.crossing]
+    waits: Floats = np.vstack([_latencies(graph, many), np.zeros(len(many))])[graph.crossing]
     return waits
 
 
-def _pairs(graph: Graph) -> tuple[Ints, Ints]:
+def _latencies(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
+    """Return the latency of every message, one column per costs."""
+    edges, which = _edges(graph)
+    latencies: Floats = np.array([[costs.edge(*edge).latency for costs in many] for edge in edges])[which]
+    return latencies
+
+
+def _pairs(graph: TimeGraph) -> tuple[Ints, Ints]:
     """Return the nodes of overlapped pairs, and the work indices of their two halves, forward first."""
-    work = graph.work
-    # Halves of pairs stand at the end of the work, two by two.
-    count = len(work.node) - sum(len(nodes) for nodes in graph.action_nodes)
-    halves = np.arange(len(work.node) - 2 * count, len(work.node)).reshape(-1, 2)
-    forward_first = work.code[halves[:, 0]] == CODE[Op.FORWARD]
+    halves = np.flatnonzero(graph.work.paired).reshape(-1, 2)
+    forward_first = graph.work.code[halves[:, 0]] == CODE[Op.FORWARD]
     halves = np.where(forward_first[:, None], halves, halves[:, ::-1])
-    return work.node[halves[:, 0]], halves
+    return graph.node[halves[:, 0]], halves
 
 
-def _edges(graph: Graph) -> tuple[list[tuple[int, int]], Ints]:
+def _edges(graph: TimeGraph) -> tuple[list[tuple[int, int]], Ints]:
     """Return the directed links that messages use, and which of them each message takes."""
     coded, which = np.unique(graph.crossings.source * graph.num_ranks + graph.crossings.target, return_inverse=True)
     return [divmod(one, graph.num_ranks) for one in coded.tolist()], which

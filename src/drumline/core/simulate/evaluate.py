@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from drumline.core.simulate.graph import Floats, Graph, NotCompilable
+from drumline.core.simulate.graph import Floats, NotCompilable, TimeGraph
 
 _UNKNOWN = math.inf
 
 
-def evaluate(graph: Graph, seconds: Floats, lag: Floats) -> Floats:
+def evaluate(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
     """Return every node's end; raise NotCompilable if nodes wait for each other.
 
     Sweeps over the chains, each time running every chain as far as its needs allow.
@@ -36,7 +36,7 @@ def evaluate(graph: Graph, seconds: Floats, lag: Floats) -> Floats:
     return np.fromiter(ends, np.float64, graph.num_nodes)
 
 
-def starts_of(graph: Graph, ended: Floats, lag: Floats) -> Floats:
+def starts_of(graph: TimeGraph, ended: Floats, lag: Floats) -> Floats:
     """Return every node's start, by the same maximum: what follows without a gap starts at that end, bit for bit."""
     padded = np.append(ended, 0.0)
     started: Floats = np.maximum(padded[graph.before], padded[graph.need] + lag)
@@ -90,7 +90,7 @@ def _sweep_with_lag(chains: list[Any], ends: list[float]) -> tuple[list[Any], bo
     return halted, moved
 
 
-def evaluate_many(graph: Graph, seconds: Floats, lag: Floats) -> Floats:
+def evaluate_many(graph: TimeGraph, seconds: Floats, lag: Floats) -> Floats:
     """Return every node's end for many samples at once: arrays are (nodes, samples), or (nodes, 1) if shared.
 
     Nodes at the end of equally long chains do not wait for each other, so each such level is one vector operation.

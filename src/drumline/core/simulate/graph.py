@@ -13,22 +13,35 @@ Index -1 is the start of time. Who needs whom comes from `rules`.
     LATENCY     none                                       its producer, plus the edge's latency
     LINKS       one per message, chained per link          its message, plus the edge's latency
     BLOCKING    a send and a receive inside the rows       the receive before it
+
+Rows of actions are read as arrays: what has to look at every action reads these, at a tenth of the time. For the row
+0F0,(0F1;1B0)OVERLAP_F_B,0REDUCE_GRAD they are
+
+    stage       0  0  1  0
+    code        F  F  B  REDUCE_GRAD        an op's place in `OPS`
+    microbatch  0  1  0 -1                  -1 where there is none
+    cell        0  1  1  2                  the action's number, all rows through: the halves of a pair share one
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Op
+from drumline.core.action import TIMED_OPS, TRANSFER_OPS, WAIT_OPS, Action, Op
 from drumline.core.costs import Costs
+from drumline.core.rules import Backward
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 OPS = tuple(Op)
 CODE: dict[Op, int] = {op: code for code, op in enumerate(OPS)}
@@ -37,6 +50,131 @@ TIMED = np.array([op in TIMED_OPS for op in OPS])
 PLACE = np.array([list(rules.NEEDS).index(op) if op in rules.NEEDS else -1 for op in OPS])
 WAITS = tuple(sorted(CODE[op] for op in WAIT_OPS))
 TRANSFERS = tuple(sorted(CODE[op] for op in TRANSFER_OPS))
+
+_STAGE, _OP, _MICROBATCH, _PARTS = map(itemgetter, range(4))
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Every plain action in the order of the rows, the halves of an overlapped pair side by side."""
+
+    lengths: tuple[int, ...]
+    stage: Ints
+    code: Ints
+    microbatch: Ints
+    rank: Ints
+    cell: Ints
+    paired: Flags
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[Action]]) -> Columns:
+        """Take rows apart.
+
+        >>> Columns.of([[Action.parse("(0F1;1B0)OVERLAP_F_B"), Action.parse("0UNSHARD")]]).microbatch.tolist()
+        [1, 0, -1]
+        """
+        lengths = tuple(map(len, rows))
+        actions = list(chain.from_iterable(rows))
+        cell, paired = np.arange(len(actions)), np.zeros(len(actions), dtype=bool)
+        if any(map(_PARTS, actions)):
+            sizes = _column(map(len, map(_PARTS, actions)), len(actions))
+            cell = np.repeat(cell, np.maximum(sizes, 1))
+            paired = sizes[cell] > 0
+            actions = [part for action in actions for part in action.parts or (action,)]
+        count = len(actions)
+        numbers = list(map(_MICROBATCH, actions))
+        if None in numbers:
+            numbers = [-1 if number is None else number for number in numbers]
+        return Columns(
+            lengths,
+            _column(map(_STAGE, actions), count),
+            _column(map(CODE.__getitem__, map(_OP, actions)), count),
+            _column(numbers, count),
+            np.repeat(np.arange(len(lengths)), lengths)[cell],
+            cell,
+            paired,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """How many rows there are."""
+        return len(self.lengths)
+
+    @property
+    def ops(self) -> set[Op]:
+        """The ops of the plain actions."""
+        return {OPS[code] for code in np.flatnonzero(np.bincount(self.code)).tolist()}
+
+    @property
+    def position(self) -> Ints:
+        """The action's place in its own row."""
+        first = np.cumsum((0, *self.lengths), dtype=np.int64)
+        return self.cell - first[self.rank]
+
+    @property
+    def heads(self) -> Flags:
+        """Which entries begin a cell: all but the later halves of pairs."""
+        return np.append(True, self.cell[1:] != self.cell[:-1])[: len(self.cell)]
+
+    def by_stage(self, chosen: Ints | None = None) -> Iterator[tuple[tuple[int, int], Ints]]:
+        """Yield every (rank, stage) with the indices of its entries, all of them or of those that are chosen.
+
+        >>> rows = [[Action.parse(text) for text in ("0F0", "1F0", "0F1")]]
+        >>> [(key, entries.tolist()) for key, entries in Columns.of(rows).by_stage()]
+        [((0, 0), [0, 2]), ((0, 1), [1])]
+        """
+        entries = np.arange(len(self.code)) if chosen is None else chosen
+        entries = entries[np.lexsort((self.stage[entries], self.rank[entries]))]
+        rank, stage = self.rank[entries], self.stage[entries]
+        begins = np.flatnonzero((np.diff(rank, prepend=-1) != 0) | (np.diff(stage, prepend=-1) != 0))
+        for at, each in zip(begins.tolist(), np.split(entries, begins[1:]), strict=False):
+            yield (int(rank[at]), int(stage[at])), each
+
+    def only(self, chosen: Flags) -> Columns:
+        """Return the chosen entries, whole actions of them, as if the rows held nothing else."""
+        if chosen.all():
+            return self
+        begins = self.heads[chosen]
+        rank = self.rank[chosen]
+        return Columns(
+            tuple(np.bincount(rank[begins], minlength=self.num_ranks).tolist()),
+            self.stage[chosen],
+            self.code[chosen],
+            self.microbatch[chosen],
+            rank,
+            np.cumsum(begins) - 1,
+            self.paired[chosen],
+        )
+
+    @property
+    def timed(self) -> Flags:
+        """Which entries belong to actions that take time."""
+        return TIMED[self.code] | self.paired
+
+    def backwards(self, num_stages: int) -> tuple[Backward, ...]:
+        """Return what each stage does of its backward, or would have to do for the program to be complete.
+
+        >>> row = [Action.parse(text) for text in ("0F0", "1F0", "2F0", "2I0", "1B0")]
+        >>> [str(kind) for kind in Columns.of([row]).backwards(num_stages=3)]
+        ['none', 'whole', 'input']
+        """
+        whole = self._stages_with(num_stages, Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        first = self._stages_with(num_stages, Op.BACKWARD_INPUT)
+        lowest = int(np.append(whole | first, True).argmax())
+        lowest_whole = int(np.append(whole, True).argmax())
+        alone = first & ~whole
+        above = (alone[stage] and stage > lowest_whole for stage in range(lowest, num_stages))
+        return (Backward.NONE,) * lowest + tuple(Backward.INPUT if passes else Backward.WHOLE for passes in above)
+
+    def _stages_with(self, num_stages: int, *ops: Op) -> Flags:
+        """Return which stages have any of these ops."""
+        found = np.zeros(num_stages, dtype=bool)
+        found[self.stage[np.isin(self.code, [CODE[op] for op in ops]) & (self.stage >= 0)]] = True
+        return found
+
+
+def _column(numbers: Iterable[int], count: int) -> Ints:
+    return np.fromiter(numbers, np.int64, count)
 
 
 class Messages(Enum):
@@ -59,19 +197,8 @@ class NotCompilable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Every plain action, one array per property; `node` is where it runs, `rank` on whom."""
-
-    stage: Ints
-    code: Ints
-    microbatch: Ints
-    node: Ints
-    rank: Ints
-
-
-@dataclass(frozen=True, slots=True)
 class Crossings:
-    """The messages between ranks: who makes and takes them (as work), and their nodes, -1 where they have none.
+    """The messages between ranks: who makes and takes them (as `work`), and their nodes, -1 where they have none.
 
     `node` is the transfer, or under BLOCKING the send; `recv_node` the receive.
     """
@@ -107,8 +234,10 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class TimeGraph:
     """The compiled form. `chains` bound consecutive nodes; the first ones are the ranks' rows.
+
+    `work` are the plain actions that take time, and `node` is where each of them runs.
 
     Where the program is not `plain`, compiling has not checked all of it, and the validator must.
     """
@@ -123,7 +252,8 @@ class Graph:
     need: Ints
     crossing: Ints
     action_nodes: tuple[Ints, ...]
-    work: Work
+    work: Columns
+    node: Ints
     crossings: Crossings
     exchanges: Exchanges
     waits: Waits

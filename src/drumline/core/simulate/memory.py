@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.backwards import Backward
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program, once_per_program
-from drumline.core.simulate.columns import Columns
+from drumline.core.rules import Backward
 from drumline.core.simulate.graph import CODE, OPS, Floats, Ints
 
 
@@ -71,8 +70,7 @@ def holdings(program: Program, costs: Costs) -> tuple[Holding, ...]:
         return counted
     sizes, extra = Sizes.of(program, costs), versions(program, costs)
     found = []
-    for rank, (row, plain) in enumerate(zip(program.rows, counted, strict=True)):
-        timed = [action for action in row if action.op in TIMED_OPS]
+    for rank, (timed, plain) in enumerate(zip(program.timed_rows, counted, strict=True)):
         static = sum(sizes.static[stage] for stage in {part.stage for action in timed for part in action.work})
         stash = sizes.stash(timed)
         beside = [(0.0, 0.0)] * len(stash) if extra is None else extra[rank].bytes
@@ -107,9 +105,9 @@ def stage_bytes(program: Program, weighed: Sequence[Sequence[tuple[int, int]]]) 
     """
     changes: dict[tuple[int, Op], list[int]] = {}
     recomputed: dict[int, list[int]] = {}
-    for row, sizes in zip(program.rows, weighed, strict=True):
+    for row, sizes in zip(program.timed_rows, weighed, strict=True):
         before = 0
-        for action, (during, after) in zip((one for one in row if one.op in TIMED_OPS), sizes, strict=True):
+        for action, (during, after) in zip(row, sizes, strict=True):
             changes.setdefault((action.stage, action.op), []).append(after - before)
             if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
                 more = during - before if during > max(before, after) else 0
@@ -230,60 +228,36 @@ def versions(program: Program, costs: Costs) -> list[Versions] | None:
     if not program.num_updates:
         return None
     weight, gradient = (costs.per_stage(f"{what}_bytes", program.num_stages) for what in ("weight", "gradient"))
-    return [_of_row(row, weight, gradient) for row in _rows(program.timed_columns)]
+    columns = program.timed_columns
+    position = columns.position
+    extra, peaks = [np.zeros((length, 2)) for length in columns.lengths], [1] * columns.num_ranks
+    for (rank, stage), at in columns.by_stage():
+        row = columns.code[at], columns.microbatch[at], position[at], columns.lengths[rank]
+        old, buffers = _old_versions(*row), _gradient_buffers(*row)
+        extra[rank] += weight[stage] * old + gradient[stage] * np.maximum(buffers - 1, 0)
+        peaks[rank] = max(peaks[rank], 1 + int(old[:, 0].max(initial=0)))
+    return [Versions(list(zip(*each.T.tolist(), strict=True)), peak) for each, peak in zip(extra, peaks, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Timed plain actions of one rank, by their position among the timed ones."""
-
-    stage: Ints
-    code: Ints
-    microbatch: Ints
-    position: Ints
-
-    def of_stage(self, stage: int) -> _Row:
-        here = self.stage == stage
-        return _Row(self.stage[here], self.code[here], self.microbatch[here], self.position[here])
-
-
-def _rows(columns: Columns) -> Iterator[_Row]:
-    bounds = np.searchsorted(columns.rank, np.arange(1, columns.num_ranks))
-    wanted = (columns.stage, columns.code, columns.microbatch, columns.position)
-    for parts in zip(*(np.split(column, bounds) for column in wanted), strict=True):
-        yield _Row(*parts)
-
-
-def _of_row(row: _Row, weight: Sequence[float], gradient: Sequence[float]) -> Versions:
-    length = int(row.position.max(initial=-1)) + 1
-    extra, peak = np.zeros((length, 2)), 1
-    for stage in np.unique(row.stage).tolist():
-        own = row.of_stage(stage)
-        old, buffers = _old_versions(own, length), _gradient_buffers(own, length)
-        extra += weight[stage] * old + gradient[stage] * np.maximum(buffers - 1, 0)
-        peak = max(peak, 1 + int(old[:, 0].max(initial=0)))
-    return Versions(list(zip(extra[:, 0].tolist(), extra[:, 1].tolist(), strict=True)), peak)
-
-
-def _old_versions(row: _Row, length: int) -> Floats:
+def _old_versions(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:
     """Count one stage's versions that an UPDATE has replaced and a pair still needs: from that UPDATE's end on."""
-    updated = row.position[row.code == _UPDATE]
-    forward, release = row.code == _FORWARD, _RELEASES[row.code]
-    seen = np.zeros(int(row.microbatch.max(initial=0)) + 1, dtype=np.int64)
-    seen[row.microbatch[forward]] = np.searchsorted(updated, row.position[forward])
+    updated = position[code == _UPDATE]
+    forward, release = code == _FORWARD, _RELEASES[code]
+    seen = np.zeros(int(microbatch.max(initial=0)) + 1, dtype=np.int64)
+    seen[microbatch[forward]] = np.searchsorted(updated, position[forward])
     last_needed = np.full(len(updated) + 1, -1)
-    np.maximum.at(last_needed, seen[row.microbatch[release]], row.position[release])
+    np.maximum.at(last_needed, seen[microbatch[release]], position[release])
     outlives = last_needed[:-1] > updated
     return _open_meanwhile(2 * updated[outlives] + 1, 2 * last_needed[:-1][outlives] + 1, length)
 
 
-def _gradient_buffers(row: _Row, length: int) -> Floats:
+def _gradient_buffers(code: Ints, microbatch: Ints, position: Ints, length: int) -> Floats:
     """Count one stage's steps that accumulate: from the start of their first gradient to the end of their UPDATE."""
-    updates, release = row.code == _UPDATE, _RELEASES[row.code]
-    updated = row.position[updates]
-    step = np.searchsorted(row.microbatch[updates], row.microbatch[release])
+    updates, release = code == _UPDATE, _RELEASES[code]
+    updated = position[updates]
+    step = np.searchsorted(microbatch[updates], microbatch[release])
     first = np.full(len(updated) + 1, length)
-    np.minimum.at(first, step, row.position[release])
+    np.minimum.at(first, step, position[release])
     begun = first[:-1] < updated
     return _open_meanwhile(2 * first[:-1][begun], 2 * updated[begun] + 1, length)
 

@@ -9,14 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from drumline.core import rules
-from drumline.core.action import TIMED_OPS, Action, Op
+from drumline.core.action import Action, Op
 from drumline.core.costs import Costs
 from drumline.core.errors import CostsError, ProgramError
 from drumline.core.program import Program
 from drumline.core.prove.validate import misplaced_or_misused, validate
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.assemble import compile_program
-from drumline.core.simulate.columns import Columns
 from drumline.core.simulate.durations import (
     lags,
     latencies_many,
@@ -27,11 +26,11 @@ from drumline.core.simulate.durations import (
     work_seconds_many,
 )
 from drumline.core.simulate.evaluate import evaluate, evaluate_many, starts_of
-from drumline.core.simulate.graph import OPS, Floats, Graph, Messages, NotCompilable
+from drumline.core.simulate.graph import OPS, Columns, Floats, Messages, NotCompilable, TimeGraph
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
-from drumline.core.timeline.timeline import Inputs, Lane, Span, Timeline, Track, Transfer
+from drumline.core.timeline.timeline import LatestInputs, Span, SpanLane, Timeline, Track, Transfer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +43,7 @@ class Simulation(Timeline):
 
     program: Program
     costs: Costs
-    graph: Graph
+    graph: TimeGraph
     ended: Floats
     lag: Floats
     limit: Limit | None = None
@@ -71,11 +70,8 @@ class Simulation(Timeline):
     @cached_property
     def tracks(self) -> Sequence[Track]:
         """Every rank's timed actions."""
-        found = []
-        for row, nodes in zip(self.program.rows, self.graph.action_nodes, strict=True):
-            actions = row if len(row) == len(nodes) else tuple(action for action in row if action.op in TIMED_OPS)
-            found.append(Track(actions, self.started[nodes].tolist(), self.ended[nodes].tolist()))
-        return found
+        rows = zip(self.program.timed_rows, self.graph.action_nodes, strict=True)
+        return [Track(row, self.started[nodes].tolist(), self.ended[nodes].tolist()) for row, nodes in rows]
 
     @cached_property
     def columns(self) -> Columns:
@@ -87,7 +83,7 @@ class Simulation(Timeline):
         """The gradient exchanges."""
         columns = self.graph.exchanges.rank, self.graph.exchanges.stage, self.graph.exchanges.node
         return [
-            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], Lane.EXCHANGE)
+            Span(rank, Action(stage, Op.REDUCE_GRAD), self.starts[node], self.ends[node], SpanLane.EXCHANGE)
             for rank, stage, node in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
@@ -106,43 +102,34 @@ class Simulation(Timeline):
         """The messages between ranks."""
         graph = self.graph
         crossings, work = graph.crossings, graph.work
-        sizes = message_bytes(graph, self.costs)
-        columns = (
-            np.where(crossings.node >= 0, crossings.node, -1),
-            work.node[crossings.producer],
-            work.node[crossings.consumer],
-            work.stage[crossings.producer],
-            work.code[crossings.producer],
-            work.microbatch[crossings.producer],
-            crossings.source,
-            crossings.target,
-            sizes,
-        )
+        made, taken = graph.node[crossings.producer], graph.node[crossings.consumer]
+        action = (column[crossings.producer] for column in (work.stage, work.code, work.microbatch))
+        numbers = crossings.node, made, taken, *action, crossings.source, crossings.target
         found = []
-        for node, made, taken, stage, code, microbatch, source, target, size in zip(
-            *(column.tolist() for column in columns), strict=True
+        for node, maker, taker, stage, code, microbatch, source, target, size in zip(
+            *(column.tolist() for column in (*numbers, message_bytes(graph, self.costs))), strict=True
         ):
-            finished = self.ends[made]
+            finished = self.ends[maker]
             start, sent = (finished, finished) if node < 0 else (self.starts[node], self.ends[node])
             arrived = sent + self.costs.edge(source, target).latency
             message = rules.message(Action(stage, OPS[code], microbatch), self.program.num_stages)
             assert message is not None
-            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taken], size))
+            found.append(Transfer(message.send, source, target, finished, start, arrived, self.starts[taker], size))
         return found
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Inputs]:
+    def latest_inputs(self) -> Sequence[LatestInputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
-        crossings, work, actions = self.graph.crossings, self.graph.work, self.graph.action_nodes
-        index_of = np.full(self.graph.num_nodes, -1)
+        graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
+        index_of = np.full(graph.num_nodes, -1)
         index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
-        producers, consumers = work.node[crossings.producer], work.node[crossings.consumer]
+        producers, consumers = graph.node[crossings.producer], graph.node[crossings.consumer]
         # Of several inputs the last one written counts: the one that ended last.
         order = np.lexsort((index_of[producers], crossings.source, self.ended[producers]))
-        rank, index = np.full((2, self.graph.num_nodes), -1)
+        rank, index = np.full((2, graph.num_nodes), -1)
         rank[consumers[order]] = crossings.source[order]
         index[consumers[order]] = index_of[producers[order]]
-        return [Inputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
+        return [LatestInputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
 
     @cached_property
     def awaited(self) -> dict[tuple[int, int], Span]:
@@ -152,7 +139,7 @@ class Simulation(Timeline):
 
         >>> rows = "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1\n1RECV_F0,1F0,1RECV_F1,1F1"
         >>> simulate(Program.parse(rows), Costs(message_bytes=2, bytes_per_second=1)).awaited
-        {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<Lane.TRANSFER: 'transfer'>)}
+        {(0, 1): Span(rank=0, action=0SEND_F0, start=1.0, end=3.0, lane=<SpanLane.TRANSFER: 'transfer'>)}
         """
         graph, waits = self.graph, self.graph.waits
         found: dict[tuple[int, int], Span] = {}
@@ -160,7 +147,7 @@ class Simulation(Timeline):
             return found
         spans = dict(zip(graph.exchanges.node.tolist(), self.exchanges, strict=True))
         for node, sent in zip(graph.crossings.node.tolist(), self.transfers, strict=True):
-            spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], Lane.TRANSFER)
+            spans[node] = Span(sent.source, sent.action, self.starts[node], self.ends[node], SpanLane.TRANSFER)
         first = np.cumsum([0, *(len(nodes) for nodes in graph.action_nodes)]).tolist()
         columns = (column.tolist() for column in (waits.rank, waits.node, waits.awaited, waits.follows))
         for rank, node, needed, follows in zip(*columns, strict=True):
@@ -188,7 +175,7 @@ class Simulation(Timeline):
                     (transfer.source, transfer.action, int(crossings.node[index])),
                     (transfer.target, recv, int(crossings.recv_node[index])),
                 ):
-                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], Lane.TRANSFER))
+                    spans[rank].append(Span(rank, action, self.starts[node], self.ends[node], SpanLane.TRANSFER))
         return [sorted(row, key=lambda span: (span.start, span.end)) for row in spans]
 
     @cached_property
@@ -267,7 +254,7 @@ def makespans(program: Program, costs: Costs | Sequence[Costs], *, factors: Floa
     return latest
 
 
-def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
+def _samples(graph: TimeGraph, many: list[Costs], factors: Floats | None) -> tuple[Floats, Floats]:
     """Return seconds and lag of every node, one column per sample."""
     if factors is None:
         if graph.messages is Messages.LATENCY and all(one.overlapped is None and one.reduce == 0.0 for one in many):
@@ -282,18 +269,15 @@ def _samples(graph: Graph, many: list[Costs], factors: Floats | None) -> tuple[F
     return seconds_many, lags(graph, many[0], seconds_many[:, 0])[:, None]
 
 
-def _by_work(graph: Graph, factors: Floats) -> Floats:
-    """Return factors (samples, actions row by row) in the order of the graph's work, one column per sample."""
-    actions = len(graph.work.node)
+def _by_work(graph: TimeGraph, factors: Floats) -> Floats:
+    """Return factors (samples, actions row by row) with one column per sample."""
+    actions = len(graph.node)
     if factors.ndim != 2 or factors.shape[1] != actions:
         raise CostsError(f"factors has the shape {factors.shape}", expected=f"(samples, {actions}) and a single Costs")
-    by_row = np.empty(actions, dtype=np.int64)
-    by_row[np.argsort(graph.work.node, kind="stable")] = np.arange(actions)
-    ordered: Floats = factors.T[by_row]
-    return ordered
+    return factors.T
 
 
-def _compiled(program: Program, costs: Costs) -> Graph:
+def _compiled(program: Program, costs: Costs) -> TimeGraph:
     graph = compile_program(program, Messages.of(costs))
     if not graph.plain and misplaced_or_misused(program):
         raise NotCompilable
@@ -312,6 +296,6 @@ def _invalid(program: Program) -> InvalidProgram:
     return InvalidProgram(program.name, violations)
 
 
-def _timed(program: Program, costs: Costs, graph: Graph, seconds: Floats, limit: Limit | None = None) -> Simulation:
+def _timed(program: Program, costs: Costs, graph: TimeGraph, seconds: Floats, limit: Limit | None = None) -> Simulation:
     lag = lags(graph, costs, seconds)
     return Simulation(program, costs, graph, evaluate(graph, seconds, lag), lag, limit)

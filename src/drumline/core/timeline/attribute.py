@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from drumline.core.action import Action, Op
 from drumline.core.timeline.idle import Cause, Idle, Limit
@@ -73,9 +74,13 @@ class _Rank:
             refused_from = self.refused_from(index, free_from, balanced_to)
             bounds = (free_from, refused_from, balanced_to, waited_to, free_to)
             causes = (waiting, Cause.MEMORY, Cause.IMBALANCE, Cause.TRANSFER)
-            for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
-                if high > low:
-                    yield Idle(self.rank, low, high, cause, action, waits_for, on_rank)
+            yield from self.parts(bounds, causes, action, waits_for, on_rank)
+
+    def parts(self, bounds: Sequence[float], causes: Sequence[Cause], *about: Any) -> Iterator[Idle]:
+        """Yield what lies between the bounds, each with its cause; `about` is the same for all."""
+        for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
+            if high > low:
+                yield Idle(self.rank, low, high, cause, *about)
 
     def latest_input(self, index: int) -> tuple[float, int, Action] | None:
         """Return when, on which rank and by which action the last input of the action at `index` was made, if any."""
@@ -100,9 +105,7 @@ class _Rank:
             excess -= free_to - drained_to
             bounds = (free_from, exchanged_to, drained_to, free_to)
             causes = (Cause.TRANSFER, Cause.DRAIN, Cause.IMBALANCE)
-            for (low, high), cause in zip(pairwise(bounds), causes, strict=True):
-                if high > low:
-                    yield Idle(self.rank, low, high, cause, None, waits_for, on_rank)
+            yield from self.parts(bounds, causes, None, waits_for, on_rank)
 
     def twin_gap(self, index: int) -> float:
         """Return how long the balanced twin idles before the action at `index` (one past the last: at the end)."""

@@ -53,31 +53,27 @@ class Idle:
     def why(self) -> str:
         """The cause in words."""
         needed = f"{self.waits_for} of rank {self.on_rank}" if self.waits_for is not None else "nothing"
-        match self.cause:
-            case Cause.FILL:
-                return f"the pipeline fills; {self.before} waits for {needed}"
-            case Cause.DRAIN:
-                return f"the pipeline drains; {needed} ends last"
-            case Cause.WAIT:
-                return f"{self.before or 'the end'} waits for {needed}"
-            case Cause.TRANSFER if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
-                return f"the rank itself is busy with {self.waits_for}"
-            case Cause.TRANSFER if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
-                return "its gradients are being exchanged"
-            case Cause.TRANSFER:
-                return f"{needed} is made and on its way to {self.before}"
-            case Cause.IMBALANCE:
-                return f"{self.before or 'the end'} waits for {needed}, which unequal costs delay"
-            case Cause.MEMORY:
-                return f"{self.before} waits for {needed}, and the memory limit forbids running ahead"
-            case Cause.OVERHEAD:
-                return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
-            case Cause.OUTSIDE:
-                return "the rank had not begun its step"
-            case Cause.UNEXPLAINED:
-                return "nothing that was measured says what the rank did"
+        before = self.before or "the end"
+        if self.cause is Cause.OVERHEAD:
+            return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
+        if self.cause is not Cause.TRANSFER:
+            return _WHY[self.cause].format(before=before, needed=needed)
+        if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
+            return f"the rank itself is busy with {self.waits_for}"
+        if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
+            return "its gradients are being exchanged"
+        return f"{needed} is made and on its way to {before}"
 
 
+_WHY = {
+    Cause.FILL: "the pipeline fills; {before} waits for {needed}",
+    Cause.DRAIN: "the pipeline drains; {needed} ends last",
+    Cause.WAIT: "{before} waits for {needed}",
+    Cause.IMBALANCE: "{before} waits for {needed}, which unequal costs delay",
+    Cause.MEMORY: "{before} waits for {needed}, and the memory limit forbids running ahead",
+    Cause.OUTSIDE: "the rank had not begun its step",
+    Cause.UNEXPLAINED: "nothing that was measured says what the rank did",
+}
 _OVERHEAD = {
     "begin": "the step begins: the batch is cut, and the last one is looked back at",
     "post": "receives are posted",

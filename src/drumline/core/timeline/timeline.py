@@ -17,16 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
 from drumline.core.program import Program
-from drumline.core.simulate.columns import Columns
+from drumline.core.simulate.graph import Columns
 from drumline.core.simulate.memory import Holding
 from drumline.core.timeline.idle import Cause, Idle, Limit
 
 
-class Lane(StrEnum):
+class SpanLane(StrEnum):
     """Where a span is drawn: a rank computes, exchanges gradients, or (with overlap off) moves a message itself."""
 
     COMPUTE = "compute"
@@ -42,7 +43,7 @@ class Span:
     action: Action
     start: float
     end: float
-    lane: Lane = Lane.COMPUTE
+    lane: SpanLane = SpanLane.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class LatestInputs:
     """Where the latest input of each of a rank's timed actions ran: rank and index there, -1 where it had none."""
 
     ranks: Sequence[int]
@@ -242,17 +243,12 @@ class Timeline(ABC):
     @cached_property
     def peak_receive_bytes(self) -> tuple[float, ...]:
         """The most bytes of messages each rank had under way to it or waiting, apart from what it holds."""
-        peaks = [0.0] * self.num_ranks
-        changes: list[list[tuple[float, float]]] = [[] for _ in peaks]
+        changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
         for transfer in self.transfers:
             changes[transfer.target] += [(transfer.start, transfer.num_bytes), (transfer.consumed, -transfer.num_bytes)]
-        for rank, events in enumerate(changes):
-            held = 0.0
-            # What arrives at the moment another message is taken up needs a place of its own.
-            for _, change in sorted(events, key=lambda event: (event[0], -event[1])):
-                held += change
-                peaks[rank] = max(peaks[rank], held)
-        return tuple(peaks)
+        # What arrives at the moment another message is taken up needs a place of its own.
+        ordered = (sorted(events, key=lambda event: (event[0], -event[1])) for events in changes)
+        return tuple(max(accumulate(change for _, change in events), default=0.0) for events in ordered)
 
     @cached_property
     def queue_depths(self) -> dict[tuple[int, int], list[tuple[float, int]]]:
@@ -263,21 +259,18 @@ class Timeline(ABC):
         depths: dict[tuple[int, int], list[tuple[float, int]]] = {}
         for edge, events in sorted(changes.items()):
             depth = 0
-            curve: list[tuple[float, int]] = []
+            curve: dict[float, int] = {}
             for time, change in sorted(events):
                 depth += change
-                if curve and curve[-1][0] == time:
-                    curve[-1] = (time, depth)
-                else:
-                    curve.append((time, depth))
-            depths[edge] = curve
+                curve[time] = depth
+            depths[edge] = list(curve.items())
         return depths
 
     @cached_property
-    def latest_inputs(self) -> Sequence[Inputs]:
+    def latest_inputs(self) -> Sequence[LatestInputs]:
         """Per rank, where what each timed action needed last of another rank ran."""
         return [
-            Inputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
+            LatestInputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
             for rank, track in enumerate(self.tracks)
         ]
 

@@ -86,28 +86,16 @@ def _make_cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
 
-def _make_cached_property(fn: Callable[..., Any], name: str) -> Any:
-    made: functools.cached_property[Any] = functools.cached_property(fn)
-    made.__set_name__(object, name)
-    return made
-
-
-def _make_cell() -> CellType:
-    return CellType()
-
-
-def _dataclasses_own(sentinel: object) -> Any:
-    """Dataclasses compare their sentinels by identity, so they go by name."""
-    return next(name for name, value in vars(dataclasses).items() if value is sentinel)
-
-
-_SENTINELS = ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+# Dataclasses compare their sentinels by identity, so they go by name.
+_SENTINELS: dict[Any, str] = {
+    getattr(dataclasses, name): name for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+}
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     ModuleType: _module,
-    CellType: lambda _: (_make_cell, ()),  # its functions fill it: it may hold one of them
-    functools.cached_property: lambda cached: (_make_cached_property, (cached.func, cached.attrname)),
+    CellType: lambda _: (cloudpickle._make_empty_cell, ()),  # its functions fill it: it may hold one of them
+    functools.cached_property: lambda one: (functools.cached_property, (one.func,), {"attrname": one.attrname}),
     type(functools.lru_cache(len)): _cached,
-    **{type(getattr(dataclasses, name)): _dataclasses_own for name in _SENTINELS},
+    **dict.fromkeys(map(type, _SENTINELS), _SENTINELS.__getitem__),
 }
 
 
@@ -121,7 +109,6 @@ class _Pickler(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._namespaces: dict[int, _Namespace] = {}
-        self._storages: dict[int, Any] = {}  # each is written once
         self._sources = sources
         self._reply = reply
 
@@ -191,7 +178,8 @@ class _Pickler(_Base):  # type: ignore[misc]
             data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             return _untyped, (data.tobytes() if data.nbytes < _SMALL_BYTES else pickle.PickleBuffer(data),)
         if isinstance(storage, torch.storage.TypedStorage):
-            return _typed, (self._storages.setdefault(untyped._cdata, untyped), storage.dtype)
+            kind: Any = torch.storage.TypedStorage
+            return functools.partial(kind, wrap_storage=untyped, dtype=storage.dtype, _internal=True), ()
         return NotImplemented
 
     def _keep_source(self, code: CodeType) -> None:
@@ -277,15 +265,6 @@ def _show_in_main(obj: Any) -> None:
 def _untyped(data: Any) -> Any:
     import torch
 
-    size = memoryview(data).nbytes
-    made = torch.empty(size, dtype=torch.uint8)
-    if size:
-        made.numpy()[:] = memoryview(data)
+    made = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
+    made.numpy()[:] = memoryview(data)
     return made.untyped_storage()
-
-
-def _typed(untyped: Any, dtype: Any) -> Any:
-    from torch import storage
-
-    made: Any = storage.TypedStorage
-    return made(wrap_storage=untyped, dtype=dtype, _internal=True)

@@ -20,8 +20,7 @@ from drumline.core.errors import DrumlineError, LaunchError, RankFailed, WaitTim
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.processes import Processes
-from drumline.pipeline.launch.wire import Failure, Parts
-from drumline.pipeline.launch.worker import Task
+from drumline.pipeline.launch.wire import Failure, Parts, blank, write
 
 T = TypeVar("T")
 
@@ -56,17 +55,21 @@ def launch(
     >>> launch(rank_of, word="rank", num_ranks=2)
     ['rank 0 of 2', 'rank 1 of 2']
     """
-    kwargs = _named(named, kwargs or {})
+    kwargs = kwargs or {}
+    for name in named.keys() & kwargs.keys():
+        raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+    kwargs = {**named, **kwargs}
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
-    task = _packed(Task(fn, args, kwargs))
+    parts = _packed(fn, args, kwargs)
     limit = None if timeout is None else time.monotonic() + timeout
-    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Processes() as ranks, blank() as task:
+        write(task, parts)
         port = listener.getsockname()[1]
         for rank in range(num_ranks):
             ranks.start(
                 lambda control: _command(control, threads=threads, backend=backend or "gloo"),
                 _environment(rank, num_ranks=num_ranks, port=port, threads=threads),
-                task,
+                task.fileno(),
                 prefix=f"[rank {rank}] " if prefix else "",
             )
         # The ranks end before their store does: without it they would complain.
@@ -75,16 +78,8 @@ def launch(
             if failures:
                 raise _error(failures, num_ranks)
             ranks.let_go()
-            parts = [rank.parts for rank in ranks]
-    return [_loaded(rank, one) for rank, one in enumerate(parts)]
-
-
-def _named(named: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `fn` gets by name."""
-    for name in named:
-        if name in kwargs:
-            raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
-    return {**named, **kwargs}
+            results = [rank.parts for rank in ranks]
+    return [_loaded(rank, one) for rank, one in enumerate(results)]
 
 
 def _check(
@@ -107,14 +102,13 @@ def _check(
         raise LaunchError(f"{_name(fn)}{signature} cannot be called with the given arguments: {error}") from None
 
 
-def _packed(task: Task) -> Parts:
+def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
     try:
-        return by_value.dumps(task)
+        return by_value.dumps((fn, args, kwargs))
     except LaunchError:
         raise
     except Exception as error:
-        named = [(_name(task.fn), task.fn), *((f"argument {at}", one) for at, one in enumerate(task.args))]
-        named += [(f"argument {name}", one) for name, one in task.kwargs.items()]
+        named = [(_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
         found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
             f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"

@@ -1,4 +1,4 @@
-"""The processes that `launch` started: feeds them their task, passes on what they print, takes in what they answer.
+"""The processes that `launch` started: hands them their task, passes on what they print, takes in what they answer.
 
 All of it happens in the thread that called `launch`, one round of `select` after the other: prints appear in the
 notebook cell that runs, Ctrl-C is noticed at once, and nothing runs on when `launch` is left.
@@ -17,11 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self
+from dataclasses import dataclass
+from typing import IO, Self
 
 from drumline.core.errors import LaunchError
 from drumline.pipeline.launch import by_value
-from drumline.pipeline.launch.wire import FAILED, Failure, Inbox, Parts, framed
+from drumline.pipeline.launch.wire import FAILED, Failure, blank, read
 
 _SECONDS_TO_EXIT = 5.0
 _SECONDS_TO_TERMINATE = 15.0  # a rank that cleans up on a busy machine is not to be killed over it
@@ -31,18 +32,17 @@ _SECONDS_AN_EXIT_ROUND = 0.01  # an exit makes nothing readable
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 
+@dataclass(eq=False)
 class Rank:
-    """One process, its socket and streams, and what came of it: `failure`, or `parts` that hold a result."""
+    """One process, its socket, the file that it answers in, and what came of it: `failure`, or `parts` of a result."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], control: socket.socket, task: Parts) -> None:
-        self.number = number
-        self.process = process
-        self.control = control
-        self.inbox = Inbox()
-        self.outbox = framed(task)
-        self.num_written = 0
-        self.parts: list[bytearray] | None = None
-        self.failure: Failure | None = None
+    number: int
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    answer: IO[bytes]
+    num_written: int = 0
+    parts: list[bytearray] | None = None
+    failure: Failure | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -54,44 +54,27 @@ class Rank:
         """Return whether its process still runs."""
         return self.process.poll() is None
 
-    def take_in(self) -> bool:
-        """Read from the socket; return whether more may come."""
+    def take_in(self) -> None:
+        """Take the answer, if there is one: the socket has a byte that says so, or has come to its end."""
         try:
-            if not self.inbox.read(self.control):
-                return True
-        except BlockingIOError:
-            return True
-        except (EOFError, ConnectionError):
-            return False
-        kind, *parts = self.inbox.parts
-        if kind == FAILED:
-            self.failure = by_value.loads(parts)
-        else:
-            self.parts = parts
-        return False
-
-    def hand_over(self) -> None:
-        """Write to the socket what it takes; a rank that is gone is noticed elsewhere."""
-        try:
-            while self.outbox:
-                rest = self.outbox[0][self.control.send(self.outbox[0]) :]
-                self.outbox[:1] = [rest] if rest.nbytes else []
-        except BlockingIOError:
-            pass
+            kind = self.control.recv(1)
         except ConnectionError:
-            self.outbox.clear()
+            return
+        if kind == FAILED:
+            self.failure = by_value.loads(read(self.answer.fileno()))
+        elif kind:
+            self.parts = read(self.answer.fileno())
 
 
+@dataclass(eq=False)
 class Stream:
     """One of a rank's two output streams, passed on line by line to this process's own, as it is now."""
 
-    def __init__(self, rank: Rank, name: str, source: int, prefix: str) -> None:
-        self.rank = rank
-        self.name = name
-        self.source = source
-        self.prefix = prefix
-        self.pending = b""
-        os.set_blocking(source, False)
+    rank: Rank
+    name: str
+    source: int
+    prefix: str
+    pending: bytes = b""
 
     def pass_on(self) -> bool:
         """Write all lines that are complete; return False at the stream's end, with all of it written."""
@@ -127,7 +110,7 @@ class Processes:
     def __iter__(self) -> Iterator[Rank]:
         return iter(self._all)
 
-    def start(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str], task: Parts, prefix: str) -> None:
+    def start(self, command: Callable[[int], Sequence[str]], env: Mapping[str, str], task: int, prefix: str) -> None:
         """Start one more rank; `command` is told the number of its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -144,35 +127,31 @@ class Processes:
             except OSError as error:
                 ours.close()
                 raise LaunchError(f"cannot start {sys.executable or 'Python'}: {error}") from error
-        rank = Rank(len(self._all), process, ours, task)
+        rank = Rank(len(self._all), process, ours, blank())
         self._all.append(rank)
-        ours.setblocking(False)
-        self._selector.register(ours, selectors.EVENT_READ | selectors.EVENT_WRITE, rank)
+        with contextlib.suppress(ConnectionError):  # a rank that is gone is noticed elsewhere
+            socket.send_fds(ours, [b"."], [task, rank.answer.fileno()])
+        self._selector.register(ours, selectors.EVENT_READ, rank)
         for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, Stream(rank, name, pipe.fileno(), prefix))
 
     def turn(self, seconds: float = _SECONDS_A_ROUND) -> None:
         """Wait a moment for anything that the ranks say, and act on it."""
         gone = [rank for rank in self._all if not rank.is_finished and not rank.is_alive]
         heard = set()
-        for key, events in self._selector.select(seconds):
+        for key, _ in self._selector.select(seconds):
             heard.add(key.data)
             if isinstance(key.data, Stream):
-                if not key.data.pass_on():
-                    self._selector.unregister(key.fileobj)
-                continue
-            rank: Rank = key.data
-            if events & selectors.EVENT_WRITE:
-                rank.hand_over()
-            more = not events & selectors.EVENT_READ or rank.take_in()
-            if not more and not rank.is_finished:
-                self._bury(rank)
-            if not more:
-                self._selector.unregister(key.fileobj)
+                if key.data.pass_on():
+                    continue
             else:
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outbox else 0)
-                self._selector.modify(key.fileobj, wanted, rank)
+                rank: Rank = key.data
+                rank.take_in()
+                if not rank.is_finished:
+                    self._bury(rank)
+            self._selector.unregister(key.fileobj)
         for rank in gone:
             # Its answer may have arrived just before its end, so only silence settles it.
             if rank not in heard and not rank.is_finished:
@@ -234,7 +213,7 @@ class Processes:
                     pass
         self._selector.close()
         for rank in self._all:
-            for resource in (rank.control, rank.process.stdout, rank.process.stderr):
+            for resource in (rank.control, rank.answer, rank.process.stdout, rank.process.stderr):
                 if resource is not None:
                     resource.close()
         self._all.clear()

@@ -1,22 +1,26 @@
-"""What crosses between `launch` and one of its ranks: a message is some parts, each a run of bytes, with sizes ahead.
+"""What crosses between `launch` and its ranks: task and outcome, each some runs of bytes in a file, with sizes ahead.
 
     number of parts | size of part 0 | size of part 1 | ... | part 0 | part 1 | ...
 
-`launch` sends one message, the task; the rank answers with one, the outcome. Large tensors are parts of their own, so
-they are received straight into the memory that they end up in.
+`launch` writes the task once, for all ranks to read; each rank answers in a file of its own. Large tensors are parts of
+their own, so they are read straight into the memory that they end up in.
 """
 
 from __future__ import annotations
 
-import socket
+import os
 import struct
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from mmap import ACCESS_READ, mmap
+from typing import IO
 
 Parts = Sequence[bytes | bytearray | memoryview]
 
-# The first part of an outcome.
-RETURNED, FAILED = b"returned", b"failed"
+# What a rank says once its outcome is written.
+RETURNED, FAILED = b"r", b"f"
 
 _SIZE = struct.Struct("<Q")
 
@@ -40,60 +44,33 @@ class Failure:
         return f"failed with {self.kind}: {self.text}" if self.kind else self.text
 
 
-def framed(parts: Parts) -> list[memoryview]:
-    """Return a message's bytes, in runs to be written one after the other.
+def blank() -> IO[bytes]:
+    """Return an empty file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("drumline"), "w+b")
+    return tempfile.TemporaryFile()
 
-    >>> head, part = framed([b"ab"])
-    >>> list(_SIZE.iter_unpack(head)), bytes(part)
-    ([(1,), (2,)], b'ab')
-    """
+
+def write(file: IO[bytes], parts: Parts) -> None:
+    """Write a message from the file's beginning on."""
     runs = [memoryview(part).cast("B") for part in parts]
-    head = b"".join(_SIZE.pack(size) for size in (len(runs), *(run.nbytes for run in runs)))
-    return [memoryview(head), *(run for run in runs if run.nbytes)]
+    file.seek(0)
+    file.write(b"".join(_SIZE.pack(size) for size in (len(runs), *(run.nbytes for run in runs))))
+    for run in runs:
+        file.write(run)
+    file.flush()
 
 
-class Inbox:
-    """Takes one message in, as its bytes arrive; `read` returns whether it is complete.
+def read(file: int) -> list[bytearray]:
+    """Return the parts of the message in a file, which may be read by others at the same time.
 
-    >>> near, far = socket.socketpair()
-    >>> for run in framed([b"ab", b"", b"c"]):
-    ...     near.sendall(run)
-    >>> inbox = Inbox()
-    >>> while not inbox.read(far):
-    ...     pass
-    >>> inbox.parts
+    >>> with blank() as file:
+    ...     write(file, [b"ab", b"", b"c"])
+    ...     read(file.fileno())
     [bytearray(b'ab'), bytearray(b''), bytearray(b'c')]
-    >>> near.close(), far.close()
-    (None, None)
     """
-
-    def __init__(self) -> None:
-        self.parts: list[bytearray] = []
-        self._head = bytearray(_SIZE.size)
-        self._num_parts: int | None = None
-        self._open: list[memoryview] = [memoryview(self._head)]
-
-    def read(self, source: socket.socket) -> bool:
-        """Take in what one receive gives; raises EOFError if the other end is gone."""
-        if self._open:
-            number = source.recv_into(self._open[0])
-            if number == 0:
-                raise EOFError
-            rest = self._open[0][number:]
-            self._open = [rest, *self._open[1:]] if rest.nbytes else self._open[1:]
-        while not self._open and self._advance():
-            pass
-        return not self._open
-
-    def _advance(self) -> bool:
-        """Go on to what follows a part of the message that is now complete, if anything does."""
-        if self._num_parts is None:
-            (self._num_parts,) = _SIZE.unpack(self._head)
-            self._head = bytearray(_SIZE.size * self._num_parts)
-            self._open = [memoryview(self._head)] if self._head else []
-            return bool(self._head)
-        if self._num_parts and not self.parts:
-            self.parts = [bytearray(size) for (size,) in _SIZE.iter_unpack(self._head)]
-            self._open = [memoryview(part) for part in self.parts if part]
-            return bool(self._open)
-        return False
+    with mmap(file, 0, access=ACCESS_READ) as held, memoryview(held) as view:
+        (number,) = _SIZE.unpack_from(view)
+        sizes = [_SIZE.unpack_from(view, _SIZE.size * at)[0] for at in range(1, 1 + number)]
+        starts = accumulate(sizes, initial=_SIZE.size * (1 + number))
+        return [bytearray(view[at : at + size]) for at, size in zip(starts, sizes, strict=False)]

@@ -22,27 +22,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 from drumline.core.errors import LaunchError, RankFailed
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
-from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Inbox, Parts, framed
+from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Parts, read, write
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What every rank is to run."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 class _Terminated(SystemExit):
@@ -70,20 +59,26 @@ def main(control: int, *, parent: int, threads: int, backend: str) -> NoReturn:
 
 
 def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
-    inbox = Inbox()
-    while not inbox.read(connection):
-        pass
+    _, files, _, _ = socket.recv_fds(connection, 1, 2)
+    if not files:
+        raise EOFError
+    task, answer = files
+    parts = read(task)
+    os.close(task)
+    os.set_inheritable(answer, False)
     all_done = _watch(connection)
-    try:
-        outcome = _result(_run(inbox.parts, threads=threads, backend=backend))
-        _take_leave()
-    except _Terminated:
-        raise
-    except BaseException as error:
-        # Exits at once: the connections that close tell the other ranks.
-        _send(connection, [FAILED, *by_value.dumps(_failure(error), reply=True)])
-        return 1
-    _send(connection, [RETURNED, *outcome])
+    with open(answer, "wb") as file:
+        try:
+            write(file, _result(_run(parts, threads=threads, backend=backend)))
+            _take_leave()
+        except _Terminated:
+            raise
+        except BaseException as error:
+            # Exits at once: the connections that close tell the other ranks.
+            write(file, by_value.dumps(_failure(error), reply=True))
+            connection.sendall(FAILED)
+            return 1
+    connection.sendall(RETURNED)
     all_done.wait()
     _leave_group()
     return 0
@@ -92,13 +87,13 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
 def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     _join_group(threads=threads, backend=backend)
     try:
-        task: Task = by_value.loads(parts)
+        fn, args, kwargs = by_value.loads(parts)
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
             fix="every rank imports by name what the calling process imported: see that it finds the same modules",
         ) from error
-    return task.fn(*task.args, **task.kwargs)
+    return fn(*args, **kwargs)
 
 
 def _join_group(*, threads: int, backend: str) -> None:
@@ -137,8 +132,7 @@ def _result(value: Any) -> Parts:
     except Exception as error:
         found = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"what fn returned cannot be sent back: {found}",
-            fix="return tensors, numbers, or a state_dict()",
+            f"what fn returned cannot be sent back: {found}", fix="return tensors, numbers, or a state_dict()"
         ) from error
 
 
@@ -167,11 +161,6 @@ def _is_echo(error: BaseException) -> bool:
     return isinstance(error, RankFailed | DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in ("closed by peer", "reset by peer"))
     )
-
-
-def _send(connection: socket.socket, parts: Parts) -> None:
-    for run in framed(parts):
-        connection.sendall(run)
 
 
 def _watch(connection: socket.socket) -> threading.Event:

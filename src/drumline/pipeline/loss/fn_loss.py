@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.loss.weighing import Count, Weighing, weighed
+from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.runtime.executor import Step
-from drumline.runtime.loss.counts import Counts, labels_counted, mixed_by
+from drumline.runtime.loss.counts import Count, Counts, labels_counted, mixed_by, watched
 from drumline.runtime.loss.terms import Terms, Walk
-from drumline.runtime.loss.watched import watched
 from drumline.runtime.values import joined, pack, unpack
 
 _IGNORED = -100  # the label that torch's losses leave out unless told otherwise

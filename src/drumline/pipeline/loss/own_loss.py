@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.loss.weighing import Weighing, weighed
+from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import Inputs, Kind, Loss, Script
+from drumline.runtime.blocks.script import Inputs, Kind, OwnLossParts, Script
 from drumline.runtime.loss.counts import labels_counted, mixed_by
 from drumline.runtime.loss.terms import name_of
 
@@ -68,17 +69,10 @@ class OwnWeight(TorchFunctionMode):
         A loss that adds up means over different counts is refused: no one weight is right for it.
         """
         self.counts = []
-        modes = [module for module in self.model.modules() if module.training]
-        for module in modes:
-            module.training = False
-        try:
-            with self, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                output = self._run(inputs)
-                if self.loss_fn is not None:
-                    self.loss_fn(output, target)
-        finally:
-            for module in modes:
-                module.training = True
+        with evaluating([self.model]), self, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = self._run(inputs)
+            if self.loss_fn is not None:
+                self.loss_fn(output, target)
         if len(set(self.counts)) > 1:
             raise ModelError(
                 f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",
@@ -110,7 +104,7 @@ class OwnShares:
     def __init__(self, script: Script, piece: Any, num_last: int) -> None:
         self.script = script
         self.piece = piece  # the last one, where parameters are found that weigh classes
-        self._first = script.num_pieces - num_last  # of the last stage
+        self._first = len(script.names) - num_last  # of the last stage
         self._looked_at = False
         self._apart: set[int] = set()  # the parts that bring the rows of a microbatch together
 
@@ -146,7 +140,7 @@ class OwnShares:
             factors[microbatch] = [1.0 if at in apart else next(each) for at in range(len(counts[0]))]
         return Weighing(made.shares, factors)
 
-    def _look(self, loss: Loss, kind: Kind, rows: int) -> None:
+    def _look(self, loss: OwnLossParts, kind: Kind, rows: int) -> None:
         """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
         if self._looked_at:
             return
@@ -175,7 +169,7 @@ class OwnShares:
             )
         self._looked_at = True
 
-    def _mixers(self, loss: Loss, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
+    def _mixers(self, loss: OwnLossParts, kind: Kind, rows: int) -> dict[int, tuple[str, int]]:
         """Return the parts that bring rows together, seen on a batch of more rows: in which call, and in what degree.
 
         Degree 1 brings rows down to a few numbers, degree 2 compares each with each.

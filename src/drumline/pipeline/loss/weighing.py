@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from drumline.core.errors import BatchError
-
-Count = float | Tensor
+from drumline.runtime.loss.counts import Count
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -65,9 +65,12 @@ def material_from(source: str | Maker) -> Material:
         return _made(maker, f"{path}:{name}")
 
 
-def check_source(source: str) -> None:
-    """Refuse what names no function of a file, without running the file."""
-    _parts(source)
+def check(source: str) -> None:
+    """Refuse what is no configuration and names no function of a file, without making the model or running the file."""
+    if is_config(source):
+        _config(Path(source))
+    else:
+        _parts(source)
 
 
 def _parts(source: str) -> tuple[Path, str]:
@@ -133,7 +136,7 @@ def _made(maker: Maker, name: str) -> Material:
     return material
 
 
-def is_config(source: object) -> bool:
+def is_config(source: object) -> TypeGuard[str]:
     """Whether a model is named by its configuration.
 
     >>> is_config("models/config.json"), is_config("model.py:make")
@@ -157,11 +160,6 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
         raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, which the model has places for")
     ids = torch.randint(known.vocab_size, (rows, length))
     return Material(model.train(), None, {"input_ids": ids, "labels": ids}, None)
-
-
-def check_config(path: str) -> None:
-    """Refuse what is no configuration, without making the model."""
-    _config(Path(path))
 
 
 def _config(path: Path) -> dict[str, Any]:

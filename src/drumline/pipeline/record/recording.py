@@ -11,30 +11,26 @@ step is told and written with the next one.
 from __future__ import annotations
 
 import atexit
-import math
 import secrets
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.align import Dial
-from drumline.core.measured.metrics import step_metrics
-from drumline.core.measured.record import Record
+from drumline.core.measured.record import BETWEEN, Record
 from drumline.core.program import Program
 from drumline.pipeline.assembly import Assembly
 from drumline.pipeline.balance import Balance
 from drumline.pipeline.crew import Crew
 from drumline.pipeline.observer import Observer
-from drumline.pipeline.record.gaps import Between
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
+from drumline.pipeline.state.tensors import Holdings
 from drumline.runtime.clock import Clock
 from drumline.runtime.draft import END, LEAVE, Draft
 from drumline.runtime.executor import Step
@@ -44,11 +40,78 @@ _ENDED: Any = object()
 _SECONDS_TO_READ = 10.0  # how long the clocks of several hosts are read in one way
 
 
+class Between:
+    """What happens on this process's ranks between two steps, in pieces that do not overlap.
+
+        step ──┤tell│write│      │ clip    │hear│ clip │ update │      │ data │├── step
+        outside                               outside
+
+    Times are kept by kind since the last step, on each rank by its own clock.
+
+    >>> between = Between([Clock()])
+    >>> with between.during("clip"), between.during("hear"):
+    ...     pass
+    >>> draft = Draft(0)
+    >>> between.hand_over([draft])
+    >>> [BETWEEN[kind] for kind in draft.between[::3]]
+    ['clip', 'hear', 'clip']
+    """
+
+    def __init__(self, clocks: Sequence[Clock]) -> None:
+        self._clocks = clocks
+        self._open: list[int] = []  # kinds, the innermost last
+        self._from: list[int] = []  # by rank, since when the innermost goes on
+        self._rows: list[list[int]] = [[] for _ in clocks]
+        self._since = [clock.now() for clock in clocks]
+
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """Count what runs inside as `kind`, but for what inside of it has a kind of its own."""
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, kind: str) -> None:
+        """Begin a piece."""
+        self._cut()
+        self._open.append(BETWEEN.index(kind))
+
+    def leave(self) -> None:
+        """End the innermost piece; nothing if a step has begun since, as one may inside of an optimizer's step."""
+        self._cut()
+        if self._open:
+            self._open.pop()
+
+    def _cut(self) -> None:
+        moments = [clock.now() for clock in self._clocks]
+        if self._open:
+            for rows, start, end in zip(self._rows, self._from, moments, strict=True):
+                rows.extend((self._open[-1], start, end))
+        self._from = moments
+
+    def hand_over(self, drafts: Sequence[Draft]) -> None:
+        """Let the next step's drafts have what is known, up to now; begins them."""
+        self._cut()
+        self._open.clear()
+        for at, (draft, clock) in enumerate(zip(drafts, self._clocks, strict=True)):
+            draft.since_ns, draft.between = self._since[at], self._rows[at]
+            draft.begin_ns = clock.now()
+            self._rows[at] = []
+
+    def ended(self, drafts: Sequence[Draft]) -> None:
+        """Begin anew where the step ended."""
+        self._since = [draft.end_ns for draft in drafts]
+
+
 class Recording(Observer):
     """The records of this process's ranks; `record` is what the user asked for: True, False, or a folder."""
 
-    def __init__(self, record: bool | str | Path, crew: Crew, ledger: Ledger, clocks: Sequence[Clock]) -> None:
-        self._ledger = ledger
+    def __init__(
+        self, record: bool | str | Path, crew: Crew, ledger: Ledger, holdings: Holdings, clocks: Sequence[Clock]
+    ) -> None:
+        self._ledger, self._holdings = ledger, holdings
         self.is_on = record is not False
         self.folder: RunFolder | None = None
         self.drafts: Sequence[Draft] = ()  # of the step that runs
@@ -58,7 +121,7 @@ class Recording(Observer):
         self._has_clocks = False  # more than one: ranks on several hosts
         self._dials: tuple[Dial, ...] = ()  # how they are read, and until when
         self._read_until = 0.0
-        self._between = Between(clocks)
+        self.between = Between(clocks)  # what this process does between steps
         self._late: Sequence[Draft] = ()  # of the last step, where the device had not passed it
         self._unwritten: list[Record] = []
         self._waiting: list[tuple[Tally, dict[str, Any]]] = []  # steps whose metrics are not written
@@ -92,8 +155,6 @@ class Recording(Observer):
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
 
-    # ---- a step ------------------------------------------------------------------------------------------------------
-
     def called(self, step: Step) -> None:
         """Begin drafts for a step."""
         self.drafts = [Draft(rank, step.number) for rank in self._ranks]
@@ -101,7 +162,7 @@ class Recording(Observer):
             draft.clock = clock.number
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
-        self._between.hand_over(self.drafts)
+        self.between.hand_over(self.drafts)
 
     def end(self, step: Step) -> None:
         """Note that all rows of this process have ended and what was sent has left."""
@@ -112,7 +173,7 @@ class Recording(Observer):
         if self._crew.alone and self.is_on:
             tally.own = partial(self.settled, self.drafts)
         self._spent(END)
-        self._between.ended(self.drafts)
+        self.between.ended(self.drafts)
 
     def _spent(self, kind: int) -> None:
         for draft, clock in zip(self.drafts, self._clocks, strict=True):
@@ -120,29 +181,20 @@ class Recording(Observer):
             draft.spent(kind, draft.end_ns, now)
             draft.end_ns = now
 
-    def during(self, kind: str) -> AbstractContextManager[None]:
-        """Count what runs inside, between steps, as `kind`."""
-        return self._between.during(kind) if self.is_on else nullcontext()
-
     def data(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield what a loader does, and count the time that each batch takes to come."""
         batches = iter(loader)
         while True:
-            with self.during("data"):
+            with self.between.during("data"):
                 batch = next(batches, _ENDED)
             if batch is _ENDED:
                 return
             yield batch
 
-    def enter(self, kind: str) -> None:
-        """Count what follows as `kind`, until `leave`."""
-        if self.is_on:
-            self._between.enter(kind)
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        if self.is_on:
-            self._between.leave()
+    def settle(self) -> None:
+        """Hear how the steps so far went on all ranks, and raise if one must not be built on."""
+        with self.between.during("hear"):
+            self._ledger.settle(until=None, gradients_left=self._holdings.has_gradients)
 
     def fill(self, each: Sequence[Told]) -> None:
         """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
@@ -162,8 +214,6 @@ class Recording(Observer):
         for draft, clock in zip(drafts, self._clocks, strict=True):
             clock.settle(draft, wait=True)
         return [draft.record() for draft in drafts]
-
-    # ---- the files ---------------------------------------------------------------------------------------------------
 
     def add(self, tally: Tally, each: Sequence[Told]) -> None:
         """Take in what the ranks of this process told of a step, to be written during the next one."""
@@ -188,7 +238,7 @@ class Recording(Observer):
             tally, noted = self._waiting.pop(0)
             if self._has_clocks and time.monotonic() > self._read_until:
                 self._dials, self._read_until = self._ledger.dials(tally), time.monotonic() + _SECONDS_TO_READ
-            folder.add_metrics(tally.number, line_of(tally, noted, self._dials))
+            folder.add_metrics(tally.number, tally.metrics(noted, self._dials))
 
     def note(self, **metrics: Any) -> None:
         """Add metrics to the last step."""
@@ -230,24 +280,3 @@ _open: weakref.WeakSet[Recording] = weakref.WeakSet()
 def _close_all() -> None:
     for recording in list(_open):
         recording.close()
-
-
-def line_of(tally: Tally, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
-    """Return the metrics of a step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
-    found: dict[str, Any] = {"loss_metrics/global_avg_loss": tally.loss, **noted}
-    records = tally.known_records
-    if records is not None:
-        found |= step_metrics(tally.program, records, dials)
-        seconds = found["time_metrics/end_to_end(s)"]
-        rows, tokens = (max(getattr(one, what) for one in tally.told) for what in ("num_rows", "num_tokens"))
-        if rows:
-            found["throughput(rows/s)"] = rows / seconds
-        if tokens:
-            found["throughput(tps)"] = tokens / seconds / len(records)  # of each device, as torchtitan has it
-    return {name: _plain(value) for name, value in found.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Return a number as JSON has it, which knows neither tensors nor what is not finite."""
-    number = value.item() if isinstance(value, Tensor) else value
-    return None if isinstance(number, float) and not math.isfinite(number) else number

@@ -5,10 +5,12 @@ A rank does not wait at the end of a step. The loss, the check for NaN and the t
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +18,11 @@ from torch import Tensor
 from drumline.core.errors import MismatchError, NonFiniteError, RunError
 from drumline.core.measured.align import Dial, align
 from drumline.core.measured.measured import Measured
+from drumline.core.measured.metrics import step_metrics
 from drumline.core.measured.record import Record
 from drumline.core.program import Program
+from drumline.pipeline.state.frozen import Unused
 from drumline.pipeline.state.scaler import LossScaler
-from drumline.pipeline.state.unused import Unused
 from drumline.pipeline.verify.agreement import Given, agree_on_batch, agree_on_followed, agree_on_mode
 
 _NUM_RECENT = 16
@@ -114,6 +117,20 @@ class Tally:
             return None
         return {name for one in self.told for name in one.unreached or ()}
 
+    def metrics(self, noted: Mapping[str, Any], dials: tuple[Dial, ...] = ()) -> dict[str, Any]:
+        """Return the metrics of the step; `noted` are further ones, `dials` say how the ranks' clocks are read."""
+        found: dict[str, Any] = {"loss_metrics/global_avg_loss": self.loss, **noted}
+        records = self.known_records
+        if records is not None:
+            found |= step_metrics(self.program, records, dials)
+            seconds = found["time_metrics/end_to_end(s)"]
+            rows, tokens = (max(getattr(one, what) for one in self.told) for what in ("num_rows", "num_tokens"))
+            if rows:
+                found["throughput(rows/s)"] = rows / seconds
+            if tokens:
+                found["throughput(tps)"] = tokens / seconds / len(records)  # of each device, as torchtitan has it
+        return {name: _plain(value) for name, value in found.items()}
+
     def check(self) -> None:
         """Raise if the step must not be built on, on every rank alike."""
         agree_on_mode([one.train for one in self.told], self.number)
@@ -185,3 +202,9 @@ class Ledger:
             self._refused.check()
             self.unused.hear(self._refused.unreached)
             self._refused = None
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as JSON has it, which knows neither tensors nor what is not finite."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return None if isinstance(number, float) and not math.isfinite(number) else number

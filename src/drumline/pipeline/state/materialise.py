@@ -1,8 +1,7 @@
-"""A model without memory brought to life: all of it in one process, or what some ranks hold of it."""
+"""A model without memory brought to life in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from drumline.core.errors import ModelError
-from drumline.core.placement import Placement
 from drumline.pipeline.assembly import device_of
 from drumline.runtime.blocks.cut import Block, blocks_of
 from drumline.runtime.weights import materialise as runtime
@@ -33,37 +31,12 @@ def materialise(
     device(type='cpu')
     """
     where = device_of(model) if device is None else torch.device(device)
-    blocks = [Block("", model, "")] if isinstance(model, nn.Module) else blocks_of(model)  # type: ignore[arg-type]
-    runtime.materialise(blocks, blocks, root=root_of(model), weights=opened(weights), device=where, seed=seed)
+    root = model if isinstance(model, nn.Module) else None
+    blocks = [Block("", root, "")] if root is not None else blocks_of(model)  # type: ignore[arg-type]
+    runtime.materialise(blocks, blocks, root=root, weights=opened(weights), device=where, seed=seed)
     for block in blocks:
         block.module.to(where)
     return model
-
-
-def materialise_stages(
-    cuts: Sequence[Sequence[Block]],
-    placement: Placement,
-    ranks: Sequence[int],
-    model: object,
-    weights: Weights | None,
-    device: torch.device,
-    seed: int,
-) -> None:
-    """Give memory and values to the stages of some ranks."""
-    held = sorted({stage for rank in ranks for stage in placement.stages_of(rank)})
-    runtime.materialise(
-        [block for stage in cuts for block in stage],
-        [block for stage in held for block in cuts[stage]],
-        root=root_of(model),
-        weights=weights,
-        device=device,
-        seed=seed,
-    )
-
-
-def root_of(model: object) -> nn.Module | None:
-    """Return the module that the blocks were cut from, unless they were given by themselves."""
-    return model if isinstance(model, nn.Module) else None
 
 
 def opened(weights: str | Path | Weights | None) -> Weights | None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drumline.core.errors import ModelError, RunError, nearest
 
-Named = Callable[[], Iterable[tuple[str, Tensor]]]
+NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StateByName:
@@ -32,7 +32,7 @@ class StateByName:
     {'0.weight': {'momentum_buffer': tensor([1., 1.])}}
     """
 
-    def __init__(self, named: Named) -> None:
+    def __init__(self, named: NamedTensors) -> None:
         self._named = named
 
     def attach(self, optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from drumline.core.errors import ModelError, NonFiniteError
 
 
+@dataclass(eq=False, repr=False)
 class LossScaler:
     """The scale, and when it changes: the rules, defaults and state of `torch.amp.GradScaler`.
 
@@ -35,19 +37,14 @@ class LossScaler:
     True 8.0
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        floor: float = 2.0**-13,
-    ) -> None:
+    init_scale: InitVar[float] = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    floor: float = 2.0**-13
+
+    def __post_init__(self, init_scale: float) -> None:
         self.scale = init_scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.floor = floor
         self._good = 0  # optimizer steps since the scale last changed
         self._first = 0  # the first step whose gradients have not been forgotten
         self._last = -1  # the last step that ran

@@ -19,8 +19,7 @@ from drumline.runtime.blocks.cut import Block
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients import clip
 from drumline.runtime.gradients.exchange import share
-from drumline.runtime.weights.copies import Copies
-from drumline.runtime.weights.tied import Ties
+from drumline.runtime.weights.tied import Copies, Ties
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -82,8 +81,6 @@ class Holdings(Observer):
             if isinstance(one, nn.Parameter) and (home == executor.rank or not at_home)
         ]
 
-    # ---- gradients of earlier steps ----------------------------------------------------------------------------------
-
     def begin(self, step: Step) -> None:
         """Take earlier steps' gradients away from what several ranks hold: only this step's are exchanged."""
         exchanged = [one for executor in self.executors for one in executor.exchange.parameters]
@@ -98,8 +95,6 @@ class Holdings(Observer):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = []
-
-    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this process stores: parameters and persistent buffers whose home is one of its ranks."""

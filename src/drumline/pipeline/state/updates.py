@@ -2,24 +2,32 @@
 
 What `Pipeline.optimizer` makes is the torch optimizer that was asked for. Where a step of it may have to be skipped, or
 works on copies, this one instance has a `step` and a `zero_grad` of its own around torch's.
+
+A guard keeps optimizers from stepping on gradients that are not finite on some rank. torch lets one hook run before any
+optimizer's step. It looks whether the optimizer holds parameters of a pipeline, and if so lets that pipeline settle its
+last step first, which raises NonFiniteError on every rank if any saw a NaN. The hook is registered beside those of
+others, and stays: without a pipeline it finds nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from drumline.core.errors import ModelError, RunError
 from drumline.pipeline.observer import Observer
-from drumline.pipeline.state.optimizer_state import Named, StateByName
+from drumline.pipeline.record.recording import Recording
+from drumline.pipeline.state.optimizer_state import NamedTensors, StateByName
 from drumline.pipeline.state.scaler import LossScaler, multiplied
 from drumline.pipeline.state.tensors import Holdings
+from drumline.pipeline.verify.model_check import ModelCheck
 from drumline.runtime.executor import Step
 from drumline.runtime.precision import LOW, Precision
 
@@ -28,17 +36,18 @@ class Updates(Observer):
     """What stands between this process's gradients and its optimizers."""
 
     def __init__(
-        self, precision: Precision, holdings: Holdings, *, master_weights: bool, settle: Callable[[], None]
+        self, precision: Precision, holdings: Holdings, recording: Recording, check: ModelCheck, *, master_weights: bool
     ) -> None:
         self.precision = precision
         self.holdings = holdings
+        self._recording, self._check = recording, check
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
-        self._settle = settle
         self._own: WeakSet[Optimizer] = WeakSet()
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of the parameters of all stages here."""
+        """Take note of the parameters of all stages here, and guard them against optimizers."""
+        self._guard = Guard(self.holdings.parameters(), self.before, self.after)
         listed = list(parameters)
         if self.masters is not None:
             self.masters.follow(listed)
@@ -66,6 +75,17 @@ class Updates(Observer):
     def _multiply(self, factor: float) -> None:
         multiplied([one.grad for one in self.holdings.parameters() if one.grad is not None], factor)
 
+    def before(self, optimizer: Optimizer) -> None:
+        """Keep an optimizer from steps that must not be built on."""
+        self.check(optimizer)
+        self._check.refuse()
+        self._recording.settle()
+        self._recording.between.enter("update")
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Measure the update up to here."""
+        self._recording.between.leave()
+
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would pass the scaler or the masters by."""
         if optimizer in self._own or (self.scaler is None and self.masters is None):
@@ -89,7 +109,7 @@ class Updates(Observer):
         kind: type[Optimizer],
         parameters: Sequence[nn.Parameter],
         settings: dict[str, Any],
-        named: Named = tuple,
+        named: NamedTensors = tuple,
     ) -> Optimizer:
         """Return an optimizer of the kind that was asked for, whose state goes by the names of what it updates."""
         if not isinstance(kind, type):
@@ -113,7 +133,7 @@ class Updates(Observer):
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
                 raise RunError("a closure for an optimizer's step", fix="call pipe.step before it instead")
-            self._settle()
+            self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return
             if self.masters is not None:
@@ -203,3 +223,47 @@ class Masters:
 
 def _mark(parameter: Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), parameter._version
+
+
+_guards: WeakSet[Guard] = WeakSet()
+_found: WeakKeyDictionary[Optimizer, tuple[int, list[ref[Guard]]]] = WeakKeyDictionary()  # by number of parameters
+_hooks: list[Any] = []
+
+
+class Guard:
+    """Calls `before` and `after` with any optimizer that holds one of `parameters`, around each of its steps."""
+
+    def __init__(
+        self, parameters: Sequence[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
+    ) -> None:
+        self.before = before
+        self.after = after
+        self._parameters = [ref(one) for one in parameters]  # not ids: those of the dead are given to others
+        _guards.add(self)
+        _found.clear()
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+    def guards(self, held: Collection[int]) -> bool:
+        """Whether any of its parameters, as far as they live, is among those with these ids, which live too."""
+        return any(id(one) in held for seen in self._parameters if (one := seen()) is not None)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer not in _found or _found[optimizer][0] != size:
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        _found[optimizer] = size, [ref(guard) for guard in _guards if guard.guards(held)]
+    for guard in _found_for(optimizer):
+        guard.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for guard in _found_for(optimizer):
+        guard.after(optimizer)
+
+
+def _found_for(optimizer: Optimizer) -> list[Guard]:
+    _, guards = _found.get(optimizer, (0, ()))
+    return [guard for seen in guards if (guard := seen()) is not None]

@@ -36,7 +36,7 @@ from drumline.pipeline.verify.plain_step import Slice, Wanted, plain_step
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.executor import Step
-from drumline.runtime.gradients.witness import Witness
+from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.values import moved
 
 _FLOOR = 1e-6  # of all gradients' norm: what is smaller is rounding

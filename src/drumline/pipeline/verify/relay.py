@@ -48,8 +48,8 @@ class Places:
     def of(blocks: Iterable[Block]) -> Places:
         """Return those of a followed model's pieces."""
         pieces = [block.module for block in blocks if isinstance(block.module, Piece)]
-        called = dict.fromkeys(name for one in pieces for name in one.called)
-        lent = dict.fromkeys(name for one in pieces for name in one.lent)
+        called = dict.fromkeys(name for one in pieces for name in one.callees)
+        lent = dict.fromkeys(name for one in pieces for name in one.homes)
         return Places(tuple(called), tuple(lent))
 
 

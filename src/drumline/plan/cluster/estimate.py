@@ -10,15 +10,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drumline.plan.cluster.exchange import Volumes, device_volumes, tied_exchange
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import memory_seconds
 from drumline.plan.cluster.layout import Layout, check
-from drumline.plan.cluster.loads import hop_seconds, loads_of, stages_of_loads
+from drumline.plan.cluster.loads import Volumes, device_volumes, hop_seconds, loads_of, stage_ops, tied_exchange
 from drumline.plan.cluster.memory import Bytes, device_bytes, sharded
-from drumline.plan.cluster.parameters import model_flops
-from drumline.plan.cluster.shape import simulated, simulated_few
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.stages import simulated, simulated_few
+from drumline.plan.cluster.transformer import Transformer, model_flops
 from drumline.schedules import find
 from drumline.schedules.formulas import Paces
 
@@ -97,8 +95,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
     formula = find(layout.schedule).makespan
     if exact or formula is None:
-        stages = stages_of_loads(transformer, cluster, layout, loads, waiting)
-        run = simulated if exact else simulated_few
+        run, stages = simulated if exact else simulated_few, stage_ops(transformer, cluster, layout)
         taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
     else:
         taken = formula(Paces(paces, times, layout.stages_per_rank, hop))
@@ -120,12 +117,8 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
             bubble=max(taken - times * pace.total, 0.0),
             optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
         ),
-        max((device_bytes(transformer, layout, load.alike) for load in loads), key=_total),
+        max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),
         device_volumes(transformer, layout, busiest.alike, sent),
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
-
-
-def _total(size: Bytes) -> float:
-    return size.total

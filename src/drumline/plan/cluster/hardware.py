@@ -7,13 +7,13 @@ numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import PlanError, nearest
 from drumline.core.files import Kind, named, read_object
-from drumline.plan.cluster.tables import checked, required
+from drumline.core.parsed import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +204,11 @@ def machine(table: Any) -> Machine:
     Traceback (most recent call last):
     drumline.core.errors.PlanError: memory_bytes_per_second of the machine is missing; expected a number
     """
-    values = checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
-    reach = checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
-    needed = ("name", "flops_per_second", "memory_bytes", "memory_bytes_per_second", *list(_LINKS)[:2])
-    required(values, {name: (_DEVICE | _LINKS)[name] for name in needed}, "machine")
+    values = _checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
+    reach = _checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
+    for name in (one.name for of in (Device, Machine) for one in fields(of) if one.default is MISSING):
+        if name != "device" and name not in values:
+            raise PlanError(f"{name} of the machine is missing", expected=_WORDS[{**_DEVICE, **_LINKS}[name]])
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
     found = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
     for key, value in [*values.items(), *reach.items()]:
@@ -226,17 +227,19 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "num_processors": (1, 1e9),
     "devices_per_node": (1, 1e6),
 }
-_DEVICE: dict[str, type] = {
-    "name": str,
-    "flops_per_second": float,
-    "memory_bytes": float,
-    "memory_bytes_per_second": float,
-    "num_processors": int,
-}
-_LINKS: dict[str, type] = {
-    "node_bytes_per_second": float,
-    "network_bytes_per_second": float,
-    "devices_per_node": int,
-    "node_reach": float,
-    "network_reach": float,
-}
+_KINDS: dict[object, type] = {"str": str, "int": int, "float": float}
+_DEVICE, _LINKS = ({one.name: _KINDS[one.type] for one in fields(of) if one.type in _KINDS} for of in (Device, Machine))
+_WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an object"}
+
+
+def _checked(table: Any, known: dict[str, type], what: str) -> dict[str, Any]:
+    """Return a copy of an object, having refused keys and kinds of values that do not belong there."""
+    if not isinstance(table, dict):
+        raise PlanError(f"the {what} is a {type(table).__name__}", expected="an object")
+    for key, value in table.items():
+        if key not in known:
+            raise PlanError(f"unknown key {shown(key)} of a {what}", fix=nearest(str(key)[:60], known))
+        accepted = (int, float) if known[key] is float else known[key]
+        if not isinstance(value, accepted) or isinstance(value, bool):
+            raise PlanError(f"{key} of the {what} is {shown(value)}", expected=_WORDS[known[key]])
+    return dict(table)

@@ -77,7 +77,6 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
     if found["num_experts"] > 1:
         width = found["expert_width"] or found["feedforward"]
         experts = Experts(found["num_experts"], max(found["per_token"], 1), width, found["num_shared"])
-    details = details_of(config, read=_KEYS, gated=not plain)
     shared = found["num_key_value_heads"]
     latent = _whole(config, "kv_lora_rank", _MOST)
     if latent:  # keys and values come through a narrow projection: as many plain heads hold as much
@@ -103,7 +102,7 @@ def transformer_of(config: Any, *, name: str) -> Transformer:
         head_width=found["head_width"],
         biased=plain,
         dropout=any(config.get(key) for key in ("attention_dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout")),
-        details=details,
+        details=details_of(config, read=_KEYS, gated=not plain),
     )
 
 
@@ -127,46 +126,16 @@ _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Read here or beside sizes.
-_READ = (
-    "model_type",
-    "text_config",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_parameters",
-    "use_sliding_window",
-    "alibi",
-    *_LATENT,
-)
+_ROTARY = ("rope_theta", "rope_parameters")
+_READ = ("model_type", "text_config", "tie_word_embeddings", "use_sliding_window", "alibi", *_ROTARY, *_LATENT)
 # About tokens, files, numbers at the start, kinds of numbers, and what is only there while something is generated.
-_HARMLESS = (
-    "architectures",
-    "auto_map",
-    "transformers_version",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-    "_name_or_path",
-    "initializer_range",
-    "pretraining_tp",
-    "ep_size",
-    "quantization_config",
-    "tokenizer_class",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "aux_loss_alpha",
-    "seq_aux",
-    "vision_config",
-    "audio_config",
-    "task_specific_params",
-    "scale_attn_weights",
-    "gradient_checkpointing",
-    "attn_implementation",
-    "_attn_implementation",
-    "is_decoder",
-)
+_ABOUT_FILES = ("architectures", "auto_map", "transformers_version", "_name_or_path", "tokenizer_class")
+_ABOUT_NUMBERS = ("torch_dtype", "dtype", "initializer_range", "quantization_config", "scale_attn_weights")
+_ABOUT_RUNS = ("pretraining_tp", "ep_size", "gradient_checkpointing", "attn_implementation", "_attn_implementation")
+_ABOUT_LOSSES = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "task_specific_params")
+_ABOUT_OUTPUTS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states", "is_decoder")
+_OTHER_SENSES = ("vision_config", "audio_config")
+_HARMLESS = (*_ABOUT_FILES, *_ABOUT_NUMBERS, *_ABOUT_RUNS, *_ABOUT_LOSSES, *_ABOUT_OUTPUTS, *_OTHER_SENSES)
 _HARMLESS_PARTS = ("_token_id", "_token_index", "summary_", "dropout", "pdrop")
 _WINDOWS = ("sliding_window", "max_window_layers", "layer_types")
 _EVERY_LAYER = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "partial_rotary_factor")
@@ -196,10 +165,7 @@ def details_of(config: Mapping[str, Any], *, read: frozenset[str], gated: bool) 
 
 
 def _latent(config: Mapping[str, Any]) -> Latent | None:
-    widths = [config.get(name) or 0 for name in _LATENT]
-    for name, width in zip(_LATENT, widths, strict=True):
-        if isinstance(width, bool) or not isinstance(width, int):
-            raise PlanError(f"{name} is {width!r}", expected="a whole number")
+    widths = [_whole(config, name, _MOST) for name in _LATENT]
     return Latent(*widths) if all(widths[1:]) else None
 
 
@@ -219,7 +185,9 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
     if config.get("bias") is False and not gated:
         yield "no biases"
     for key, value in config.items():
-        if key in understood or any(part in key for part in _HARMLESS_PARTS) or _means_nothing(value):
+        if key in understood or any(part in key for part in _HARMLESS_PARTS):
+            continue
+        if value is None or value is False or value in ("", [], {}):
             continue
         if key in _WINDOWS and (config.get("use_sliding_window") is False or _is_full(value)):
             continue
@@ -228,10 +196,6 @@ def _others(config: Mapping[str, Any], understood: set[str], gated: bool) -> Ite
         if key in _ACTIVATIONS and (value in ("silu", "swish") if gated else "gelu" in str(value)):
             continue
         yield _phrase(key, value)
-
-
-def _means_nothing(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
 
 
 def _is_full(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Seconds of single kernels: a product by its shape, a pass over memory by its bytes, a collective by its ring.
 
 The rates are those of the device's data sheet times what kernels reach of them, `Device.reach`. Seconds are summed by
-what they are spent on (`Work`), and by the pass of a microbatch that they belong to (`Ops`).
+what they are spent on (`Spent`), and by the pass of a microbatch that they belong to (`Ops`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def reduce_seconds(link: Link, num_devices: int, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Spent:
     """Seconds of computing, and of messages that computing does not hide.
 
-    >>> (Work(1.0, tensor=0.5) + Work(2.0)).total
+    >>> (Spent(1.0, tensor=0.5) + Spent(2.0)).total
     3.5
     """
 
@@ -74,35 +74,35 @@ class Work:
         """Return all seconds."""
         return self.compute + self.tensor + self.context + self.expert
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
             self.compute + other.compute,
             self.tensor + other.tensor,
             self.context + other.context,
             self.expert + other.expert,
         )
 
-    def times(self, factor: float) -> Work:
+    def times(self, factor: float) -> Spent:
         """Return this much of it."""
-        return Work(self.compute * factor, self.tensor * factor, self.context * factor, self.expert * factor)
+        return Spent(self.compute * factor, self.tensor * factor, self.context * factor, self.expert * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
     """What one microbatch takes in a layer or a stage: forward, what is computed again, both halves of backward."""
 
-    forward: Work = Work()
-    again: Work = Work()
-    backward_input: Work = Work()
-    backward_weight: Work = Work()
+    forward: Spent = Spent()
+    again: Spent = Spent()
+    backward_input: Spent = Spent()
+    backward_weight: Spent = Spent()
 
     @property
-    def backward(self) -> Work:
+    def backward(self) -> Spent:
         """Return a whole backward, with what it computes again."""
         return self.again + self.backward_input + self.backward_weight
 
     @property
-    def total(self) -> Work:
+    def total(self) -> Spent:
         """Return all of it."""
         return self.forward + self.backward
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.kernels import (
     Ops,
-    Work,
+    Spent,
     attention_seconds,
     gather_seconds,
     memory_seconds,
@@ -27,8 +27,7 @@ from drumline.plan.cluster.kernels import (
     reduce_seconds,
 )
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.parameters import dense_layer_parameters, expert_parameters, shared_parameters
-from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cluster.transformer import Transformer, dense_layer_parameters, expert_parameters, shared_parameters
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # of kernels that pass over memory, in a layer one way
@@ -53,8 +52,8 @@ def embedding_ops(transformer: Transformer, cluster: Cluster, layout: Layout) ->
     """Return what a microbatch takes before the first layer: rows are read, and summed over ranks."""
     size = WORD * tokens_of(transformer, layout) * transformer.hidden
     exchange = _exchange(cluster, layout, size) / (2 if layout.sequence_parallel else 1)
-    passes = Work(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
-    return Ops(passes + Work(tensor=exchange), Work(), Work(), passes)
+    passes = Spent(memory_seconds(cluster.device, 3 * size) + 3 * cluster.device.reach.launch_seconds)
+    return Ops(passes + Spent(tensor=exchange), Spent(), Spent(), passes)
 
 
 def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
@@ -68,10 +67,10 @@ def head_ops(transformer: Transformer, cluster: Cluster, layout: Layout) -> Ops:
     exchange = _exchange(cluster, layout, WORD * tokens * transformer.hidden)
     hidden = by_weight if layout.practice.overlap_tensor else 0.0
     return Ops(
-        Work(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
-        Work(),
-        Work(by_input + loss / 2, tensor=max(exchange - hidden, 0.0)),
-        Work(by_weight + add),
+        Spent(forward + loss / 2, tensor=exchange / 2 if layout.sequence_parallel else 0.0),
+        Spent(),
+        Spent(by_input + loss / 2, tensor=max(exchange - hidden, 0.0)),
+        Spent(by_weight + add),
     )
 
 
@@ -108,19 +107,19 @@ def _layer(transformer: Transformer, cluster: Cluster, layout: Layout, experts: 
     context, context_back = _ring(transformer, cluster, layout, attend, attend_back)
     routing = _routing(transformer, cluster, layout) if experts else 0.0
     exchange = _exchange(cluster, layout, WORD * tokens_of(transformer, layout) * transformer.hidden)
-    once = Work(forward + passes + attend, 2 * exchange, context, routing)
-    again = Work()
+    once = Spent(forward + passes + attend, 2 * exchange, context, routing)
+    again = Spent()
     if layout.recompute == "full":
         again = once
     elif layout.recompute == "selective" and not practice.flash_attention:
-        again = Work(attend)
+        again = Spent(attend)
     add = memory_seconds(device, practice.accumulation_bytes * _parameters(transformer, layout, experts))
     tensor_back = _exchange_back(layout, exchange, by_weight)
     return Ops(
         once,
         again,
-        Work(by_input + passes_back + attend_back, tensor_back, context_back, routing),
-        Work(by_weight + add),
+        Spent(by_input + passes_back + attend_back, tensor_back, context_back, routing),
+        Spent(by_weight + add),
     )
 
 

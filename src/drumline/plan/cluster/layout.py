@@ -5,13 +5,10 @@ Every contradiction is refused with the value, what was expected, and the mend.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from drumline.core.errors import PlanError, nearest
-from drumline.core.parsed import shown
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.tables import Kinds, checked, required
 from drumline.plan.cluster.transformer import Transformer
 from drumline.schedules import find
 
@@ -128,25 +125,21 @@ def _check_values(layout: Layout) -> None:
 
 def _check_devices(cluster: Cluster, layout: Layout) -> None:
     if layout.num_devices != cluster.num_devices:
+        copy = layout.tensor * layout.pipeline * layout.context
+        fix = f"data {cluster.num_devices // copy} would do"
+        if cluster.num_devices % copy:
+            fix = f"no data parallelism does: {copy} does not divide {cluster.num_devices}"
         raise PlanError(
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data} x context {layout.context}"
             f" are {layout.num_devices} devices",
             expected=f"{cluster.num_devices}, as the cluster has",
-            fix=_other_data(cluster, layout),
+            fix=fix,
         )
     if (layout.data * layout.context) % layout.expert:
         raise PlanError(
             f"{layout.expert} expert-parallel ranks among data {layout.data} x context {layout.context}",
             expected="a divisor of their product: experts are spread over those ranks",
         )
-
-
-def _other_data(cluster: Cluster, layout: Layout) -> str:
-    """Return the data parallelism that would make the mesh fit, or which of the others cannot be."""
-    one = layout.tensor * layout.pipeline * layout.context
-    if cluster.num_devices % one == 0:
-        return f"data {cluster.num_devices // one} would do"
-    return f"no data parallelism does: {one} does not divide {cluster.num_devices}"
 
 
 def _check_model(transformer: Transformer, layout: Layout) -> None:
@@ -196,31 +189,3 @@ def _check_batch(layout: Layout) -> None:
             expected=f"a multiple of {each}",
             fix=f"{layout.batch - layout.batch % each or each} would do",
         )
-
-
-def layout_of(table: Any) -> Layout:
-    """Return the layout that an object spells.
-
-    >>> layout_of({"batch": 8, "tensro": 2})
-    Traceback (most recent call last):
-    drumline.core.errors.PlanError: unknown key 'tensro' of a layout; did you mean tensor?
-    """
-    values = _read(Layout, table, "layout", {"practice": dict})
-    if "practice" in values:
-        values["practice"] = Practice(**_read(Practice, values["practice"], "layout's practice"))
-    if "counts" in values:
-        for count in values["counts"]:
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise PlanError(f"counts of the layout hold {shown(count)}", expected="whole numbers")
-        values["counts"] = tuple(values["counts"])
-    return Layout(**values)
-
-
-_NAMED: Kinds = {"str": str, "int": int, "float": float, "bool": bool, "tuple[int, ...]": list, "tuple[str, ...]": list}
-
-
-def _read(of: Any, table: Any, what: str, special: Kinds | None = None) -> dict[str, Any]:
-    known = {one.name: (special or {}).get(one.name) or _NAMED[str(one.type)] for one in fields(of)}
-    values = checked(table, known, what)
-    required(values, {one.name: known[one.name] for one in fields(of) if one.default is MISSING}, what)
-    return values

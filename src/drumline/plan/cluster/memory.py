@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 from drumline.plan.cluster.layers import keys_of, tokens_of
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.parameters import (
+from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
+from drumline.plan.cluster.transformer import (
+    Transformer,
     dense_layer_parameters,
     embedding_parameters,
     expert_parameters,
     head_parameters,
     shared_parameters,
 )
-from drumline.plan.cluster.shape import pairs_held
-from drumline.plan.cluster.slices import Alike, alike, counts_of
-from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages

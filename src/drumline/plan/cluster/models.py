@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from drumline.core.errors import PlanError, nearest
 from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 
@@ -10,23 +12,12 @@ def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, vocabulary: in
     return Transformer(name, num_layers, hidden, num_heads, vocabulary, sequence=2048)
 
 
+_modern = partial(Transformer, gated=True, tied=False, learned_positions=False, biased=False, dropout=False)
+
+
 def _llama(name: str, num_layers: int, hidden: int, num_heads: int, feedforward: int) -> Transformer:
-    return Transformer(
-        name,
-        num_layers,
-        hidden,
-        num_heads,
-        vocabulary=128256,
-        sequence=8192,
-        num_key_value_heads=8,
-        feedforward=feedforward,
-        gated=True,
-        tied=False,
-        learned_positions=False,
-        biased=False,
-        dropout=False,
-        details=Details(rotary_base=500000.0),
-    )
+    details = Details(rotary_base=500000.0)
+    return _modern(name, num_layers, hidden, num_heads, 128256, 8192, 8, feedforward, details=details)
 
 
 MODELS = {
@@ -62,7 +53,7 @@ MODELS = {
         _llama("llama-3-8b", 32, 4096, 32, 14336),
         _llama("llama-3-70b", 80, 8192, 64, 28672),
         _llama("llama-3-405b", 126, 16384, 128, 53248),
-        Transformer(
+        _modern(
             "mixtral-8x7b",
             32,
             4096,
@@ -71,16 +62,11 @@ MODELS = {
             sequence=4096,
             num_key_value_heads=8,
             feedforward=14336,
-            gated=True,
-            tied=False,
-            learned_positions=False,
             experts=Experts(8, 2, 14336),
-            biased=False,
-            dropout=False,
             details=Details(rotary_base=1000000.0),
         ),
         # Its attention goes through narrow projections; here it is taken for plain heads with as many parameters.
-        Transformer(
+        _modern(
             "deepseek-v3",
             61,
             7168,
@@ -89,14 +75,9 @@ MODELS = {
             sequence=4096,
             num_key_value_heads=4,
             feedforward=18432,
-            gated=True,
-            tied=False,
-            learned_positions=False,
             experts=Experts(256, 8, 2048, num_shared=1),
             num_dense_layers=3,
             head_width=96,
-            biased=False,
-            dropout=False,
             details=Details(
                 latent=Latent(queries=1536, keys_values=512, head=128, rotary_head=64, value_head=128),
                 rotary_base=10000.0,

@@ -19,8 +19,8 @@ from itertools import product
 import numpy as np
 
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.backwards import Backward
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.core.simulate.graph import Floats
 
 _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I and W) of each stage in turn
@@ -140,11 +140,7 @@ def _moments(row: Sequence[Action], stages: Sequence[int], backwards: Sequence[B
             yield tuple(
                 number
                 for at, pairs, later in counts
-                for number in (
-                    pairs - moved.count(at),
-                    running.count(at) - moved.count(at),
-                    later + moved.count(at),
-                )
+                for number in (pairs - moved.count(at), running.count(at) - moved.count(at), later + moved.count(at))
             )
         for at, op, kind in parts:
             held[at] -= op in (Op.BACKWARD, Op.BACKWARD_INPUT) or (op is Op.FORWARD and kind is Backward.NONE)

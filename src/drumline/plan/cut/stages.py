@@ -20,17 +20,24 @@ from drumline.core.program import Program, once_per_program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
-from drumline.plan.cut.climb import Counts, by_training, climb, even_cut, every_cut, trained
-from drumline.plan.cut.exact import shortest_largest, shortest_step
+from drumline.plan.cut.cuts import (
+    Counts,
+    by_training,
+    climb,
+    even_cut,
+    every_cut,
+    shortest_largest,
+    shortest_step,
+    trained,
+)
 from drumline.plan.cut.peaks import Peaks
-from drumline.plan.cut.tables import OPS, CutTable, RunTable, crossings
+from drumline.plan.cut.tables import FIELD, OPS, CutTable, RunTable, crossings
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.ranks import Ranks
 
 _EVERY = 130  # so many cuts are all simulated
 _ROUNDS = 12  # of moving boundaries
-_TIMES = ("forward", "backward", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +86,12 @@ class Stages:
         table = CutTable(self.profile, self.program, [counts])
         share = split_share(self.program) if split is None else split
         each = table.seconds(overheads, self._speeds, self.recompute, split=share)[:, 0]
-        seconds: dict[str, Any] = dict(zip(_TIMES, each.tolist(), strict=True))
+        seconds: dict[str, Any] = dict(zip(FIELD.values(), each.tolist(), strict=True))
         for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
             less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
             seconds[name] = [max(back - forward, 0.0) if again else back for back, forward, again in less]
         costs = self.profile.costs(
-            counts,
-            optimizer_states=self.optimizer_states,
-            placement=self.program.placement,
-            recompute=self.recompute,
+            counts, optimizer_states=self.optimizer_states, placement=self.program.placement, recompute=self.recompute
         )
         costs = replace(costs, **seconds, comm=overheads.flight)
         if not messages or not self.ranks.edges:
@@ -100,17 +104,13 @@ class Stages:
         """The speed of every stage's rank."""
         return np.array([self.ranks.speeds[home] for home in self.program.placement.homes])
 
-    def trained(self, counts: Counts) -> tuple[bool, ...]:
-        """Return which stages have anything to train."""
-        return trained([one.trains for one in self.profile.layers], counts)
-
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
-        return _pruned(self.program, self.trained(counts))[0]
+        return _pruned(self.program, trained([one.trains for one in self.profile.layers], counts))[0]
 
     def cuts(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
-        found: list[Cut | None] = [None] * len(many)
+        found: dict[int, Cut] = {}
         limits = np.array(self.ranks.limits)
         for stages, places in by_training([one.trains for one in self.profile.layers], many).items():
             program, peaks = _pruned(self.program, stages)
@@ -120,7 +120,7 @@ class Stages:
             over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
             for at, one, size, excess in zip(places, seconds.tolist(), sizes.tolist(), over.tolist(), strict=True):
                 found[at] = Cut(many[at], one, tuple(size), excess)
-        return [one for one in found if one is not None]
+        return [found[at] for at in range(len(many))]
 
     def _makespans(self, program: Program, table: CutTable) -> Floats:
         """Return the simulated step of every cut."""
@@ -170,8 +170,7 @@ class Stages:
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
         program, num_blocks = self.program, len(self.profile.layers)
-        every = [(i, j) for i in range(num_blocks) for j in range(i + 1, num_blocks + 1)]
-        firsts, ends = np.array(every).T
+        firsts, ends = np.arange(num_blocks)[:, None], np.arange(num_blocks + 1)[None, :]
         runs = RunTable(self.profile, firsts, ends)
         (_, peaks), split = _pruned(program, (True,) * program.num_stages), split_share(program)
         homes, crossed = program.placement.homes, list(zip(*crossings(program), strict=True))
@@ -183,14 +182,10 @@ class Stages:
             )
             seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
             size = runs.kept(again), runs.full(again), runs.until_weight
-            held = np.max(
-                [a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in peaks.of_stage(stage).tolist()],
-                axis=0,
-            )
+            moments = peaks.of_stage(stage).tolist()
+            held = np.max([a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in moments], axis=0)
             fits = held + runs.static(self.optimizer_states) <= (self.ranks.limits[home] if limited else math.inf)
-            table = np.full((num_blocks, num_blocks + 1), np.inf)
-            table[firsts, ends] = np.where(fits, seconds, np.inf)
-            found.append(table)
+            found.append(np.where(fits & (firsts < ends), seconds, np.inf))
         return found
 
 

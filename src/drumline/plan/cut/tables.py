@@ -17,7 +17,7 @@ from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.overheads import Overheads
 
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-_FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
+FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
 
 class RunTable:
@@ -38,7 +38,7 @@ class RunTable:
         """Return the seconds of an op, with what calling a stage adds; `split` is the share of backwards in halves."""
 
         def taken(times: Times) -> float:
-            return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, _FIELD[op]))
+            return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, FIELD[op]))
 
         return self._sum([taken(one.times) for one in self.profile.layers]) + taken(self.profile.overhead)
 

@@ -16,19 +16,13 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cut.peaks import PairSizes, Peaks
 from drumline.plan.cut.stages import Cut, Stages
-from drumline.plan.cut.tables import CutTable
+from drumline.plan.cut.tables import FIELD, CutTable
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
 from drumline.plan.why import lost_and_saved
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
-_FIELD = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-}
 _SAID = {
     "compute": "computing {} longer",
     "recompute": "recomputing {} longer",
@@ -118,7 +112,7 @@ class Candidate:
             each = {op: plain.per_stage(name, program.num_stages) for op, name in ops.items()}
             return sum(number * each[op][stage] for (op, stage), number in work.items() if op in each) / ranks
 
-        compute = total(_FIELD)
+        compute = total(FIELD)
         forward = plain.per_stage("forward", program.num_stages)
         again = sum(
             number * forward[stage]

@@ -76,12 +76,7 @@ class Question:
     def stages(self, program: Program, rows: int, recompute: tuple[bool, ...]) -> Stages:
         """Return the cuts of one program, for microbatches of so many rows."""
         return Stages(
-            self.profile.at(rows),
-            program,
-            self.ranks,
-            self.profile.overheads,
-            recompute,
-            OPTIMIZERS[self.optimizer],
+            self.profile.at(rows), program, self.ranks, self.profile.overheads, recompute, OPTIMIZERS[self.optimizer]
         )
 
     def sizes(self) -> list[int]:

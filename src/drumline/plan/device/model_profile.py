@@ -9,20 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
+from typing import Any, ClassVar, Self
 
 from drumline.core.errors import PlanError
 from drumline.core.files import MIB, Kind, named, opened, parse_object, read_text
 from drumline.core.parsed import Parsed, shown
 from drumline.plan.device.blocks import Layer, Profile, Times, profile_from
 from drumline.plan.device.overheads import Line, Overheads
-
-FORMAT = "drumline profile"
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,48 @@ class ProfiledLink:
     line: Line
 
 
+class Saved(ABC):
+    """What is kept as a JSON file that says what it is (`KIND`) and of which version (`HEAD`)."""
+
+    __slots__ = ()
+    KIND: ClassVar[Kind]
+    HEAD: ClassVar[dict[str, Any]]
+    AGAIN: ClassVar[str]  # the mend of one that another version wrote
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Return it as the text of a JSON file."""
+
+    @classmethod
+    @abstractmethod
+    def _read(cls, table: Parsed) -> Self:
+        """Return what an object of this version spells."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what `to_json` wrote; raises PlanError with what is wrong."""
+        table, kind, head = parse_object(text, cls.KIND), cls.KIND, cls.HEAD
+        if table.get("format") != head["format"]:
+            raise kind.refuse(f"not a {kind.name}")
+        if table.get("version") != head["version"]:
+            wrong = f"a {kind.name} of version {shown(table.get('version'))}"
+            raise PlanError(wrong, expected=f"version {head['version']}", fix=f"{cls.AGAIN} with this drumline")
+        return cls._read(Parsed(table, kind))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read it from a file."""
+        text = read_text(path, cls.KIND)
+        with named(path, cls.KIND):
+            return cls.from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
 @dataclass(frozen=True, slots=True)
-class ModelProfile:
+class ModelProfile(Saved):
     """Seconds and bytes of every block by the rows of a microbatch, links between ranks, and the executor's own work.
 
     Times are medians over `num_runs` and over `num_ranks` ranks that measured at once, each with `num_threads`. In a
@@ -61,6 +100,10 @@ class ModelProfile:
     links: tuple[ProfiledLink, ...] = ()
     transport: str = ""
     paces: tuple[float, ...] = ()
+
+    KIND = Kind("profile", PlanError, "a JSON file that `drumline profile --out FILE.json` wrote", 16 * MIB)
+    HEAD: ClassVar = {"format": "drumline profile", "version": 1}
+    AGAIN = "measure it again"
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -101,8 +144,7 @@ class ModelProfile:
     def to_json(self) -> str:
         """Return it as the text of a JSON file."""
         table = {
-            "format": FORMAT,
-            "version": VERSION,
+            **self.HEAD,
             "model": asdict(self.model),
             "device": self.device,
             "num_ranks": self.num_ranks,
@@ -124,34 +166,28 @@ class ModelProfile:
         }
         return json.dumps(table, indent=1)
 
-    @staticmethod
-    def from_json(text: str) -> ModelProfile:
-        """Return the profile that `to_json` wrote; raises PlanError with what is wrong."""
-        table = parse_object(text, _KIND)
-        if table.get("format") != FORMAT:
-            raise PlanError("not a profile", expected=_EXPECTED)
-        if table.get("version") != VERSION:
-            raise PlanError(
-                f"a profile of version {shown(table.get('version'))}",
-                expected=f"version {VERSION}",
-                fix="measure it again with this drumline",
-            )
-        return _read(Parsed(table, _KIND))
-
-    @staticmethod
-    def load(path: str | Path) -> ModelProfile:
-        """Read a profile from a file."""
-        text = read_text(path, _KIND)
-        with named(path, _KIND):
-            return ModelProfile.from_json(text)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-
-_EXPECTED = "a JSON file that `drumline profile --out FILE.json` wrote"
-_KIND = Kind("profile", PlanError, _EXPECTED, 16 * MIB)
+    @classmethod
+    def _read(cls, table: Parsed) -> ModelProfile:
+        sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
+        paces = tuple(one.number() for one in table["paces"].each())
+        if len(paces) not in (0, len(sizes)):
+            raise PlanError(f"{len(paces)} paces for {len(sizes)} sizes", expected="one for each")
+        if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
+            raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
+        names = [one.name for one in sizes[0][1].layers]
+        if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
+            raise PlanError("sizes with different blocks", expected="the same blocks at every size")
+        return cls(
+            identity_from(table["model"]),
+            table["device"].text(),
+            table["num_ranks"].whole(1),
+            table["num_threads"].whole(),
+            sizes,
+            Overheads.from_json(table["overheads"]),
+            tuple(map(_link_from, table["links"].each())),
+            table["transport"].text(),
+            paces,
+        )
 
 
 def is_profile(path: str | Path) -> bool:
@@ -161,8 +197,9 @@ def is_profile(path: str | Path) -> bool:
     False
     """
     try:
-        with opened(path, _KIND) as file:
-            return re.search(rf'"format"\s*:\s*"{FORMAT}"'.encode(), file.read(1000)) is not None
+        with opened(path, ModelProfile.KIND) as file:
+            named_so = rf'"format"\s*:\s*"{ModelProfile.HEAD["format"]}"'
+            return re.search(named_so.encode(), file.read(1000)) is not None
     except PlanError:
         return False
 
@@ -176,29 +213,6 @@ def identity_from(table: Parsed) -> Identity:
     """Return the model that a JSON object names."""
     table.only(one.name for one in fields(Identity))
     return Identity(table["name"].text(), table["num_parameters"].whole(), table["fingerprint"].text())
-
-
-def _read(table: Parsed) -> ModelProfile:
-    sizes = tuple((one["rows"].whole(1), profile_from(one["profile"])) for one in table["sizes"].each())
-    paces = tuple(one.number() for one in table["paces"].each())
-    if len(paces) not in (0, len(sizes)):
-        raise PlanError(f"{len(paces)} paces for {len(sizes)} sizes", expected="one for each")
-    if not sizes or [rows for rows, _ in sizes] != sorted({rows for rows, _ in sizes}):
-        raise PlanError(f"sizes of microbatches {[rows for rows, _ in sizes]}", expected="one or more, rising")
-    names = [one.name for one in sizes[0][1].layers]
-    if not names or any([layer.name for layer in one.layers] != names for _, one in sizes):
-        raise PlanError("sizes with different blocks", expected="the same blocks at every size")
-    return ModelProfile(
-        identity_from(table["model"]),
-        table["device"].text(),
-        table["num_ranks"].whole(1),
-        table["num_threads"].whole(),
-        sizes,
-        Overheads.from_json(table["overheads"]),
-        tuple(map(_link_from, table["links"].each())),
-        table["transport"].text(),
-        paces,
-    )
 
 
 def _link_from(table: Parsed) -> ProfiledLink:

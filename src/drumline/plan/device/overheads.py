@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from drumline.core.errors import PlanError
-from drumline.core.measured.handling import Handling
+from drumline.core.measured.costs import Handling
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.simulate.graph import Floats
 

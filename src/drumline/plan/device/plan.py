@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from drumline.core.errors import PlanError, ProgramError
-from drumline.core.files import MIB, Kind, named, parse_object, read_text
-from drumline.core.parsed import LARGEST, Parsed, shown
+from drumline.core.files import MIB, Kind
+from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.program import Program
-from drumline.plan.device.model_profile import Identity, identity_from
-
-FORMAT = "drumline plan"
-VERSION = 1
+from drumline.plan.device.model_profile import Identity, Saved, identity_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """Cuts, placement, schedule, microbatches and checkpointing, with the predicted step and every rank's peak.
 
     `counts` are the blocks of each stage, `cuts` the names of those with which stages 1, 2, ... begin. `checkpoint`
@@ -84,6 +80,10 @@ class Plan:
     limits: tuple[float, ...] | None = None
     optimizer: str = "adam"
     searched: bool = False
+
+    KIND = Kind("plan", PlanError, "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote", 16 * MIB)
+    HEAD: ClassVar = {"format": "drumline plan", "version": 1}
+    AGAIN = "plan again"
 
     @property
     def schedule(self) -> str:
@@ -147,71 +147,43 @@ class Plan:
 
     def to_json(self) -> str:
         """Return it as the text of a JSON file."""
-        head = {"format": FORMAT, "version": VERSION, "model": asdict(self.model)}
+        head = {**self.HEAD, "model": asdict(self.model)}
         return json.dumps({**head, **self.summary(), "program": self.program.format().split("\n")}, indent=1)
 
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """Return the plan that `to_json` wrote; raises PlanError with what is wrong."""
-        table = parse_object(text, _KIND)
-        if table.get("format") != FORMAT:
-            raise PlanError("not a plan", expected=_EXPECTED)
-        if table.get("version") != VERSION:
-            raise PlanError(
-                f"a plan of version {shown(table.get('version'))}",
-                expected=f"version {VERSION}",
-                fix="plan again with this drumline",
-            )
-        return _read(Parsed(table, _KIND))
-
-    @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Read a plan from a file."""
-        text = read_text(path, _KIND)
-        with named(path, _KIND):
-            return Plan.from_json(text)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-
-_EXPECTED = "a JSON file that `drumline plan PROFILE.json --out PLAN.json` wrote"
-_KIND = Kind("plan", PlanError, _EXPECTED, 16 * MIB)
-
-
-def _read(table: Parsed) -> Plan:
-    program = _program_from(table["program"], table["schedule"].text())
-    counts = tuple(one.whole(1) for one in table["counts"].each())
-    checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
-    cuts = tuple(one.text() for one in table["cuts"].each())
-    rank_bytes = tuple(RankBytes(**{name: one[name].number() for name in _ITEMS}) for one in table["rank_bytes"].each())
-    limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
-    stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
-    for name, given, (wanted, of) in (
-        ("counts", counts, stages),
-        ("checkpoint", checkpoint, stages),
-        ("cuts", (*cuts, ""), stages),
-        ("rank_bytes", rank_bytes, ranks),
-        ("limits", limits, ranks),
-    ):
-        if given is not None and len(given) != wanted:
-            raise PlanError(f"a damaged plan: {name} has {len(given)} items for {wanted} {of}", expected=_EXPECTED)
-    seconds = table["seconds"].only(_SECONDS)
-    return Plan(
-        identity_from(table["model"]),
-        program,
-        counts,
-        cuts,
-        table["batch"].whole(1),
-        table["microbatch_size"].whole(1),
-        checkpoint,
-        StepSeconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
-        rank_bytes,
-        limits,
-        table["optimizer"].text(),
-        table["searched"].flag(),
-    )
+    @classmethod
+    def _read(cls, table: Parsed) -> Plan:
+        program = _program_from(table["program"], table["schedule"].text())
+        counts = tuple(one.whole(1) for one in table["counts"].each())
+        checkpoint = tuple(_is_full(one) for one in table["checkpoint"].each())
+        cuts = tuple(one.text() for one in table["cuts"].each())
+        peaks = ({name: one[name].number() for name in _ITEMS} for one in table["rank_bytes"].each())
+        rank_bytes = tuple(RankBytes(**one) for one in peaks)
+        limits = None if table["limits"].value is None else tuple(float(one.number()) for one in table["limits"].each())
+        stages, ranks = (program.num_stages, "stages"), (program.num_ranks, "ranks")
+        for name, given, (wanted, of) in (
+            ("counts", counts, stages),
+            ("checkpoint", checkpoint, stages),
+            ("cuts", (*cuts, ""), stages),
+            ("rank_bytes", rank_bytes, ranks),
+            ("limits", limits, ranks),
+        ):
+            if given is not None and len(given) != wanted:
+                raise cls.KIND.refuse(f"a damaged plan: {name} has {len(given)} items for {wanted} {of}")
+        seconds = table["seconds"].only(_SECONDS)
+        return cls(
+            identity_from(table["model"]),
+            program,
+            counts,
+            cuts,
+            table["batch"].whole(1),
+            table["microbatch_size"].whole(1),
+            checkpoint,
+            StepSeconds(*(seconds[name].number(least=-LARGEST) for name in _SECONDS)),
+            rank_bytes,
+            limits,
+            table["optimizer"].text(),
+            table["searched"].flag(),
+        )
 
 
 def _program_from(rows: Parsed, name: str) -> Program:

@@ -9,18 +9,26 @@ it shows the schedule.
                                      [memory]    zero, recompute, sequence_parallel
 
 The others take what they can express. The rest is said in `missing`, a sentence each, and never left out in silence.
+
+Which rank is which, the order of the axes on the cluster, follows a rule: **tensor innermost, then context, then data,
+and the pipeline outermost**. Tensor parallelism talks in every layer and stays inside a node; a pipeline talks least,
+once per stage and microbatch, and takes what is farthest. Rank ((p x DP + d) x CP + c) x TP + t is that of stage p,
+replica d, context piece c and tensor piece t.
+
+    16 devices in nodes of 8, TP4 PP2 DP2:   node 0   d0: t0 t1 t2 t3   d1: t0 t1 t2 t3    p0
+                                             node 1   d0: t0 t1 t2 t3   d1: t0 t1 t2 t3    p1
+
+It is what Megatron-LM calls tp-cp-ep-dp-pp and torchtitan's mesh pp, dp, cp, tp, so both place ranks alike.
 """
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from drumline.core.errors import PlanError, nearest
-from drumline.core.parsed import shown
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout, layout_of
+from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import PLAIN, Transformer
 from drumline.plan.launch.megatron import megatron
 from drumline.plan.launch.titan import titan
@@ -29,6 +37,7 @@ from drumline.plan.launch.toml import written
 FORMAT = "drumline-train"
 VERSION = 1
 FRAMEWORKS = ("drumline", "torchtitan", "megatron")
+AXES = ("tensor", "context", "data", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,9 @@ class Launch:
 
     def to_json(self) -> dict[str, Any]:
         """Return them by name."""
-        names = ("command", "starts", "file", "text", "missing")
+        names = ("command", "starts", "file", "text")
         return {
-            one.framework: {
-                name: list(getattr(one, name)) if name == "missing" else getattr(one, name) for name in names
-            }
+            one.framework: {**{name: getattr(one, name) for name in names}, "missing": list(one.missing)}
             for one in self.configs
         }
 
@@ -73,31 +80,13 @@ class Launch:
 def launch(transformer: Transformer, cluster: Cluster, layout: Layout) -> Launch:
     """Return what every framework is told."""
     start = torchrun(cluster)
-    titan_text, titan_missing = titan(transformer, layout)
-    megatron_text, megatron_missing = megatron(transformer, layout)
+    by_titan = f"{start} -m torchtitan.train --job.config_file plan.toml"
+    by_megatron = f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py"
     return Launch(
         (
-            Config(
-                "drumline",
-                show_command(layout),
-                "plan.toml",
-                train_config(transformer, layout),
-                starts=False,
-            ),
-            Config(
-                "torchtitan",
-                f"{start} -m torchtitan.train --job.config_file plan.toml",
-                "plan.toml",
-                titan_text,
-                titan_missing,
-            ),
-            Config(
-                "megatron",
-                f"grep -v '^#' plan.args | xargs {start} pretrain_gpt.py",
-                "plan.args",
-                megatron_text,
-                megatron_missing,
-            ),
+            Config("drumline", show_command(layout), "plan.toml", train_config(transformer, layout), starts=False),
+            Config("torchtitan", by_titan, "plan.toml", *titan(transformer, layout)),
+            Config("megatron", by_megatron, "plan.args", *megatron(transformer, layout)),
         )
     )
 
@@ -131,7 +120,7 @@ def show_command(layout: Layout) -> str:
 
 
 def train_config(transformer: Transformer, layout: Layout) -> str:
-    """Return all of a plan as Drumline's own config; `read_train_config` reads the layout back."""
+    """Return all of a plan as Drumline's own config."""
     nested = ("experts", "details", "sequence")
     model = {one.name: getattr(transformer, one.name) for one in fields(transformer) if one.name not in nested}
     details = transformer.details
@@ -145,11 +134,7 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
             "format": FORMAT,
             "version": VERSION,
             "model": model,
-            "batch": {
-                "sequences": layout.batch,
-                "microbatch": layout.microbatch,
-                "sequence": transformer.sequence,
-            },
+            "batch": {"sequences": layout.batch, "microbatch": layout.microbatch, "sequence": transformer.sequence},
             "mesh": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "context", "expert")},
             "pipeline": {
                 "schedule": layout.schedule,
@@ -166,35 +151,56 @@ def train_config(transformer: Transformer, layout: Layout) -> str:
     )
 
 
-def read_train_config(text: str) -> Layout:
-    """Return the layout that such a config holds.
+class RankPlace(NamedTuple):
+    """Where a rank lies, and which part of the work it has."""
 
-    >>> gpt = Transformer("tiny", 4, 64, 4, vocabulary=1000, sequence=128)
-    >>> layout = Layout(batch=8, pipeline=2, data=2, counts=(2, 2))
-    >>> read_train_config(train_config(gpt, layout)) == layout
-    True
+    node: int
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+
+def place(layout: Layout, cluster: Cluster, rank: int) -> RankPlace:
+    """Return the place of a rank.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
+    >>> place(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster, 13)
+    RankPlace(node=1, tensor=1, context=0, data=1, pipeline=1)
     """
-    try:
-        read = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"the config is not TOML: {error}") from None
-    if (read.get("format"), read.get("version")) != (FORMAT, VERSION):
-        raise PlanError(
-            f"the config has format {shown(read.get('format'))}, version {shown(read.get('version'))}",
-            expected=f"{FORMAT!r}, version {VERSION}",
-        )
-    try:
-        table = {
-            "batch": read["batch"]["sequences"],
-            "microbatch": read["batch"]["microbatch"],
-            **read["mesh"],
-            "schedule": read["pipeline"]["schedule"],
-            "stages_per_rank": read["pipeline"]["stages_per_rank"],
-            "counts": read["pipeline"]["layers"],
-            **read["memory"],
-        }
-    except (KeyError, TypeError) as error:
-        raise PlanError(
-            f"the config lacks or misspells {error}", expected="the tables that docs/cluster.md lists"
-        ) from None
-    return layout_of(table)
+    if not 0 <= rank < layout.num_devices:
+        raise PlanError(f"rank {rank} of {layout.num_devices}", expected=f"0 to {layout.num_devices - 1}")
+    rest, tensor = divmod(rank, layout.tensor)
+    rest, context = divmod(rest, layout.context)
+    pipeline, data = divmod(rest, layout.data)
+    return RankPlace(rank // cluster.devices_per_node, tensor, context, data, pipeline)
+
+
+def first_places(layout: Layout, cluster: Cluster) -> dict[int, RankPlace]:
+    """Return the places of the ranks of the first nodes of the first two stages, enough to see the order."""
+    per_node, stride = cluster.devices_per_node, layout.tensor * layout.context * layout.data
+    nodes = sorted({start // per_node + more for start in (0, stride) for more in (0, 1)})
+    ranks = (rank for node in nodes for rank in range(node * per_node, (node + 1) * per_node))
+    return {rank: place(layout, cluster, rank) for rank in ranks if rank < layout.num_devices}
+
+
+def links(layout: Layout, cluster: Cluster) -> dict[str, str]:
+    """Return for every axis with more than one rank whether its groups stay inside a node.
+
+    >>> from drumline.plan.cluster.hardware import Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 16, 8, link, link)
+    >>> links(Layout(batch=4, tensor=4, pipeline=2, data=2), cluster)
+    {'tensor': 'inside a node', 'data': 'inside a node', 'pipeline': 'between nodes'}
+    """
+    inside, found = 1, {}
+    for axis in AXES:
+        size = getattr(layout, axis)
+        inside *= size
+        if size > 1:
+            # A group that divides no node evenly crosses from one to the next somewhere.
+            stays = inside <= cluster.devices_per_node and cluster.devices_per_node % inside == 0
+            found[axis] = "inside a node" if stays else "between nodes"
+    return found

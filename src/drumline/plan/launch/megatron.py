@@ -19,8 +19,7 @@ def megatron(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, 
         *_attention(transformer),
         *_positions(transformer),
         *_experts(transformer),
-        *_batch(transformer, layout),
-        *_degrees(transformer, layout),
+        *_batch_and_degrees(transformer, layout),
         *_stages(layout, missing),
     ]
     lines += [*_sharding(layout, missing), *_memory(layout), "--attention-backend flash", "--bf16"]
@@ -101,14 +100,11 @@ def _experts(transformer: Transformer) -> Iterator[str]:
     yield "--moe-token-dispatcher-type alltoall"
 
 
-def _batch(transformer: Transformer, layout: Layout) -> Iterator[str]:
+def _batch_and_degrees(transformer: Transformer, layout: Layout) -> Iterator[str]:
     yield f"--seq-length {transformer.sequence}"
     yield f"--max-position-embeddings {transformer.sequence}"
     yield f"--micro-batch-size {layout.microbatch}"
     yield f"--global-batch-size {layout.batch}"
-
-
-def _degrees(transformer: Transformer, layout: Layout) -> Iterator[str]:
     yield f"--tensor-model-parallel-size {layout.tensor}"
     yield f"--pipeline-model-parallel-size {layout.pipeline}"
     yield f"--context-parallel-size {layout.context}"

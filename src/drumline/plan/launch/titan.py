@@ -43,11 +43,7 @@ def titan(transformer: Transformer, layout: Layout) -> tuple[str, tuple[str, ...
     )
     text = written(
         {
-            "training": {
-                "seq_len": transformer.sequence,
-                "local_batch_size": local,
-                "global_batch_size": layout.batch,
-            },
+            "training": {"seq_len": transformer.sequence, "local_batch_size": local, "global_batch_size": layout.batch},
             "parallelism": parallelism,
             "activation_checkpoint": mode,
         },

@@ -1,4 +1,7 @@
-"""Degrees of parallelism: which a model admits on a cluster, and why pinned ones do not go together."""
+"""What may be decided before anything is planned, and the degrees of parallelism that a model admits on a cluster.
+
+Where pinned ones do not go together, the error says why.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,59 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
-from drumline.core.errors import PlanError, counted
+from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.pins import Pins
+from drumline.schedules import schedules
 
 SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
+ZERO = (0, 1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Degrees:
+def tried_schedules() -> dict[str, tuple[int, ...]]:
+    """Return, by name, with how many stages per rank schedules are tried.
+
+    >>> tried_schedules()["zb-v"]
+    (2,)
+    """
+    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is decided already; None leaves a choice to the planner."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    microbatch: int | None = None
+    stages_per_rank: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+    schedules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
+        if self.zero is not None and self.zero not in ZERO:
+            raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=nearest(self.recompute, RECOMPUTE))
+        for name in self.schedules:
+            if name not in tried_schedules():
+                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+
+
+class Degrees(NamedTuple):
     """Degrees of parallelism alone.
 
     >>> print(Degrees(tensor=8, pipeline=16, data=16))
@@ -36,10 +80,9 @@ class Degrees:
         return cls(layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
 
     def __str__(self) -> str:
-        text = f"TP{self.tensor} PP{self.pipeline} DP{self.data}"
-        return (
-            text + (f" CP{self.context}" if self.context > 1 else "") + (f" EP{self.expert}" if self.expert > 1 else "")
-        )
+        context = f" CP{self.context}" if self.context > 1 else ""
+        expert = f" EP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{context}{expert}"
 
 
 def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:

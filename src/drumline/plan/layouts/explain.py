@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from drumline.plan.launch.launch import Launch, launch
-from drumline.plan.launch.ranks import AXES, first_places, links
-from drumline.plan.layouts.drawing import Drawing, drawing
+from drumline.core.errors import counted
+from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.plan.cluster.hardware import Cluster
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.loads import hop_seconds, stage_ops
+from drumline.plan.cluster.stages import stage_costs
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import (
@@ -24,9 +29,48 @@ from drumline.plan.layouts.what_if import (
     weak,
 )
 from drumline.plan.layouts.why import why
+from drumline.schedules import generate
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
+MOST = 6000  # (stage, microbatch) pairs that are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A timeline, and what of the step it shows."""
+
+    timeline: Simulation
+    shows: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its numbers."""
+        names = ("makespan", "bubble", "span_bubble", "idle", "peak_activations")
+        return {"shows": self.shows, **{name: getattr(self.timeline, name) for name in names}}
+
+
+def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawing | None:
+    """Return the timeline of a pipeline; None for a single rank.
+
+    Where all microbatches would be too many, a step of fewer is drawn: its middle repeats itself.
+    """
+    if layout.pipeline == 1:
+        return None
+    whole = layout.num_microbatches
+    shown = whole if whole * layout.num_stages <= MOST else max(2 * layout.pipeline, 1)
+    program = generate(
+        layout.schedule,
+        num_ranks=layout.pipeline,
+        num_microbatches=min(shown, whole),
+        stages_per_rank=layout.stages_per_rank,
+    )
+    hop, _ = hop_seconds(transformer, cluster, layout)
+    stages = stage_ops(transformer, cluster, layout)
+    name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
+    words = f"{name}, {counted(program.num_microbatches, 'microbatch')}"
+    if program.num_microbatches < whole:
+        words += f" instead of {whole}, the middle of which repeats itself"
+    return Drawing(simulate(program, stage_costs(stages, hop)), words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +88,9 @@ class Reasons:
     changes: list[Change]
     margins: list[Margin]
     pareto: list[Choice]
-    strong: list[ScalePoint]
-    weak: list[ScalePoint]
+    scaling: dict[str, list[tuple[ScalePoint, float | None]]]  # strong and weak, each point with its efficiency
     traffic: list[tuple[str, Choice]]
     drawing: Drawing | None
-
-    @property
-    def scaling(self) -> dict[str, list[tuple[ScalePoint, float | None]]]:
-        """Return strong and weak scaling by name, each point with its efficiency."""
-        curves = {"strong": self.strong, "weak": self.weak}
-        return {name: list(zip(points, efficiency(points), strict=True)) for name, points in curves.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +135,7 @@ class Explanation:
 
 def brief(plan: ClusterPlan) -> Explanation:
     """Return the plan without further ones."""
-    reasons = (("" if one is plan.chosen else why(plan.chosen, one, plan.limit_bytes)) for one in plan.best)
-    best = [Explained(one, reason) for one, reason in zip(plan.best, reasons, strict=True)]
+    best = [Explained(one, "" if one is plan.chosen else why(plan.chosen, one, plan.limit_bytes)) for one in plan.best]
     return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout))
 
 
@@ -109,8 +145,7 @@ def explain(plan: ClusterPlan) -> Explanation:
         changes(plan),
         margins(plan),
         pareto(plan),
-        strong(plan),
-        weak(plan),
+        {"strong": efficiency(strong(plan)), "weak": efficiency(weak(plan))},
         against_fsdp(plan),
         drawing(plan.transformer, plan.cluster, plan.chosen.layout),
     )
@@ -156,7 +191,7 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
     layout, estimate = choice.layout, choice.estimate
     return {
         "mesh": str(choice.mesh),
-        "layout": {field.name: _plain(getattr(layout, field.name)) for field in fields(layout)},
+        "layout": asdict(layout),
         "microbatches": layout.num_microbatches,
         "step_seconds": choice.seconds,
         "seconds": asdict(estimate.seconds),
@@ -170,9 +205,3 @@ def _layout_json(plan: ClusterPlan, choice: Choice) -> dict[str, Any]:
         "fits": plan.fits(choice),
         "exact": choice.is_exact,
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value

@@ -21,8 +21,7 @@ from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.degrees import Degrees
-from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.degrees import Degrees, Pins
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
 
@@ -92,9 +91,7 @@ def plan(
     if evaluate is None:
         evaluate, refine, weigh = estimate, partial(estimate, exact=True), peak_bytes
     check(cluster, batch, headroom, top)
-    survey = Survey(
-        transformer, cluster, batch=batch, pins=pins or Pins(), evaluate=evaluate, refine=refine, weigh=weigh
-    )
+    survey = Survey(transformer, cluster, batch, pins or Pins(), evaluate, refine, weigh)
     limit = limit_of(cluster, headroom)
     best = chosen_of(survey, limit, top=top, more=_MORE, each=_EACH)
     if not best:

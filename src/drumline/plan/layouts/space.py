@@ -20,10 +20,9 @@ from collections.abc import Iterator
 
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
+from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.degrees import Degrees, meshes
-from drumline.plan.layouts.pins import ZERO, Pins, tried_schedules
+from drumline.plan.layouts.degrees import ZERO, Degrees, Pins, meshes, tried_schedules
 from drumline.schedules import DEFAULT, find
 from drumline.schedules.registry import MAX_PAIRS
 
@@ -109,18 +108,6 @@ def layout_of(
 ) -> Layout:
     """Return one layout, its layers cut."""
     name, stages = schedule
-    return Layout(
-        batch=batch,
-        microbatch=microbatch,
-        tensor=mesh.tensor,
-        pipeline=mesh.pipeline,
-        data=mesh.data,
-        context=mesh.context,
-        expert=mesh.expert,
-        stages_per_rank=stages,
-        schedule=name,
-        zero=zero,
-        sequence_parallel=sequence_parallel(transformer, mesh, pins),
-        recompute=recompute,
-        counts=layer_counts(transformer, mesh.pipeline, name, stages),
-    )
+    shared = sequence_parallel(transformer, mesh, pins)
+    counts = layer_counts(transformer, mesh.pipeline, name, stages)
+    return Layout(batch, microbatch, *mesh, stages, name, zero, shared, recompute, counts)

@@ -24,11 +24,9 @@ from dataclasses import dataclass, field, replace
 from drumline.plan.cluster.estimate import Estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.cluster.slices import even_counts
+from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.cut import layer_counts, stage_weights
-from drumline.plan.layouts.degrees import Degrees, meshes
-from drumline.plan.layouts.pins import Pins
+from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
 from drumline.schedules import DEFAULT, find, schedules
 
@@ -120,43 +118,28 @@ class _Best:
         return sorted((one for held in chosen for one in held), key=lambda one: one.rank)
 
 
+@dataclass(eq=False)
 class Survey:
     """All layouts of a transformer on a cluster, evaluated as far as was needed."""
 
-    def __init__(
-        self,
-        transformer: Transformer,
-        cluster: Cluster,
-        *,
-        batch: int,
-        pins: Pins,
-        evaluate: Evaluator,
-        refine: Evaluator | None = None,
-        weigh: Weigher | None = None,
-    ) -> None:
-        self.transformer, self.cluster, self.batch, self.pins = transformer, cluster, batch, pins
-        self.evaluate, self.refine, self.weigh = evaluate, refine, weigh
-        self.num_evaluated = 0
+    transformer: Transformer
+    cluster: Cluster
+    batch: int
+    pins: Pins
+    evaluate: Evaluator
+    refine: Evaluator | None = None
+    weigh: Weigher | None = None
+    num_evaluated: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._exact: dict[Layout, Choice] = {}
-        lightest = recomputations(pins)[0]
+        lightest = recomputations(self.pins)[0]
         self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
         # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
         for one in self._families:
             if one.mesh not in self._least or one.microbatch < self._least[one.mesh].microbatch:
                 self._least[one.mesh] = one
-
-    def asked(self, cluster: Cluster, *, batch: int, pins: Pins) -> Survey:
-        """Return the survey of another question about the same transformer."""
-        return Survey(
-            self.transformer,
-            cluster,
-            batch=batch,
-            pins=pins,
-            evaluate=self.evaluate,
-            refine=self.refine,
-            weigh=self.weigh,
-        )
 
     def exact(self, layout: Layout) -> Choice:
         """Return what the layout takes as exactly as is known; the longest pipelines are left to the formulas."""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from drumline.core.errors import PlanError
-from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
-from drumline.plan.layouts.cut import layer_counts
-from drumline.plan.layouts.pins import ZERO, Pins
+from drumline.plan.cluster.stages import layer_counts
+from drumline.plan.layouts.degrees import ZERO, Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
 from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
-from drumline.plan.layouts.survey import Choice
+from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.layouts.why import settings, why
 
 _GIB = 2**30
@@ -62,7 +61,8 @@ def margins(plan: ClusterPlan) -> list[Margin]:
         if one.gain >= _NOTHING:
             found.append(one)
             break
-    found.append(_memory(plan, _GIB, "one more GiB a device"))
+    roomier = plan.limit_bytes + _GIB
+    found.append(_margin(plan, "one more GiB a device", devices, roomier, _fastest(plan.survey, roomier)))
     return found + _next_memory(plan)
 
 
@@ -73,10 +73,8 @@ def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
 
 
 def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Margin:
-    if best is None:
-        return Margin(what, devices, limit, None, 0.0)
-    gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    return Margin(what, devices, limit, best, gain, settings(best, plan.chosen))
+    gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
+    return Margin(what, devices, limit, best, gain, "" if best is None else settings(best, plan.chosen))
 
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
@@ -86,21 +84,15 @@ def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
         return None
     cluster = replace(plan.cluster, num_devices=devices, devices_per_node=per_node)
     pins = replace(plan.pins, data=None, pipeline=None)
-    return _best(plan, cluster, pins, batch, plan.limit_bytes)
-
-
-def _best(plan: ClusterPlan, cluster: Cluster, pins: Pins, batch: int, limit: float) -> Choice | None:
     try:
-        survey = plan.survey.asked(cluster, batch=batch, pins=pins)
+        survey = replace(plan.survey, cluster=cluster, batch=batch, pins=pins)
     except PlanError:  # no mesh at all
         return None
+    return _fastest(survey, plan.limit_bytes)
+
+
+def _fastest(survey: Survey, limit: float) -> Choice | None:
     return next(iter(chosen_of(survey, limit)), None)
-
-
-def _memory(plan: ClusterPlan, more: float, what: str) -> Margin:
-    limit = plan.limit_bytes + more
-    best = next(iter(chosen_of(plan.survey, limit)), None)
-    return _margin(plan, what, plan.cluster.num_devices, limit, best)
 
 
 def _next_memory(plan: ClusterPlan) -> list[Margin]:
@@ -142,11 +134,10 @@ class Change:
 
 def changes(plan: ClusterPlan) -> list[Change]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
-    found = []
-    for what, layout in _changed(plan):
-        one = plan.survey.cut(layout, plan.limit_bytes)
-        found.append(Change(what, one, why(plan.chosen, one, plan.limit_bytes)))
-    return sorted(found, key=lambda one: (one.choice.bytes > plan.limit_bytes, one.choice.seconds))
+    limit = plan.limit_bytes
+    cut = [(what, plan.survey.cut(layout, limit)) for what, layout in _changed(plan)]
+    found = [Change(what, one, why(plan.chosen, one, limit)) for what, one in cut]
+    return sorted(found, key=lambda one: (one.choice.bytes > limit, one.choice.seconds))
 
 
 def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
@@ -202,30 +193,28 @@ class ScalePoint:
 
 def strong(plan: ClusterPlan) -> list[ScalePoint]:
     """Return the plans of the same batch on other numbers of devices."""
-    return [_point(plan, times, plan.batch) for times in TIMES if _whole(plan.cluster.num_devices * times)]
+    return _scaled(plan, growing=0)
 
 
 def weak(plan: ClusterPlan) -> list[ScalePoint]:
     """Return the plans where the batch grows with the devices."""
-    return [
-        _point(plan, times, int(plan.batch * times))
-        for times in TIMES
-        if _whole(plan.cluster.num_devices * times) and _whole(plan.batch * times)
-    ]
+    return _scaled(plan, growing=1)
 
 
-def _point(plan: ClusterPlan, times: Fraction, batch: int) -> ScalePoint:
-    devices = int(plan.cluster.num_devices * times)
-    best = plan.chosen if times == 1 else planned(plan, devices, batch)
-    return ScalePoint(devices, batch, best)
+def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
+    """Return the plans on so many times the devices, the batch times that to the power of `growing`."""
+    found = []
+    for times in TIMES:
+        devices, batch = plan.cluster.num_devices * times, plan.batch * times**growing
+        if devices.denominator == batch.denominator == 1:
+            best = plan.chosen if times == 1 else planned(plan, int(devices), int(batch))
+            found.append(ScalePoint(int(devices), int(batch), best))
+    return found
 
 
-def _whole(number: Fraction) -> bool:
-    return number.denominator == 1
-
-
-def efficiency(points: list[ScalePoint]) -> list[float | None]:
-    """Return what each point reaches of the throughput per device of the smallest that fits."""
+def efficiency(points: list[ScalePoint]) -> list[tuple[ScalePoint, float | None]]:
+    """Return each point with what it reaches of the throughput per device of the smallest that fits."""
     rates = [None if one.best is None else one.batch / one.best.seconds / one.devices for one in points]
     first = next((rate for rate in rates if rate is not None), None)
-    return [None if rate is None or first is None else rate / first for rate in rates]
+    shares = [None if rate is None or first is None else rate / first for rate in rates]
+    return list(zip(points, shares, strict=True))

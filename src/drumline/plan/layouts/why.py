@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from drumline.core.errors import PlanError, counted
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.layouts.pins import Pins, tried_schedules
+from drumline.plan.layouts.degrees import Pins, tried_schedules
 from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.why import less_activations, lost_and_saved
 from drumline.schedules.registry import MAX_PAIRS
@@ -15,27 +15,16 @@ from drumline.schedules.registry import MAX_PAIRS
 _GIB = 2**30
 _LARGEST = 64  # times the devices asked for
 _EVEN = 5e-4  # of a step; less than that is no difference
-_MORE = {
-    "compute": "its busiest rank computes {} more",
-    "recompute": "it recomputes {} more",
-    "tensor": "TP exposes {} more",
-    "context": "CP exposes {} more",
-    "expert": "EP exposes {} more",
-    "pipeline": "PP exposes {} more",
-    "data_exposed": "DP exposes {} more",
-    "bubble": "{} more bubble",
-    "optimizer": "its optimizer takes {} more",
-}
-_LESS = {
-    "compute": "{} less computing",
-    "recompute": "{} less recomputing",
-    "tensor": "{} less of TP",
-    "context": "{} less of CP",
-    "expert": "{} less of EP",
-    "pipeline": "{} less of PP",
-    "data_exposed": "{} less of DP",
-    "bubble": "{} less bubble",
-    "optimizer": "{} less of the optimizer",
+_MORE_AND_LESS = {
+    "compute": ("its busiest rank computes {} more", "{} less computing"),
+    "recompute": ("it recomputes {} more", "{} less recomputing"),
+    "tensor": ("TP exposes {} more", "{} less of TP"),
+    "context": ("CP exposes {} more", "{} less of CP"),
+    "expert": ("EP exposes {} more", "{} less of EP"),
+    "pipeline": ("PP exposes {} more", "{} less of PP"),
+    "data_exposed": ("DP exposes {} more", "{} less of DP"),
+    "bubble": ("{} more bubble", "{} less bubble"),
+    "optimizer": ("its optimizer takes {} more", "{} less of the optimizer"),
 }
 
 
@@ -50,10 +39,10 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     lost, saved = lost_and_saved(chosen.estimate.seconds, other.estimate.seconds, _EVEN * chosen.seconds)
     if abs(slower) <= _EVEN:
         return _as_fast(chosen, other)
-    reasons = [_MORE[item].format(_seconds(by)) for item, by in lost[:2]]
+    reasons = [_MORE_AND_LESS[item][0].format(_seconds(by)) for item, by in lost[:2]]
     if saved and saved[0][1] > 0.1 * lost[0][1]:
         item, by = saved[0]
-        reasons.append("in spite of " + _LESS[item].format(_seconds(by)))
+        reasons.append("in spite of " + _MORE_AND_LESS[item][1].format(_seconds(by)))
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
@@ -99,11 +88,12 @@ def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:
     if smallest is None:
         return _not_admitted(survey)
     name, devices = survey.transformer.name, survey.cluster.num_devices
+    roomier = smallest.bytes / (1 - headroom) / _GIB
     error = PlanError(
         f"{name} does not fit on {devices} x {survey.cluster.device.name}: the smallest layout, {described(smallest)}, "
         f"holds {smallest.bytes / _GIB:.1f} GiB on a device",
         expected=f"at most {limit / _GIB:.1f} GiB with {headroom:.0%} headroom: {_short_of(smallest, limit)}",
-        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), _roomier(smallest, headroom)]),
+        fix="; ".join([*_mends(survey, limit), *_larger(survey, limit), f"or {roomier:.0f} GiB a device"]),
     )
     error.smallest_bytes = int(smallest.bytes)
     return error
@@ -169,15 +159,12 @@ def _unpinned(survey: Survey, limit: float) -> Iterator[str]:
         pins = replace(survey.pins, **{pin: getattr(default, pin)})
         found = fits(survey, survey.cluster, pins, limit)
         if found is not None:
-            layout = found.layout
-            values = {name: getattr(layout, name) for name in layout.__slots__}
-            yield words.format(**values)
+            yield words.format(**asdict(found.layout))
 
 
 def _larger(survey: Survey, limit: float) -> Iterator[str]:
     """Yield the smallest cluster that holds it, doubling the devices."""
-    pins = replace(survey.pins, data=None)
-    times = 2
+    pins, times = replace(survey.pins, data=None), 2
     while times <= _LARGEST:
         cluster = replace(survey.cluster, num_devices=survey.cluster.num_devices * times)
         found = fits(survey, cluster, pins, limit)
@@ -190,12 +177,8 @@ def _larger(survey: Survey, limit: float) -> Iterator[str]:
 def fits(survey: Survey, cluster: Cluster, pins: Pins, limit: float) -> Choice | None:
     """Return the smallest layout of another question if it fits."""
     try:
-        other = survey.asked(cluster, batch=survey.batch, pins=pins)
+        other = replace(survey, cluster=cluster, pins=pins)
     except PlanError:  # pins that this cluster cannot meet
         return None
     found = other.smallest()
     return found if found is not None and found.bytes <= limit else None
-
-
-def _roomier(smallest: Choice, headroom: float) -> str:
-    return f"or {smallest.bytes / (1 - headroom) / _GIB:.0f} GiB a device"

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 
 from drumline.plan.search.bounds.relaxed import Relaxed
 from drumline.plan.search.instance import F, I, Instance, Rows, W
@@ -23,24 +25,18 @@ from drumline.plan.search.instance import F, I, Instance, Rows, W
 _UNKNOWN = math.inf
 
 
+@dataclass(slots=True, eq=False)
 class _State:
     """What is done, when every rank is free, what it holds, and how it came about."""
 
-    __slots__ = ("done", "free", "held", "last", "parent", "passed", "promise", "ready")
-
-    def __init__(
-        self,
-        done: list[int],
-        free: list[float],
-        held: list[float],
-        ready: list[float],
-        passed: frozenset[int],
-        parent: _State | None,
-        last: int,
-    ) -> None:
-        self.done, self.free, self.held, self.ready = done, free, held, ready
-        self.passed, self.parent, self.last = passed, parent, last
-        self.promise = 0.0
+    done: list[int]
+    free: list[float]
+    held: list[float]
+    ready: list[float]
+    passed: frozenset[int]
+    parent: _State | None
+    last: int
+    promise: float = 0.0
 
 
 class Beam:
@@ -69,9 +65,8 @@ class Beam:
         relaxed = Relaxed(instance)
         stages = [lane.stage for lanes in instance.lanes for lane in lanes]
         # What is left of a lane with so many F, I or W done, as work; and the way after its last F and its last I.
-        self.left = [
-            [_suffix_sums([instance.seconds[n + op] for n in actions]) for op in (F, I, W)] for _, actions in self.lanes
-        ]
+        taken = [[[instance.seconds[n + op] for n in actions[::-1]] for op in (F, I, W)] for _, actions in self.lanes]
+        self.left = [[list(accumulate(one, initial=0.0))[::-1] for one in ops] for ops in taken]
         self.way_back = [relaxed.way_back[s] - relaxed.seconds[s, F] + relaxed.way_out[s] for s in stages]
         self.way_out = [relaxed.way_out[s] for s in stages]
         self.num_resources = len(instance.resources)
@@ -103,9 +98,7 @@ class Beam:
                     if other is None or child.promise < other.promise:
                         best[key] = child
             beam = sorted(best.values(), key=lambda one: one.promise)[:width]
-        if not beam:
-            return None
-        return self._rows(min(beam, key=lambda one: max(one.free)))
+        return self._rows(min(beam, key=lambda one: max(one.free))) if beam else None
 
     def _children(self, state: _State) -> Iterator[_State]:
         offers, soonest, rank = [], _UNKNOWN, -1
@@ -159,9 +152,7 @@ class Beam:
             held = held.copy()
             for at, one in enumerate(self.instance.resources):
                 held[rank * self.num_resources + at] += one.after[number]
-        passed = state.passed
-        if passed:
-            passed = passed.difference(self.of_rank[rank])
+        passed = state.passed and state.passed.difference(self.of_rank[rank])
         return _State(done, free, held, ready, passed, state, number)
 
     def _promise(self, state: _State) -> float:
@@ -188,10 +179,3 @@ class Beam:
             rows[self.instance.rank[state.last // 4]].append(state.last)
             state = state.parent
         return [row[::-1] for row in rows]
-
-
-def _suffix_sums(numbers: list[float]) -> list[float]:
-    found = [0.0]
-    for number in reversed(numbers):
-        found.append(found[-1] + number)
-    return found[::-1]

@@ -37,7 +37,7 @@ Rows = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StageLane:
     """A stage on one rank, with the microbatches that pass it there, in order."""
 
     rank: int
@@ -113,7 +113,7 @@ class Instance:
         return [home(stage, m) for stage in range(self.num_stages) for m in range(self.num_microbatches)]
 
     @cached_property
-    def lanes(self) -> tuple[tuple[Lane, ...], ...]:
+    def lanes(self) -> tuple[tuple[StageLane, ...], ...]:
         """Every rank's lanes, its lowest stage first."""
         found = []
         for rank in range(self.num_ranks):
@@ -123,7 +123,7 @@ class Instance:
                     m for m in range(self.num_microbatches) if self.rank[stage * self.num_microbatches + m] == rank
                 )
                 if passing:
-                    mine.append(Lane(rank, stage, passing))
+                    mine.append(StageLane(rank, stage, passing))
             found.append(tuple(mine))
         return tuple(found)
 

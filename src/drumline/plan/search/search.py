@@ -25,9 +25,9 @@ from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.bounds.lower_bounds import Bound
-from drumline.plan.search.engine import SAME, Engine
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Jitter, Objective
+from drumline.plan.search.run import SAME, SearchRun
 from drumline.plan.search.starts import Start
 
 
@@ -88,26 +88,26 @@ def search(
     """
     instance = Instance(costs, placement, num_microbatches, limit or Limit())
     _check_limit(instance)
-    engine = Engine(instance, Objective(instance, objective, jitter), seconds, seed, progress)
-    engine.tries = math.inf if tries is None else tries
+    run = SearchRun(instance, Objective(instance, objective, jitter), seconds, seed, progress)
+    run.tries = math.inf if tries is None else tries
     interrupted = False
     try:
-        engine.say()
-        engine.run()
+        run.say()
+        run.run()
     except KeyboardInterrupt:
         interrupted = True
-    program = engine.program or instance.program(engine.rows or [])
+    program = run.program or instance.program(run.rows or [])
     violations = validate(program, limit=instance.limit, costs=costs)
     assert not violations, f"the search made a program that breaks a rule: {violations[0]}"
     return Found(
         program,
         simulate(program, costs, limit=instance.limit or None),
         objective,
-        engine.value,
-        engine.bound,
-        tuple(engine.starts),
-        time.monotonic() - engine.began,
-        engine.num_tried,
+        run.value,
+        run.bound,
+        tuple(run.starts),
+        time.monotonic() - run.began,
+        run.num_tried,
         jitter,
         interrupted,
     )

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
-from drumline.core.backwards import Backward
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
+from drumline.core.rules import Backward
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.timed import TimedCuts
+from drumline.plan.cut.partition import TimedCuts
 from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
 from drumline.report.units import ms
 

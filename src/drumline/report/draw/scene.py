@@ -21,12 +21,11 @@ import numpy as np
 
 from drumline.core.action import Action, Op
 from drumline.core.placement import Placement
-from drumline.core.simulate.columns import Columns as ActionColumns
-from drumline.core.simulate.columns import Flags
 from drumline.core.simulate.graph import OPS as ALL_OPS
-from drumline.core.simulate.graph import Ints
+from drumline.core.simulate.graph import Columns as ActionColumns
+from drumline.core.simulate.graph import Flags, Ints
 from drumline.core.timeline.idle import Cause, Idle
-from drumline.core.timeline.timeline import Lane, Timeline, Track
+from drumline.core.timeline.timeline import SpanLane, Timeline, Track
 from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import IDLE, SHADES
 
@@ -275,7 +274,7 @@ def _critical(timeline: Timeline) -> dict[str, Any]:
     ranks: list[int] = []
     indices: list[int] = []
     at = [len(track.actions) for track in timeline.tracks]
-    for span in reversed([one for one in timeline.critical_path if one.lane is Lane.COMPUTE]):
+    for span in reversed([one for one in timeline.critical_path if one.lane is SpanLane.COMPUTE]):
         at[span.rank] = _before(timeline.tracks[span.rank], at[span.rank], span.start, span.action)
         ranks.append(span.rank)
         indices.append(at[span.rank])

@@ -113,7 +113,7 @@ class _TraceTime(NamedTuple):
     ) -> Event:
         low, high = self.nanoseconds(start), self.nanoseconds(end)
         where = {"name": name, "cat": category, "pid": rank, "tid": thread, "ts": low / 1000}
-        length = {"ph": "X", "dur": (high - low) / 1000} if high > low else {"ph": "i", "s": "t"}
+        length: Event = {"ph": "X", "dur": (high - low) / 1000} if high > low else {"ph": "i", "s": "t"}
         return {**where, **length, "args": args or {}}
 
 

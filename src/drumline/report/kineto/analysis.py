@@ -13,8 +13,8 @@ from typing import Any
 
 from drumline.core.action import Op
 from drumline.core.costs import Costs
+from drumline.core.measured.costs import replay
 from drumline.core.measured.measured import stage_costs
-from drumline.core.measured.replay import replay
 from drumline.core.prove.validate import validate
 from drumline.core.prove.violation import Violation
 from drumline.core.simulate.simulate import Simulation

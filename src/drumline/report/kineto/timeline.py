@@ -101,8 +101,7 @@ class Traced(Timeline):
     @property
     def step_seconds(self) -> float:
         """From the first rank's begin of the step to the last one's end: the optimizer and all else included."""
-        starts, ends = zip(*self.bounds, strict=True)
-        return (max(ends) - min(starts)) * NANO
+        return (max(end for _, end in self.bounds) - min(start for start, _ in self.bounds)) * NANO
 
     @property
     def kernel_seconds(self) -> tuple[float, ...] | None:
@@ -206,10 +205,11 @@ class _IdleWalk:
         """Return when the message behind `needed` was sent, when both ends could move it, and when it had arrived."""
         message = rules.message(needed, self.timeline.program.num_stages)
         known = None if message is None else self.timeline.messages.get(message.send)
-        if known is None or known[3].done is None:
+        done = None if known is None else known[3].done
+        if known is None or done is None:
             return made, made, made
         (source, target, sending, receiving), seconds = known, self.timeline.seconds
-        arrived = _within(seconds(target, receiving.done), made, high)
+        arrived = _within(seconds(target, done), made, high)
         sent = _within(seconds(source, sending.begun), made, arrived)
         taking = max(receiving.begun, self.step.ran[index].waiting)
         return sent, _within(seconds(target, taking), sent, arrived), arrived

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from drumline.core.errors import counted
-from drumline.plan.launch.launch import Launch
-from drumline.plan.launch.ranks import AXES, first_places, links
+from drumline.plan.launch.launch import AXES, Launch, first_places, links
 from drumline.plan.layouts.explain import Explanation, Reasons
 from drumline.plan.layouts.planner import ClusterPlan
 from drumline.plan.layouts.survey import Choice

@@ -190,7 +190,7 @@ def _held(run: Figures) -> str:
     """Return peaks: what each rank stashed, and how many messages waited on each edge."""
     weighed = all(one["peak_stash_bytes"] is not None for one in run["per_rank"])
     key = "peak_stash_bytes" if weighed else "peak_pairs"
-    written = size_text if weighed else partial(counted, word="pair")
+    written: Callable[[Any], str] = size_text if weighed else partial(counted, word="pair")
     stashes = {f"rank {one['rank']}": one[key] for one in run["per_rank"]}
     queues = {edge.replace("->", " → "): depth for edge, depth in run["measured"]["peak_queue"].items()}
     waiting = f"<h3>Most messages waiting</h3>{_peaks('queue', queues, str)}" if queues else ""

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from drumline.core.measured.costs import costs_of
+from drumline.core.measured.costs import costs_of, replay
 from drumline.core.measured.measured import Measured
-from drumline.core.measured.replay import replay
 from drumline.core.measured.run import Run
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import advise

@@ -107,7 +107,7 @@ def _several(received: Sequence[Tensor]) -> Iterator[None]:
         return
 
     def arrived(gradient: Tensor) -> None:
-        if _is_asked(_callers(), apart):
+        if _is_asked(traceback.walk_stack(sys._getframe()), apart):
             raise _refusal(len(apart))
 
     without = [one for one in apart if not one.requires_grad]
@@ -115,7 +115,7 @@ def _several(received: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _is_asked((frame for frame, _ in traceback.walk_tb(error.__traceback__)), apart):
+        if _is_asked(traceback.walk_tb(error.__traceback__), apart):
             raise _refusal(len(apart)) from error
         raise
     finally:
@@ -125,17 +125,10 @@ def _several(received: Sequence[Tensor]) -> Iterator[None]:
         raise _refusal(len(apart))  # nobody trains here, so a gradient of it was taken
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_asked(frames: Iterable[FrameType], tensors: Sequence[Tensor]) -> bool:
+def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]) -> bool:
     """Whether a call of autograd among the frames asks for the gradient of one of the tensors."""
     asked: list[Any] = []
-    for frame in frames:
+    for frame, _ in frames:
         if frame.f_code in _ASKING:
             inputs = frame.f_locals.get("inputs")
             asked += [inputs] if isinstance(inputs, Tensor) else inputs or ()

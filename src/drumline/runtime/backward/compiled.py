@@ -52,8 +52,14 @@ class Compiler:
     def function(self, blocks: Named, *, stage: int, split: bool) -> Callable[[Any], Any]:
         """Return what runs some blocks one after the other; `split` if a backward of them may be split."""
         if any(isinstance(module, Piece) for _, module in blocks):
-            return partial(_through, [_CompiledPiece(self, [block], stage, split) for block in blocks])
-        return _Compiled(self, blocks, stage, split)
+            return partial(_through, [self._piece(block, stage, split) for block in blocks])
+        modules = tuple(module for _, module in blocks)
+        return _Compiled(self, blocks, stage, split, partial(self.shared(modules, split), modules))
+
+    def _piece(self, block: tuple[str, Any], stage: int, split: bool) -> _Compiled:
+        """Return a piece of a followed model: the code written for it is compiled, one for each kind of input."""
+        run = partial(block[1].forward, compiled=cache(partial(self.compiled, split=split)))
+        return _Compiled(self, [block], stage, split, run)
 
     def shared(self, modules: Sequence[nn.Module], split: bool) -> Any:
         """Return the compiled function for modules that are made like these."""
@@ -86,19 +92,13 @@ class Compiler:
 class _Compiled:
     """Some blocks of a stage, run by a compiled function."""
 
-    def __init__(self, compiler: Compiler, blocks: Named, stage: int, split: bool) -> None:
+    def __init__(self, compiler: Compiler, blocks: Named, stage: int, split: bool, run: Callable[[Any], Any]) -> None:
         from torch._dynamo.exc import TorchDynamoException
 
-        self.compiler, self.blocks, self.stage, self.split = compiler, blocks, stage, split
-        self.modules = tuple(module for _, module in blocks)
+        self.compiler, self.blocks, self.stage, self.split, self.run = compiler, blocks, stage, split, run
         self.errors = TorchDynamoException
         names = ", ".join(name for name, _ in blocks)
         self.title = f"stage {stage}, {'block' if len(blocks) == 1 else 'blocks'} {names},"
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Get what is compiled ready."""
-        self.run = partial(self.compiler.shared(self.modules, self.split), self.modules)
 
     def __call__(self, value: Any) -> Any:
         """Run the blocks; what cannot be compiled is refused by its name."""
@@ -116,14 +116,6 @@ class _Compiled:
         """Run every block as a function of its own, so that the one which cannot be compiled says so."""
         for block in self.blocks:
             value = self.compiler.function([block], stage=self.stage, split=self.split)(value)
-
-
-class _CompiledPiece(_Compiled):
-    """A piece of a model that is followed: the code that was written for it is compiled, one for each kind of input."""
-
-    def prepare(self) -> None:
-        piece: Any = self.modules[0]
-        self.run = partial(piece.forward, compiled=cache(partial(self.compiler.compiled, split=self.split)))
 
 
 def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:

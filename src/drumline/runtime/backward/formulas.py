@@ -6,7 +6,7 @@ what it took and the gradient at its place in the graph, W makes the weight grad
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -17,54 +17,38 @@ from torch.nn import functional
 
 from drumline.runtime.backward.beginnings import begun
 from drumline.runtime.backward.inner_gradients import transformed
-from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place
+from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
 from drumline.runtime.precision import LOW
 
 
-class Reel:
-    """Where owners record at the moment: the records of the tape that runs."""
+class ModuleOwner(Owner):
+    """A module that owns trainable parameters, and how its weight gradients are made.
 
-    __slots__ = ("records",)
+    It records on `tape`, which has the records of the microbatch that runs.
+    """
 
-    def __init__(self) -> None:
-        self.records: list[OwnerCall] = []
-
-
-class ModuleOwner(ABC):
-    """A module that owns trainable parameters, and how its weight gradients are made."""
-
-    by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
-
-    def __init__(self, module: nn.Module, reel: Reel) -> None:
+    def __init__(self, module: nn.Module, tape: Tape) -> None:
         self.module = module
-        self.reel = reel
+        self.tape = tape
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the module's own forward, and leave a record."""
-
-    @abstractmethod
-    def gradients(self, record: OwnerCall) -> Gradients:
-        """Return the weight gradients of one call."""
-
-    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
-        """Return fewer records in place of several microbatches', where that makes one larger product."""
-        return records
 
     @property
     @abstractmethod
     def begins(self) -> Sequence[Tensor | None]:
         """What the graph around the owner begins with in place of its parameters."""
 
-    def refresh(self) -> None:  # noqa: B027 - most have nothing to do
+    def refresh(self) -> None:
         """Follow the parameters if their memory was exchanged since the last step."""
 
 
 class WithFormula(ModuleOwner):
     """An owner with a weight and perhaps a bias, whose stand-ins share the parameters' memory."""
 
-    def __init__(self, module: nn.Module, reel: Reel) -> None:
-        super().__init__(module, reel)
+    def __init__(self, module: nn.Module, tape: Tape) -> None:
+        super().__init__(module, tape)
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.to_weight: nn.Parameter | None = None  # where the gradients go; None for what is frozen
@@ -114,7 +98,7 @@ class LinearOwner(WithFormula):
             return nn.Linear.forward(cast(nn.Linear, self.module), input)
         input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
         made = functional.linear(input, cast(Tensor, self.weight), self.bias)
-        self.reel.records.append(OwnerCall(self, input, (place_of(made),), input._version))
+        self.tape.records.append(OwnerCall(self, input, (place_of(made),), input._version))
         return made
 
     def gradients(self, record: OwnerCall) -> Gradients:
@@ -154,22 +138,17 @@ class LayerNormOwner(WithFormula):
         made, mean, deviation = torch.native_layer_norm(
             input, module.normalized_shape, self.weight, self.bias, module.eps
         )
-        self.reel.records.append(OwnerCall(self, (input, mean, deviation), (place_of(made),), input._version))
+        self.tape.records.append(OwnerCall(self, (input, mean, deviation), (place_of(made),), input._version))
         return made
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return what torch's own kernel makes of them."""
         taken, mean, deviation = record.inputs
-        _, weight, bias = torch.ops.aten.native_layer_norm_backward(
-            record.gradients[0],
-            self._checked(record, taken),
-            cast(nn.LayerNorm, self.module).normalized_shape,
-            mean,
-            deviation,
-            _like(taken, self.weight),
-            _like(taken, self.bias),
-            [False, self.to_weight is not None, self.to_bias is not None],
-        )
+        shape = cast(nn.LayerNorm, self.module).normalized_shape
+        given = (record.gradients[0], self._checked(record, taken), shape, mean, deviation)
+        weights = (_like(taken, self.weight), _like(taken, self.bias))
+        wanted = [False, self.to_weight is not None, self.to_bias is not None]
+        _, weight, bias = torch.ops.aten.native_layer_norm_backward(*given, *weights, wanted)
         pairs = ((self.to_weight, weight), (self.to_bias, bias))
         return [(parameter, made) for parameter, made in pairs if parameter is not None]
 
@@ -190,20 +169,15 @@ class EmbeddingOwner(WithFormula):
         made = functional.embedding(
             input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
         )
-        self.reel.records.append(OwnerCall(self, input, (place_of(made),), input._version))
+        self.tape.records.append(OwnerCall(self, input, (place_of(made),), input._version))
         return made
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the sums per row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        made = torch.ops.aten.embedding_dense_backward(
-            record.gradients[0],
-            self._checked(record, record.inputs),
-            module.num_embeddings,
-            padding,
-            module.scale_grad_by_freq,
-        )
+        given = (record.gradients[0], self._checked(record, record.inputs), module.num_embeddings, padding)
+        made = torch.ops.aten.embedding_dense_backward(*given, module.scale_grad_by_freq)
         return [] if self.to_weight is None else [(self.to_weight, made)]
 
 

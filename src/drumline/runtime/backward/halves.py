@@ -21,12 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 # Operators with an `output_mask` whose parts cost what they make. Batch norms are not among them: their weight's
 # gradients are sums that the input's gradient needs as well.
 _MASKED = frozenset(
-    {
-        "aten::convolution_backward",
-        "aten::native_layer_norm_backward",
-        "aten::native_group_norm_backward",
-        "aten::_fused_rms_norm_backward",
-    }
+    f"aten::{name}_backward" for name in ("convolution", "native_layer_norm", "native_group_norm", "_fused_rms_norm")
 )
 
 

@@ -20,7 +20,6 @@ from drumline.runtime.backward.formulas import (
     LayerNormOwner,
     LinearOwner,
     ModuleOwner,
-    Reel,
     WithFormula,
     place_of,
 )
@@ -34,8 +33,8 @@ class GeneralOwner(ModuleOwner):
 
     by_autograd = True
 
-    def __init__(self, module: nn.Module, reel: Reel) -> None:
-        super().__init__(module, reel)
+    def __init__(self, module: nn.Module, tape: Tape) -> None:
+        super().__init__(module, tape)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
         self.looked_at = False  # whether all parameters in its graph are its own
@@ -63,7 +62,7 @@ class GeneralOwner(ModuleOwner):
                 begin_again()  # it uses a tensor that is not among its arguments, whose gradient would be lost here
             self.looked_at = True
         places = tuple(place_of(made[index]) for index in reached)
-        self.reel.records.append(OwnerCall(self, [ends[index] for index in reached], places))
+        self.tape.records.append(OwnerCall(self, [ends[index] for index in reached], places))
         return unpack(made, output_form)
 
     @property
@@ -117,10 +116,10 @@ _FORMULAS: dict[type[nn.Module], type[WithFormula]] = {
 _WHOLE = (nn.MultiheadAttention,)
 
 
-def owners_in(module: nn.Module, reel: Reel) -> Iterator[ModuleOwner]:
+def owners_in(module: nn.Module, tape: Tape) -> Iterator[ModuleOwner]:
     """Yield the owners in a module's tree.
 
-    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Reel())]
+    >>> [type(one).__name__ for one in owners_in(nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1)), Tape())]
     ['LinearOwner', 'GeneralOwner']
 
     Modules that own vectors only, as norms do, are none: their gradients are sums, which cost less than keeping a graph
@@ -129,13 +128,13 @@ def owners_in(module: nn.Module, reel: Reel) -> Iterator[ModuleOwner]:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return
     if formula := _formula(module):
-        yield formula(module, reel)
+        yield formula(module, tape)
     elif isinstance(module, _WHOLE) or not any(True for child in module.children() for _ in child.parameters()):
         if any(parameter.dim() > 1 for parameter in module.parameters() if parameter.requires_grad):
-            yield GeneralOwner(module, reel)
+            yield GeneralOwner(module, tape)
     else:
         for child in dict.fromkeys(module.children()):
-            yield from owners_in(child, reel)
+            yield from owners_in(child, tape)
 
 
 def _formula(module: nn.Module) -> type[WithFormula] | None:
@@ -154,8 +153,8 @@ class Splitter:
     """All owners of some modules; while it records, their forwards stand in for the modules' own."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.reel = Reel()
-        owners = {id(owner.module): owner for module in modules for owner in owners_in(module, self.reel)}
+        self.tape = Tape()
+        owners = {id(owner.module): owner for module in modules for owner in owners_in(module, self.tape)}
         self.owners = list(owners.values())
         self._device = next((one.device.type for module in modules for one in module.parameters()), "cpu")
         # A module's namespace, what stands in there, and what stood there before: for most modules nothing.
@@ -178,7 +177,7 @@ class Splitter:
 
     def start(self, tape: Tape) -> None:
         """Let the owners record on `tape` until `stop`."""
-        self.reel.records = tape.records
+        self.tape.records = tape.records
         # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
         unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
         places = self._without_norms if unknown else self._places

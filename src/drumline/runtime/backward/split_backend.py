@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.halves import halves
-from drumline.runtime.backward.tape import Gradients, OwnerCall, changed_in_place, running
+from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, changed_in_place, running
 
 Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, which it empties
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
@@ -48,10 +48,8 @@ class Waiting(OwnerCall):
         return True
 
 
-class WeightHalf:
-    """The compiled weight half of one piece of code, as the owner of the records that it leaves."""
-
-    by_autograd = False
+class WeightHalf(Owner):
+    """The compiled weight half of one piece of code, as the owner of the records that it leaves; it joins none."""
 
     def __init__(self, run: Callable[[list[Any]], list[Any]]) -> None:
         self.run = run
@@ -71,13 +69,9 @@ class WeightHalf:
                 return self.run(left)
         return self.run(left)
 
-    def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
-        """Return the records as they are: compiled code runs once for each microbatch."""
-        return records
-
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ParameterPlaces:
     """Where the trainable parameters stand among the inputs of compiled code."""
 
     num_inputs: int
@@ -85,7 +79,7 @@ class Places:
     parameters: tuple[int, ...]
 
     @classmethod
-    def among(cls, inputs: Sequence[Any]) -> Places:
+    def among(cls, inputs: Sequence[Any]) -> ParameterPlaces:
         """Look at the inputs that code is compiled for."""
         placed = list(enumerate(inputs))
         tensors = tuple(place for place, one in placed if isinstance(one, Tensor))
@@ -93,7 +87,7 @@ class Places:
         return cls(len(placed), tensors, tuple(trained))
 
 
-def split(whole: GraphModule, examples: Sequence[Any], places: Places, compile_half: CompileHalf) -> Boxed:
+def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, compile_half: CompileHalf) -> Boxed:
     """Return a backward that can be split, for a graph of it."""
     num_outputs = len(whole.graph.output_node().args[0])  # type: ignore[arg-type]
     if not places.parameters or num_outputs != places.num_inputs:
@@ -224,7 +218,7 @@ class AotEager:
         from torch._dynamo.backends.debugging import boxed_nop
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-        places = Places.among(inputs)
+        places = ParameterPlaces.among(inputs)
         plain: Any = boxed_nop
 
         def backward(whole: GraphModule, examples: Sequence[Any]) -> Boxed:
@@ -254,7 +248,7 @@ class Inductor:
         from torch._inductor import compile_fx
 
         inner: Any = compile_fx.compile_fx_inner
-        places = Places.among(inputs)
+        places = ParameterPlaces.among(inputs)
 
         def half(part: GraphModule, examples: Sequence[Any], **settings: Any) -> Boxed:
             output = part.graph.output_node()

@@ -9,21 +9,56 @@ stand-ins of them: the same memory, but not known to autograd as the parameters.
 
 So I is one call of autograd, which skips weight gradients because nobody asks for them, and W is plain matrix products
 without any graph. No graph is ever walked in Python.
+
+Autograd's engine is called directly: `torch.autograd.backward` and `grad` check what they are given in Python, some 60
+microseconds a call, as much as a small layer. The engine checks shapes and types itself, and everything that is handed
+to it here was made by a stage.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.engine import gradients_at
 from drumline.runtime.precision import gradient_dtype
+
+_run: Any = torch._C._ImperativeEngine().run_backward  # not that of whoever has replaced torch's
+
+
+def add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Add the gradients of everything below `roots` to the leaves.
+
+    >>> from torch.autograd.graph import get_gradient_edge
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> add_gradients([get_gradient_edge(x * 3)], [torch.ones(2)])
+    >>> x.grad
+    tensor([3., 3.])
+    """
+    _run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients_at(
+    places: Sequence[GradientEdge | Tensor], roots: Sequence[GradientEdge], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients at `places`, None where none arrives, computing only what leads to them.
+
+    >>> from torch.autograd.graph import get_gradient_edge
+    >>> x, w = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> gradients_at([x, w], [get_gradient_edge(x * 3)], [torch.ones(2)])
+    (tensor([3., 3.]), None)
+    """
+    found: tuple[Tensor | None, ...] = _run(
+        tuple(roots), tuple(gradients), False, False, tuple(places), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
 
 Gradients = list[tuple[nn.Parameter, Tensor]]
 
@@ -45,16 +80,18 @@ def changed_in_place(what: str, why: str = "") -> ModelError:
     )
 
 
-class Owner(Protocol):
+class Owner(ABC):
     """Whose parameters a record is about: a module, or a compiled piece of code."""
 
-    by_autograd: bool  # whether autograd makes the gradients, and runs the parameters' hooks
+    by_autograd = False  # whether autograd makes the gradients, and runs the parameters' hooks
 
+    @abstractmethod
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the weight gradients of one call."""
 
     def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return fewer records in place of several microbatches', where that makes one larger product."""
+        return records
 
 
 class OwnerCall:
@@ -113,23 +150,20 @@ class Tape:
         total: dict[nn.Parameter, Tensor] = {}
         # Last used, first added: the order in which autograd sums the uses of one parameter.
         reached = [record for record in reversed(self.records) if record.reached]
-        for record in reached:
-            if not record.owner.by_autograd:
-                for parameter, gradient in record.owner.gradients(record):
-                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        _add(total, (pair for one in reached if not one.owner.by_autograd for pair in one.owner.gradients(one)))
         for parameter, gradient in total.items():
             # Under autocast all uses share one cast of the parameter, so autograd adds them before it casts back.
             total[parameter] = _hooked(parameter, gradient.to(parameter.dtype))
-        for record in reached:
-            if record.owner.by_autograd:
-                for parameter, gradient in record.owner.gradients(record):
-                    total[parameter] = gradient if parameter not in total else total[parameter] + gradient
+        _add(total, (pair for one in reached if one.owner.by_autograd for pair in one.owner.gradients(one)))
         # Autograd may hand one tensor to several parameters, and to the stage before: what stays here is a copy.
-        for parameter, gradient in self.early:
-            total[parameter] = gradient.clone() if parameter not in total else total[parameter] + gradient
-        self.records = []
-        self.early = []
+        _add(total, ((one, gradient if one in total else gradient.clone()) for one, gradient in self.early))
+        self.records, self.early = [], []
         return list(total.items())
+
+
+def _add(total: dict[nn.Parameter, Tensor], gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, gradient in gradients:
+        total[parameter] = gradient if parameter not in total else total[parameter] + gradient
 
 
 def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from drumline.core.backwards import Backward
 from drumline.core.errors import ModelError, counted, nearest
 from drumline.core.prove.frozen import needed
+from drumline.core.rules import Backward
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from drumline.runtime.blocks.graph import Call, Graph
+from drumline.runtime.blocks.graph import Call, CallGraph
 from drumline.runtime.values import Path, rebuilt, refuse_fake
 
 _LITERALS = (type(None), bool, int, str)
@@ -26,7 +26,7 @@ _CONTAINERS = {"tuple": "({})", "list": "[{}]"}
 class Emitter:
     """Writes the calls of a graph; `callee` and `state` tell how a piece gets at a block and at a parameter."""
 
-    def __init__(self, graph: Graph, callee: Callable[[str], str], state: Callable[[str], str]) -> None:
+    def __init__(self, graph: CallGraph, callee: Callable[[str], str], state: Callable[[str], str]) -> None:
         self.graph = graph
         self.callee = callee
         self.state = state

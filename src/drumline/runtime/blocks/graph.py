@@ -35,6 +35,11 @@ class Call:
     autocast: Autocast | None = None
     reads: tuple[str, ...] = ()  # parameters and buffers that the block uses and does not own
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it calls a function that changes nothing in place, and draws no random numbers."""
+        return not (self.block or self.changes or may_draw(self.function))
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -57,7 +62,7 @@ class Barrier:
 
 
 @dataclass(eq=False)
-class Graph:
+class CallGraph:
     """The calls of one forward, and what they are about."""
 
     values: list[Value] = field(default_factory=list)
@@ -96,15 +101,10 @@ class Graph:
         found = set()
         for at in reversed(range(len(self.calls))):
             call = self.calls[at]
-            if (
-                call.block
-                or call.changes
-                or may_draw(call.function)
-                or not wanted.isdisjoint(one for _, one in call.makes)
-            ):
-                wanted.update(call.takes)
-            else:
+            if call.is_plain and wanted.isdisjoint(one for _, one in call.makes):
                 found.add(at)
+            else:
+                wanted.update(call.takes)
         return frozenset(found)
 
     def live(self, at: int) -> list[int]:
@@ -117,10 +117,8 @@ class Graph:
         changed = {self.values[value].storage for call in self.calls for value in call.changes}
         found = {value for value in self.inputs if self.values[value].storage not in changed}
         for call in self.calls:
-            if call.block or call.changes or may_draw(call.function):
-                continue
             fits = all(value in found or self.values[value].constant is not None for value in call.takes)
-            if fits and not any(self.values[value].storage in changed for _, value in call.makes):
+            if call.is_plain and fits and not any(self.values[value].storage in changed for _, value in call.makes):
                 found |= {value for _, value in call.makes}
         return frozenset(found)
 
@@ -166,7 +164,7 @@ class Crossing:
 _EFFORT = 16  # how many bytes may be computed for each that need not travel
 
 
-def crossings(graph: Graph, starts: Sequence[int]) -> list[Crossing]:
+def crossings(graph: CallGraph, starts: Sequence[int]) -> list[Crossing]:
     """Return what is handed over before each of the calls in `starts`, which are in order."""
     found: list[Crossing] = []
     kept: set[int] = set()  # inputs that a later cut sends, so that all before have to
@@ -179,7 +177,7 @@ def crossings(graph: Graph, starts: Sequence[int]) -> list[Crossing]:
     return found[::-1]
 
 
-def _made_again(graph: Graph, whole: Sequence[int]) -> Crossing:
+def _made_again(graph: CallGraph, whole: Sequence[int]) -> Crossing:
     """Leave out of what travels the values that are made again, where that moves fewer bytes."""
     again = {value for value in whole if value in graph.repeatable} - set(graph.inputs)
     inputs, calls = graph.origins(again)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.graph import Graph
+from drumline.runtime.blocks.graph import CallGraph
 from drumline.runtime.blocks.script import Inputs, Kind, Live, Script, named_calls, states_of
 from drumline.runtime.follow.notes import Unseen
 from drumline.runtime.follow.numbers import names_of
@@ -44,8 +44,8 @@ class Piece(nn.Module):
         super().__init__()
         self.script = script
         self._number = number
-        self._callees: dict[str, Callable[..., Any]] = {}
-        self._homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
+        self.callees: dict[str, Callable[..., Any]] = {}  # the model's modules that it calls, by name
+        self.homes: dict[str, nn.Module] = {}  # of parameters and buffers that are used outside of their module
         self.merged: dict[str, str] = {}  # modules of this piece before which no cut may stand, and why
 
     def forward(self, value: Any, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None) -> Any:
@@ -60,14 +60,9 @@ class Piece(nn.Module):
         code = self.script.codes(kind)[self._number]
         run = code.resume if sealed else code.run
         made = (run if compiled is None else compiled(run))(self, *tensors)
-        return made if self._number == self.script.num_pieces - 1 else Live(kind, False, made)
+        return made if self._number == len(self.script.names) - 1 else Live(kind, False, made)
 
     __call__ = forward  # it is no module of the model's, so that no hook of all modules is for it
-
-    @property
-    def epoch(self) -> int:
-        """How often the model was followed anew because something about it had changed."""
-        return self.script.epoch
 
     def seal(self, value: Any) -> Any:
         """Return of what the piece returned only what travels to the next stage."""
@@ -81,16 +76,6 @@ class Piece(nn.Module):
         """Where it is looked up what the parts of the model's own loss count."""
         return self.script.sheet
 
-    @property
-    def called(self) -> list[str]:
-        """The names of the model's modules that it calls."""
-        return list(self._callees)
-
-    @property
-    def lent(self) -> list[str]:
-        """The names of parameters and buffers that it uses outside of their modules."""
-        return list(self._homes)
-
     def adopt(self, name: str, module: nn.Module) -> None:
         """Take a module in under its own name."""
         *path, last = name.split(".")
@@ -98,7 +83,7 @@ class Piece(nn.Module):
         # What a class of the user's does around the call of a module was followed like all else between blocks.
         kind = type(module)
         own = kind.__call__ is not nn.Module.__call__ and not kind.__module__.startswith("transformers.")
-        self._callees[name] = partial(nn.Module.__call__, module) if own else module
+        self.callees[name] = partial(nn.Module.__call__, module) if own else module
 
     def lend(self, name: str, tensor: Tensor, *, stored: bool = True) -> None:
         """Take in a parameter or buffer that is used outside of its module; `stored`, one that states contain."""
@@ -108,11 +93,11 @@ class Piece(nn.Module):
             home._parameters.setdefault(last, tensor)
         elif last not in home._buffers:
             home.register_buffer(last, tensor, persistent=stored)
-        self._homes[name] = home
+        self.homes[name] = home
 
     def exchange(self, name: str, buffer: Tensor) -> None:
         """Take another tensor for a buffer that it was lent, if it was."""
-        home = self._homes.get(name)
+        home = self.homes.get(name)
         if home is None:
             return
         last = name.rpartition(".")[2]
@@ -166,7 +151,6 @@ def pieces_of(
     script, kind, graph = _followed(Script(Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
-    states = []
     named = dict(named_tensors(model))
     fleeting = {
         whole_name(path, name)
@@ -177,11 +161,10 @@ def pieces_of(
         for at in range(start, end):
             if graph.calls[at].block:
                 piece.adopt(graph.calls[at].block, there[graph.calls[at].block])
-        states.append(states_of(graph, range(start, end)))
-        for name in sorted(states[-1]):
+        script.states.append(states_of(graph, range(start, end)))
+        for name in sorted(script.states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
-    script.lent(states)
-    script.look_after(model, pieces)
+    script.look_after(model, [piece.exchange for piece in pieces])
     used = {id(one) for piece in pieces for one in piece.parameters()}
     script.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
     _rest(pieces, script.inside, model, named, fleeting)
@@ -192,7 +175,7 @@ def pieces_of(
 _FEW = 256  # numbers of an argument, by which a forward may decide
 
 
-def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, Graph]:
+def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
     """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are.
 
     If an opened block cannot be followed inside, the error is that of the model with the block closed.
@@ -208,12 +191,12 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
             if error.block not in fresh:
                 raise closed or error from error
             closed = closed or error
-            script = replace(script, inside=script.inside | fresh, _known={})
+            script = replace(script, inside=script.inside | fresh)
         except Decides as error:
             baked = names_of(inputs, script.baked, error.inputs, at_most=_FEW)
             if not baked:
                 raise closed or error from error
-            script = replace(script, baked=script.baked | baked, _known={})
+            script = replace(script, baked=script.baked | baked)
         except ModelError as error:
             raise closed or error from error
 
@@ -225,7 +208,7 @@ def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[st
     return {name for name in beside if any(True for _ in there[name].children())} - script.inside
 
 
-def _begun(script: Script, graph: Graph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
+def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
     """Return the pieces and the calls with which they begin: at every block that a cut may stand before."""
     if not any(call.block for call in graph.calls):
         raise ModelError("the model calls none of its modules", expected="a model made of modules")
@@ -233,7 +216,7 @@ def _begun(script: Script, graph: Graph, there: Mapping[str, nn.Module]) -> tupl
     starts: list[int] = []
     for at, name in named_calls(graph):
         block = graph.calls[at].block
-        counts = is_list(there[block.rpartition(".")[0]]) or any(True for _ in there[block].parameters())
+        counts = isinstance(there[block.rpartition(".")[0]], _LISTS) or any(True for _ in there[block].parameters())
         barred = next((one for one in graph.barriers if one.first < at <= one.last), None)
         if pieces and (barred is not None or not counts):
             if barred is not None:
@@ -256,7 +239,7 @@ def _rest(
     """Give what the forward never used to the last piece, so that nothing of the model is lost."""
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        if name not in inside and parent in inside and not any(name in piece._callees for piece in pieces):
+        if name not in inside and parent in inside and not any(name in piece.callees for piece in pieces):
             pieces[-1].adopt(name, module)
     held = {id(one) for piece in pieces for one in (*piece.parameters(), *piece.buffers())}
     for name, tensor in named.items():
@@ -293,8 +276,3 @@ def _outermost(module: nn.Module, name: str) -> Iterator[str]:
                 yield path
         else:
             yield from _outermost(child, path)
-
-
-def is_list(module: nn.Module) -> bool:
-    """Whether a module is a mere list of others."""
-    return isinstance(module, _LISTS)

@@ -7,23 +7,22 @@ before the same blocks. A piece takes the values that are alive before it and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
-from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from typing import Any, NamedTuple
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.emit import Emitter
-from drumline.runtime.blocks.graph import Crossing, Graph, crossings
+from drumline.runtime.blocks.graph import CallGraph, Crossing, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
 from drumline.runtime.follow.numbers import packed
 from drumline.runtime.follow.skeleton import Meta, Skeleton
-from drumline.runtime.follow.stand_ins import Known
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
@@ -98,14 +97,7 @@ class Code:
     sent: tuple[int, ...]  # which of the values that the piece returns travel on
 
 
-class Holder(Protocol):
-    """Who was lent buffers of the model."""
-
-    def exchange(self, name: str, buffer: Tensor) -> None:
-        """Take another tensor for a buffer that it was lent, if it was."""
-
-
-class Loss(NamedTuple):
+class OwnLossParts(NamedTuple):
     """What the model's own loss is made of, for one kind of input."""
 
     walk: Walk
@@ -121,24 +113,19 @@ class Script:
     skeleton: Skeleton
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
-    _known: Known = field(default_factory=dict)
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
-    _states: list[frozenset[str]] = field(default_factory=list)  # which parameters each piece was lent
+    # Which parameters and buffers each piece holds for use between blocks.
+    states: list[set[str]] = field(default_factory=list)
     _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
-    _pieces: list[ref[Holder]] = field(default_factory=list)
+    _exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)  # of the pieces
     watch: Watch | None = None
-    epoch: int = 0
+    epoch: int = 0  # how often the model was followed anew because something about it had changed
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
     sheet: Sheet = field(default_factory=Sheet)  # what the parts of the model's own loss count in each microbatch
-    _losses: dict[Kind, Loss | None] = field(default_factory=dict)
+    _losses: dict[Kind, OwnLossParts | None] = field(default_factory=dict)
     # By kind of input, what was written, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def num_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self.names)
 
     def __deepcopy__(self, memo: Any) -> Script:
         return self
@@ -147,24 +134,18 @@ class Script:
         """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
         return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
 
-    def graph(self, kind: Kind) -> Graph:
+    def graph(self, kind: Kind) -> CallGraph:
         """Follow the model's forward on inputs of a kind."""
-        followed = trace(
-            self.skeleton,
-            self.inside,
-            kind.form,
-            kind.metas,
-            train=kind.train,
-            known=self._known,
-            autocast=kind.autocast,
+        graph, attributes = trace(
+            self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
         )
         if self.watch is not None:
-            self.watch.read(followed.attributes)
-        return followed.graph
+            self.watch.read(attributes)
+        return graph
 
-    def look_after(self, model: nn.Module, pieces: Sequence[Holder]) -> None:
-        """Follow what becomes of the model that the pieces were made from."""
-        self._model, self._pieces = ref(model), [ref(one) for one in pieces]
+    def look_after(self, model: nn.Module, exchanges: Iterable[Callable[[str, Tensor], None]]) -> None:
+        """Follow what becomes of the model that pieces were made from, whose `exchanges` take other buffers for it."""
+        self._model, self._exchanges = ref(model), [WeakMethod(one) for one in exchanges]
 
     @property
     def model(self) -> nn.Module | None:
@@ -182,14 +163,13 @@ class Script:
         if model is None or self.watch is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for piece in (one for seen in self._pieces if (one := seen()) is not None):
-                piece.exchange(name, buffer)
+            for exchange in (one for seen in self._exchanges if (one := seen()) is not None):
+                exchange(name, buffer)
         if not self.watch.has_changed():
             return False
         self.skeleton = Skeleton(model, self.skeleton.device)
         self._codes.clear()
         self._losses.clear()
-        self._known.clear()
         self.epoch += 1
         return True
 
@@ -205,7 +185,7 @@ class Script:
             found = self.write(kind, graph, self._starts(graph))
         return found
 
-    def write(self, kind: Kind, graph: Graph, starts: Sequence[int]) -> list[Code]:
+    def write(self, kind: Kind, graph: CallGraph, starts: Sequence[int]) -> list[Code]:
         """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
@@ -213,12 +193,12 @@ class Script:
         found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
-    def loss(self, kind: Kind) -> Loss | None:
+    def loss(self, kind: Kind) -> OwnLossParts | None:
         """Return what the model's own loss is made of for inputs of a kind; None where it returns none."""
         self.codes(kind)
         return self._losses[kind]
 
-    def _starts(self, graph: Graph) -> list[int]:
+    def _starts(self, graph: CallGraph) -> list[int]:
         """Return the call with which each piece begins, in a graph of another kind of input."""
         at = {name: call for call, name in named_calls(graph)}
         missing = [name for name in self.names if name not in at]
@@ -233,14 +213,14 @@ class Script:
             )
         return [0, *order[1:]]
 
-    def _written(self, graph: Graph, starts: Sequence[int], kind: str) -> list[Code]:
+    def _written(self, graph: CallGraph, starts: Sequence[int], kind: str) -> list[Code]:
         bounds = [*starts, len(graph.calls)]
         names = Names(graph)
         crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
         self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
         for number, (start, end) in enumerate(pairwise(bounds)):
-            for name in states_of(graph, range(start, end)) - self._states[number]:
+            for name in states_of(graph, range(start, end)) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
                     expected="the parameters that it uses for the inputs that it was cut with",
@@ -251,8 +231,8 @@ class Script:
             for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
         ]
 
-    def _code(self, graph: Graph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
-        emitter = Emitter(graph, "piece._callees[{!r}]".format, _state)
+    def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
+        emitter = Emitter(graph, "piece.callees[{!r}]".format, _state)
         if after is None:
             kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
         else:
@@ -264,29 +244,25 @@ class Script:
         sent = () if after is None else tuple(after.whole.index(value) for value in after.sent)
         return Code(run, resume, sent)
 
-    def lent(self, states: Sequence[Collection[str]]) -> None:
-        """Note which parameters and buffers each piece holds for use between blocks."""
-        self._states = [frozenset(one) for one in states]
 
-
-def loss_of(graph: Graph, kind: Kind, starts: Sequence[int]) -> Loss | None:
+def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts | None:
     """Return what the loss in a model's output is made of; None where there is none."""
-    place = loss_place(graph.output_form, len(graph.outputs))
+    place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
         return None
     fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
     walk = Walk(graph, graph.inputs, fixed)
     terms = walk.terms(graph.outputs[place])
     pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
-    return Loss(walk, terms, Counts(graph, terms, _state), pieces)
+    return OwnLossParts(walk, terms, Counts(graph, terms, _state), pieces)
 
 
 def _state(name: str) -> str:
     last = name.rpartition(".")[2]
-    return f"getattr(piece._homes[{name!r}], {last!r})"
+    return f"getattr(piece.homes[{name!r}], {last!r})"
 
 
-def states_of(graph: Graph, calls: range) -> set[str]:
+def states_of(graph: CallGraph, calls: range) -> set[str]:
     """Return the parameters and buffers that calls use and that no block of theirs brings along."""
     found: set[str] = set()
     for at in calls:
@@ -295,7 +271,7 @@ def states_of(graph: Graph, calls: range) -> set[str]:
     return found - {""}
 
 
-def named_calls(graph: Graph) -> list[tuple[int, str]]:
+def named_calls(graph: CallGraph) -> list[tuple[int, str]]:
     """Return the calls of blocks with their names; the second call of `x` is `x#2`."""
     seen: dict[str, count[int]] = {}
     found = []

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.runtime.blocks.graph import Call, Crossing, Graph, may_draw
+from drumline.runtime.blocks.graph import Call, CallGraph, Crossing, may_draw
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MOST_ELEMENTS = 4096  # of a constant are looked at
@@ -36,7 +36,7 @@ def short(text: str) -> str:
 class Names:
     """The names of a graph's values and calls."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: CallGraph) -> None:
         self.graph = graph
         self.values = [""] * len(graph.values)
         self.calls: list[str] = []
@@ -128,7 +128,7 @@ def by_name(crossing: Crossing, names: Names) -> Crossing:
 
 
 def described(
-    graph: Graph, names: Names, pieces: Sequence[str], calls: Sequence[range], cuts: Sequence[Crossing]
+    graph: CallGraph, names: Names, pieces: Sequence[str], calls: Sequence[range], cuts: Sequence[Crossing]
 ) -> list[str]:
     """Return what was written, in lines that ranks compare: what each piece calls, and what crosses into it."""
     lines: list[str] = []

@@ -25,7 +25,6 @@ from drumline.runtime.draft import Draft
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.precision import casts_kept
 from drumline.runtime.randomness import Randomness
-from drumline.runtime.segment import Segment
 from drumline.runtime.values import mapped, pack
 
 Drive = Callable[[Sequence[Generator[Wait, None, None]]], None]
@@ -145,21 +144,16 @@ class Capture:
             )
         if self._buffers_changed():
             raise ModelError(
-                "a block changes its buffers",
-                expected="blocks without running statistics",
-                fix="use capture=False",
+                "a block changes its buffers", expected="blocks without running statistics", fix="use capture=False"
             )
         parameters = [one for row in self.rows for stage in row.executor.stages.values() for one in stage.parameters]
         if any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters):
             raise ModelError("a gradient is sparse", expected="dense ones in a captured step", fix="use capture=False")
 
-    @property
-    def _segments(self) -> list[Segment]:
-        return [segment for row in self.rows for stage in row.executor.stages.values() for segment in stage.segments]
-
     def _buffers_changed(self) -> bool:
         """Whether buffers have changed since this was last asked."""
-        changed = [segment.changes_buffers for segment in self._segments]
+        stages = (stage for row in self.rows for stage in row.executor.stages.values())
+        changed = [segment.buffers.changed_lately() for stage in stages for segment in stage.segments]
         return any(changed)
 
 

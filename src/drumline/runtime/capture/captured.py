@@ -135,7 +135,7 @@ class CapturedRow:
             [one.requires_grad for one in tensors],
             [module.training for module in self._modules],
             [{key: one for key, one in vars(module).items() if type(one) in PLAIN} for module in self._modules],
-            [module.epoch for module in self._modules if isinstance(module, Piece)],
+            [module.script.epoch for module in self._modules if isinstance(module, Piece)],
         )
 
     def prepare(self) -> None:

@@ -6,6 +6,8 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,14 +42,14 @@ class _Anchor:
         return self._moment_ns + int(self.event.elapsed_time(event) * 1e6)
 
 
+@dataclass(slots=True)
 class _Marks:
     """The events of one step."""
 
-    def __init__(self, events: list[Any], anchor: _Anchor) -> None:
-        self.events = events
-        self.anchor = anchor
-        self.num_used = 0
-        self.is_settled = False
+    events: list[Any]
+    anchor: _Anchor
+    num_used: int = 0
+    is_settled: bool = False
 
     @property
     def last(self) -> Any:
@@ -178,25 +180,14 @@ class CudaRecorder(Recorder):
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return torch.empty_like(tensor)
-        memory = torch.as_tensor(_Memory(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        # In the words by which libraries hand each other memory of a CUDA device: bytes at an address.
+        place = {"shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False), "version": 3}
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device=tensor.device)
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         made = made.conj() if tensor.is_conj() else made
         return torch._neg_view(made) if tensor.is_neg() else made
-
-
-class _Memory:
-    """Bytes at an address, in the words by which libraries hand each other memory of a CUDA device."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def recorder_for(device: torch.device) -> Recorder:

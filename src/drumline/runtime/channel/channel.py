@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from drumline.core.action import Action
+from drumline.core import rules
+from drumline.core.action import RECV_OPS, Action
 from drumline.core.errors import WaitTimeout
 
 # How long the real transports wait for what, in seconds: the only copy of each default.
@@ -64,9 +65,6 @@ class Wait:
     source: int
 
     def __str__(self) -> str:
-        from drumline.core import rules
-        from drumline.core.action import RECV_OPS
-
         if self.receive.op in RECV_OPS:
             made = " or ".join(map(str, rules.producers(self.receive)))
             return f"rank {self.rank} at {self.action} waits for {made} of rank {self.source}"

@@ -18,11 +18,11 @@ between CPUs travel inside their header's packet.
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from ctypes import memmove
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Delivery, Wait
+from drumline.runtime.channel.channel import GRACE, SPIN, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
 from drumline.runtime.channel.waiter import Waiter
 
@@ -59,30 +59,28 @@ class _Sent(NamedTuple):
     work: Work | None
 
 
+@dataclass(slots=True, eq=False)
 class _Coming:
     """A message whose header has arrived; `flat` exists once its receive is issued."""
 
-    __slots__ = ("arrived_ns", "error", "flat", "has_arrived", "layout", "made_ns", "number", "work")
-
-    def __init__(self, number: int, layout: MessageLayout, made_ns: int) -> None:
-        self.number = number
-        self.layout = layout
-        self.made_ns = made_ns
-        self.arrived_ns = 0
-        self.flat: Tensor | None = None
-        self.work: Work | None = None
-        self.has_arrived = False
-        self.error: RuntimeError | None = None
+    number: int
+    layout: MessageLayout
+    made_ns: int
+    arrived_ns: int = 0
+    flat: Tensor | None = None
+    work: Work | None = None
+    has_arrived: bool = False
+    error: RuntimeError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Edge:
     """This rank's side of the two directed edges that join it to a peer."""
 
-    def __init__(self) -> None:
-        self.num_sent = 0
-        self.under_way: dict[int, _Sent] = {}
-        self.not_issued: deque[_Coming] = deque()
-        self.num_issued = 0
+    num_sent: int = 0
+    under_way: dict[int, _Sent] = field(default_factory=dict)
+    not_issued: deque[_Coming] = field(default_factory=deque)
+    num_issued: int = 0
 
 
 class DistributedChannel(MeshChannel[_Coming]):
@@ -90,7 +88,8 @@ class DistributedChannel(MeshChannel[_Coming]):
 
     `edges` are the directed edges (source, target) that will be used, the same and in the same order on all ranks;
     unless given, all. What arrives is put on `device`, through the host if the backend is gloo; of gloo's messages
-    those up to `small_bytes` travel in one packet.
+    those up to `small_bytes` travel in one packet. How it connects, by which store above all, is what `ControlMesh` is
+    told.
     """
 
     layout_kind = _LAYOUT
@@ -100,14 +99,11 @@ class DistributedChannel(MeshChannel[_Coming]):
         rank: int,
         num_ranks: int,
         *,
-        store: Store,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
-        timeout: float = TIMEOUT,
         edges: Iterable[tuple[int, int]] | None = None,
         small_bytes: int = _SMALL_BYTES,
-        host: str | None = None,
-        now: Callable[[], int] = time.perf_counter_ns,
+        **connecting: Any,
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
             raise RunError(
@@ -116,22 +112,21 @@ class DistributedChannel(MeshChannel[_Coming]):
             )
         self.name = backend
         self._by_host = backend == "gloo"
+        self.looks_every_ms = None if self._by_host else 1  # the end of a device's transfer wakes nobody up
         # Spinning would take the processor from gloo's threads and ours.
-        spin = 0.0 if self._by_host else SPIN
-        super().__init__(ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, host=host, now=now))
+        super().__init__(rank, num_ranks, spin=0.0 if self._by_host else SPIN, **connecting)
         self._device = torch.device(device)
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
-        self._edges = {peer: _Edge() for peer in self._mesh.links}
+        self._edges = {peer: _Edge() for peer in self.links}
         self._has_failed = False
         self._waiter = Waiter()
-        self._mesh.listen(self._waiter.fd, self._waiter.finished)
-        self._mesh.on(_MESSAGE, self._on_message)
-        self._mesh.on(_SMALL_MESSAGE, self._on_message)
-        self._mesh.on(_DONE, self._on_done)
+        self.listen(self._waiter.fd, self._waiter.finished)
+        self.on(_MESSAGE, self._on_message)
+        self.on(_SMALL_MESSAGE, self._on_message)
+        self.on(_DONE, self._on_done)
         if edges is None:
             edges = ((a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b)
-        self._timeout = timeout
         self._known: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
         self.connect(list(edges))
@@ -140,13 +135,13 @@ class DistributedChannel(MeshChannel[_Coming]):
         """Make a group for every edge that has none; every rank makes every group, in one order, as torch asks for."""
         for edge in (one for one in edges if one not in self._known):
             self._known.add(edge)
-            group = dist.new_group(list(edge), timeout=timedelta(seconds=self._timeout), backend=self.name)
+            group = dist.new_group(list(edge), timeout=timedelta(seconds=self.timeout), backend=self.name)
             if self.rank in edge:
                 assert isinstance(group, ProcessGroup)
                 self._groups[edge] = group
-                self._try_out(edge, self._timeout)
+                self._try_out(edge)
 
-    def _try_out(self, edge: tuple[int, int], timeout: float) -> None:
+    def _try_out(self, edge: tuple[int, int]) -> None:
         """Send one byte: backends connect at the first message, which must not happen amid others."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._at)
         source, target = edge
@@ -157,16 +152,16 @@ class DistributedChannel(MeshChannel[_Coming]):
                 work = dist.irecv(byte, source, group=self._groups[edge])
             assert work is not None
             if self._by_host:
-                work.wait(timedelta(seconds=timeout))
+                work.wait(timedelta(seconds=self.timeout))
             else:
                 work.wait()
                 torch.accelerator.synchronize(self._device)
         except RuntimeError as error:
-            raise self._mesh.explain(target if self.rank == source else source, error) from error
+            raise self.explain(target if self.rank == source else source, error) from error
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Start a transfer; a form that was used must not be changed."""
-        made_ns = self._now()
+        made_ns = self.now()
         edge, key = self._edges[target], self._key(receive)
         self._forget_ended(edge)
         layout = self._layouts[target].find(tensors, form)
@@ -176,22 +171,22 @@ class DistributedChannel(MeshChannel[_Coming]):
         edge.num_sent += 1
         if layout.room <= self._small_bytes:
             header = _HEADER.pack(_SMALL_MESSAGE, layout.number, number, key, made_ns)
-            self._mesh.send(target, header + flat.numpy().tobytes())
+            self.send_packet(target, header + flat.numpy().tobytes())
             return
         if layout.room:
             try:
                 work = dist.isend(flat, target, group=self._group(self.rank, target))
             except RuntimeError as error:
-                raise self._mesh.explain(target, error) from error
+                raise self.explain(target, error) from error
             edge.under_way[number] = _Sent(key, flat, work)
         if len(edge.under_way) > self.peak_open_sends:
             self.peak_open_sends = len(edge.under_way)
-        self._mesh.send(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
+        self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Hand over a message whose payload is there, or which the device's stream can wait for."""
         key, inbox = self._key(receive), self._inbox[source]
-        while key not in inbox and self._mesh.look():
+        while key not in inbox and self.look():
             pass
         coming = inbox.get(key)
         if coming is None:
@@ -200,12 +195,12 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._issue_through(source, edge, coming)
         if not coming.has_arrived:
             if self._by_host:
-                self._mesh.look()
+                self.look()
                 if not coming.has_arrived:
                     return None
             elif coming.work is not None:
                 coming.work.wait()  # the current stream waits, the host does not
-                coming.arrived_ns = self._now()
+                coming.arrived_ns = self.now()
         self._pick(source, key)
         if coming.work is not None:
             edge.num_issued -= 1
@@ -221,9 +216,9 @@ class DistributedChannel(MeshChannel[_Coming]):
         coming = self._inbox[wait.source][self._key(wait.receive)]
         self._issue_through(wait.source, self._edges[wait.source], coming)
         if self._by_host:
-            self._mesh.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
+            self.wait(lambda: coming.has_arrived or coming.error is not None, wait, deadline_ns, needs=lambda: ())
             if coming.error is not None:
-                raise self._mesh.explain(wait.source, coming.error) from coming.error
+                raise self.explain(wait.source, coming.error) from coming.error
 
     def _issue(self, source: int, edge: _Edge, most: int) -> None:
         """Issue receives in the order of the headers, until `most` are open."""
@@ -231,7 +226,7 @@ class DistributedChannel(MeshChannel[_Coming]):
             coming = edge.not_issued.popleft()
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             if not coming.layout.room:
-                coming.has_arrived, coming.arrived_ns = True, self._now()
+                coming.has_arrived, coming.arrived_ns = True, self.now()
                 continue
             try:
                 coming.work = dist.irecv(coming.flat, source, group=self._group(source, self.rank))
@@ -240,12 +235,12 @@ class DistributedChannel(MeshChannel[_Coming]):
                 continue
             edge.num_issued += 1
             if self._by_host and coming.work is not None:
-                self._waiter.watch(source, coming.work, partial(self._ended, source, coming))
+                self._waiter.watch(source, coming.work, partial(self._transferred, source, coming))
 
-    def _ended(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
+    def _transferred(self, source: int, coming: _Coming, error: RuntimeError | None) -> None:
         if error is None:
-            coming.has_arrived, coming.arrived_ns = True, self._now()
-            self._mesh.send(source, _NUMBER.pack(_DONE, coming.number))
+            coming.has_arrived, coming.arrived_ns = True, self.now()
+            self.send_packet(source, _NUMBER.pack(_DONE, coming.number))
         else:
             coming.error = error
 
@@ -265,18 +260,12 @@ class DistributedChannel(MeshChannel[_Coming]):
             for number in ended:
                 del edge.under_way[number]
 
-    def _before_sleep(self) -> None:
-        """Nothing: what a wait depends on it issues itself."""
-
     def _unsent(self) -> tuple[int, bytes] | None:
         for target, edge in self._edges.items():
             self._forget_ended(edge)
             for sent in edge.under_way.values():
                 return target, sent.key
         return None
-
-    def _looks_every_ms(self) -> int | None:
-        return None if self._by_host else 1  # the end of a device's transfer wakes nobody up
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell every rank of a failure and its origin."""
@@ -304,7 +293,7 @@ class DistributedChannel(MeshChannel[_Coming]):
         if kind == _SMALL_MESSAGE:
             coming.flat = torch.empty(coming.layout.room, dtype=torch.uint8, device=self._at)
             memmove(coming.flat.data_ptr(), packet[_HEADER.size :], coming.layout.room)
-            coming.has_arrived, coming.arrived_ns = True, self._now()
+            coming.has_arrived, coming.arrived_ns = True, self.now()
         else:
             edge.not_issued.append(coming)
             self._issue(source, edge, _MOST_AHEAD)

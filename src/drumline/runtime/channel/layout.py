@@ -23,7 +23,7 @@ ALIGNMENT = 64
 ONE_OFF = 0xFFFF
 _MOST_KEPT = 1024
 
-Meta = tuple[torch.dtype, tuple[int, ...]]
+TypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class MessageLayout:
@@ -36,7 +36,7 @@ class MessageLayout:
 
     __slots__ = ("form", "is_told", "metas", "num_bytes", "number", "offsets", "room", "sizes")
 
-    def __init__(self, number: int, metas: tuple[Meta, ...], form: Any) -> None:
+    def __init__(self, number: int, metas: tuple[TypeAndShape, ...], form: Any) -> None:
         self.number = number
         self.metas = metas
         self.form = form

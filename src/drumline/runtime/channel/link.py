@@ -44,15 +44,24 @@ class Link(ABC):
         self.fd = connection.fileno()
         self._socket = connection
         self._broken = False
+        self._outbox: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
         _open_links.add(self)
 
     @abstractmethod
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
         """Hand a packet over and own its file descriptors; return whether all has left for the kernel."""
 
-    @abstractmethod
     def push(self) -> bool:
         """Try again to get rid of what waits; return whether all has left."""
+        while self._outbox:
+            if not self._try(*self._outbox[0]):
+                return False
+            self._outbox.popleft()
+        return True
+
+    @abstractmethod
+    def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> bool:
+        """Send what the kernel takes; return whether that is all."""
 
     @abstractmethod
     def read(self, handlers: Sequence[Handler]) -> bool:
@@ -66,7 +75,10 @@ class Link(ABC):
             self._broken = True
 
     def close(self) -> None:
-        """Let go of the socket; closing twice is fine."""
+        """Let go of the socket and of descriptors that did not leave; closing twice is fine."""
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
+                os.close(fd)
         _open_links.discard(self)
         self._socket.close()
 
@@ -92,7 +104,6 @@ class UnixLink(Link):
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         super().__init__(peer, connection)
-        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self._pieces: list[bytes] = []
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
@@ -107,16 +118,7 @@ class UnixLink(Link):
         self._outbox.append((packet, fds))
         return False
 
-    def push(self) -> bool:
-        """Send as much of the outbox as the kernel takes."""
-        while self._outbox:
-            packet, fds = self._outbox[0]
-            if not self._try(packet, fds):
-                return False
-            self._outbox.popleft()
-        return True
-
-    def _try(self, packet: bytes, fds: Sequence[int]) -> bool:
+    def _try(self, packet: bytes | memoryview, fds: Sequence[int]) -> bool:
         try:
             if self._broken:
                 pass
@@ -152,13 +154,6 @@ class UnixLink(Link):
             handlers[packet[0]](self.peer, packet, fds)
         return True
 
-    def close(self) -> None:
-        """Let go of the socket and of descriptors that did not leave."""
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
-        super().close()
-
 
 class TcpLink(Link):
     """Between hosts; file descriptors do not travel.
@@ -179,31 +174,24 @@ class TcpLink(Link):
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         super().__init__(peer, connection)
-        self._outbox: deque[memoryview] = deque()
         self._inbox = bytearray()
 
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
         """Hand a packet over, its length first."""
         assert not fds, "file descriptors do not travel between hosts"
-        self._outbox.append(memoryview(_LENGTH.pack(len(packet)) + packet))
+        self._outbox.append((memoryview(_LENGTH.pack(len(packet)) + packet), ()))
         return self.push()
 
-    def push(self) -> bool:
-        """Send as much of the outbox as the kernel takes."""
-        while self._outbox:
-            data = self._outbox[0]
-            try:
-                sent = len(data) if self._broken else self._socket.send(data)
-            except BlockingIOError:
-                return False
-            except OSError:
-                self._broken = True
-                continue
-            if sent < len(data):
-                self._outbox[0] = data[sent:]
-            else:
-                self._outbox.popleft()
-        return True
+    def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> bool:
+        try:
+            sent = len(data) if self._broken else self._socket.send(data)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._broken = True
+            return True
+        self._outbox[0] = data[sent:], ()
+        return sent == len(data)
 
     def read(self, handlers: Sequence[Handler]) -> bool:
         """Hand on every packet that is complete."""

@@ -62,7 +62,6 @@ class ControlMesh(Pump):
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout = timeout
-        self.before_sleep: Callable[[], None] = lambda: None
         self._spin_ns = int(spin * 1e9)
         own = {WORD: self._on_word, ABORT: self._on_abort, GOODBYE: self._on_goodbye}
         for kind, handler in {**own, PING: self._on_ping, PONG: self._on_pong, ASK: self._on_ask}.items():
@@ -112,11 +111,14 @@ class ControlMesh(Pump):
                     raise give_up(_said(what), (now - started) / 1e9, self._others(needs))
                 if now - started < self._spin_ns:
                     continue
-                self.before_sleep()
+                self._before_sleep()
                 left_ms = milliseconds(deadline_ns - now)
                 self._serve(self._poller.poll(left_ms if every_ms is None else min(left_ms, every_ms)))
         finally:
             self._waiting = None
+
+    def _before_sleep(self) -> None:
+        """Make room for messages without which this rank might sleep for ever."""
 
     def _others(self, needs: Callable[[], Collection[int]]) -> list[str]:
         """Return what the rank that is waited for waits for itself, and so on to the one that all wait for."""
@@ -137,7 +139,7 @@ class ControlMesh(Pump):
     def _asked(self, rank: int) -> tuple[str, list[int]] | None:
         """Return what a rank waits for and whom, None where it does not say so within the grace."""
         self._answers.pop(rank, None)
-        self.send(rank, bytes((ASK, 0)))
+        self.send_packet(rank, bytes((ASK, 0)))
         self._serve_while(lambda: rank not in self._answers and bool(self._by_fd), GRACE)
         return self._answers.get(rank)
 
@@ -152,7 +154,7 @@ class ControlMesh(Pump):
         # Its own copy too: what comes out of `hear` belongs to nobody else, on any rank.
         self._words.setdefault(topic, {})[self.rank] = pickle.loads(word)[1]
         for peer in self.links:
-            self.send(peer, _STAMPED.pack(WORD, self.now()) + word)
+            self.send_packet(peer, _STAMPED.pack(WORD, self.now()) + word)
 
     def hear(self, topic: str, deadline_ns: int) -> list[Any]:
         """Return everybody's word under the topic, by rank."""
@@ -180,7 +182,7 @@ class ControlMesh(Pump):
 
     def _ping(self, peer: int, deadline_ns: int) -> None:
         due = self._num_pongs + 1
-        self.send(peer, _STAMPED.pack(PING, self.now()))
+        self.send_packet(peer, _STAMPED.pack(PING, self.now()))
         what = f"rank {self.rank} waits for rank {peer} to answer a ping"
         self.wait(lambda: self._num_pongs == due, what, deadline_ns, needs=lambda: (peer,))
 
@@ -209,7 +211,7 @@ class ControlMesh(Pump):
         packet = bytes((ABORT,)) + pickle.dumps((rank, text))
         if not self._closed:
             for peer in self.links:
-                self.send(peer, packet)
+                self.send_packet(peer, packet)
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
         """Return why talking to `rank` failed with `error`: what an abort says within the grace, else the error."""
@@ -223,7 +225,7 @@ class ControlMesh(Pump):
             return
         self._closed = True
         for peer in self.links:
-            self.send(peer, bytes((GOODBYE,)))
+            self.send_packet(peer, bytes((GOODBYE,)))
         self._let_go()
 
     def _ended(self, peer: int) -> None:
@@ -259,7 +261,7 @@ class ControlMesh(Pump):
 
     def _on_ping(self, source: int, packet: bytes, fds: list[int]) -> None:
         self._compare(source, _STAMPED.unpack(packet)[1])
-        self.send(source, _STAMPED.pack(PONG, self.now()))
+        self.send_packet(source, _STAMPED.pack(PONG, self.now()))
 
     def _on_pong(self, source: int, packet: bytes, fds: list[int]) -> None:
         self._compare(source, _STAMPED.unpack(packet)[1])
@@ -270,7 +272,7 @@ class ControlMesh(Pump):
             self._answers[source] = pickle.loads(memoryview(packet)[2:])
             return
         what, needs = ("", []) if self._waiting is None else (str(_said(self._waiting[0])), list(self._waiting[1]()))
-        self.send(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
+        self.send_packet(source, bytes((ASK, 1)) + pickle.dumps((what, needs)))
 
 
 def _said(what: What) -> Wait | str:

@@ -57,43 +57,33 @@ def action_code(action: Action) -> bytes:
     return _ACTION.pack(action.stage, microbatch, _OP_NUMBERS[action.op])
 
 
-class MeshChannel(Channel, Generic[Arrived]):
-    """A channel whose headers travel over a mesh; how the payload travels is the subclass's.
+class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
+    """A mesh as a channel: headers travel over its links; how the payload travels is the subclass's.
 
     Its messages' layouts travel in packets of the kind `layout_kind`, each once, before the first message that has it.
     """
 
     layout_kind: int
+    looks_every_ms: int | None = None  # how often `_unsent` has to be asked while nothing arrives
 
-    def __init__(self, mesh: ControlMesh) -> None:
-        self.rank = mesh.rank
-        self.num_ranks = mesh.num_ranks
-        self._mesh = mesh
-        self._now = mesh.now
+    def __init__(self, rank: int, num_ranks: int, **connecting: Any) -> None:
+        """Connect all ranks, as `ControlMesh` does."""
+        super().__init__(rank, num_ranks, **connecting)
         self._step = 0
         self._trains = True
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
         # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
-        self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(mesh.num_ranks)]
-        self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(mesh.num_ranks)]
-        self._num_open = [0] * mesh.num_ranks
-        self._layouts = {peer: MessageLayouts() for peer in mesh.links}
-        self._peer_layouts: dict[int, dict[int, MessageLayout]] = {peer: {} for peer in mesh.links}
-        mesh.on(self.layout_kind, self._on_layout)
-        mesh.before_sleep = self._before_sleep
-
-    @abstractmethod
-    def _before_sleep(self) -> None:
-        """Make room for messages without which this rank might sleep for ever."""
+        self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
+        self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(num_ranks)]
+        self._num_open = [0] * num_ranks
+        self._layouts = {peer: MessageLayouts() for peer in self.links}
+        self._peer_layouts: dict[int, dict[int, MessageLayout]] = {peer: {} for peer in self.links}
+        self.on(self.layout_kind, self._on_layout)
 
     @abstractmethod
     def _unsent(self) -> tuple[int, bytes] | None:
         """Return target and key of a message that has not left, if there is one."""
-
-    def _looks_every_ms(self) -> int | None:
-        """Return how often `_unsent` has to be asked while nothing arrives."""
-        return None
 
     def _key(self, receive: Action) -> bytes:
         code = self._codes.get(receive)
@@ -105,7 +95,7 @@ class MeshChannel(Channel, Generic[Arrived]):
         """Let a peer know a layout, if it does not."""
         if not layout.is_told:
             layout.is_told = True
-            self._mesh.send(target, bytes((self.layout_kind,)) + layout.text())
+            self.send_packet(target, bytes((self.layout_kind,)) + layout.text())
 
     def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
         layout = MessageLayout.parse(memoryview(packet)[1:])
@@ -139,8 +129,7 @@ class MeshChannel(Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {self.rank} never took up {key_text(key)} of rank {source}",
-                        expected=_EXPECTED,
+                        f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
                     )
 
     def post(self, receive: Action, source: int) -> None:
@@ -153,11 +142,11 @@ class MeshChannel(Channel, Generic[Arrived]):
         """Return once the message is there."""
         key, inbox = self._key(wait.receive), self._inbox[wait.source]
         needs, refuse = (lambda: (wait.source,)), partial(self._refuse_ended, wait.source, wait)
-        self._mesh.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
+        self.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
 
     def _refuse_ended(self, rank: int, what: Wait | str) -> None:
         """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
-        ended = self._mesh.told(step_topic(self._step))
+        ended = self.told(step_topic(self._step))
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
@@ -172,42 +161,18 @@ class MeshChannel(Channel, Generic[Arrived]):
 
     def flush(self, deadline_ns: int) -> None:
         """Return once nothing sent is left here."""
-        self._mesh.pump()
+        self.pump()
         unsent = self._unsent()
-        if unsent is None and self._mesh.all_sent:
+        if unsent is None and self.all_sent:
             return
         what = f"rank {self.rank} waits for its last packets to leave"
         if unsent is not None:
             what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
-        self._mesh.wait(
-            lambda: self._unsent() is None and self._mesh.all_sent,
+        self.wait(
+            lambda: self._unsent() is None and self.all_sent,
             what,
             deadline_ns,
             needs=lambda: () if (late := self._unsent()) is None else (late[0],),
-            every_ms=self._looks_every_ms(),
+            every_ms=self.looks_every_ms,
             refuse=lambda: None if (late := self._unsent()) is None else self._refuse_ended(late[0], what),
         )
-
-    def tell(self, topic: str, value: Any) -> None:
-        """Tell every other rank a value."""
-        self._mesh.tell(topic, value)
-
-    def hear(self, topic: str, deadline_ns: int) -> list[Any]:
-        """Return what every rank told, by rank."""
-        return self._mesh.hear(topic, deadline_ns)
-
-    def compare_clocks(self, deadline_ns: int) -> None:
-        """Exchange pings with all ranks."""
-        self._mesh.compare_clocks(deadline_ns)
-
-    def comparisons(self) -> list[tuple[int, int, int]]:
-        """Return the quickest ping or word of each rank since this was last asked."""
-        return self._mesh.comparisons()
-
-    def abort(self, error: BaseException, during: str) -> None:
-        """Tell every rank of a failure and its origin."""
-        self._mesh.abort(error, during)
-
-    def close(self) -> None:
-        """Say goodbye and let go of everything."""
-        self._mesh.close()

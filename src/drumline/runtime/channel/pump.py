@@ -38,7 +38,7 @@ class Pump:
         self._bells[fd] = bell
         self._poller.register(fd, _IN)
 
-    def send(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
+    def send_packet(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
         """Send a packet; returns at once, and keeps what the kernel does not take yet."""
         if not self.links[target].send(packet, fds) and target not in self._backed_up:
             self._backed_up.add(target)

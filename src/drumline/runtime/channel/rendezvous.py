@@ -76,17 +76,17 @@ class Card:
 
 def connect(rank: int, num_ranks: int, *, store: Store, timeout: float, host: str | None = None) -> list[Link]:
     """Return a link to every other rank; ranks that give different hosts use TCP even if they share one."""
-    return _Rendezvous(rank, num_ranks, store, timeout, host_id() if host is None else host).links()
+    return _Rendezvous(rank, num_ranks, store, timeout, host or host_id(), time.perf_counter() + timeout).links()
 
 
+@dataclass(slots=True)
 class _Rendezvous:
-    def __init__(self, rank: int, num_ranks: int, store: Store, timeout: float, host: str) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.store = store
-        self.timeout = timeout
-        self.host = host
-        self.deadline = time.perf_counter() + timeout
+    rank: int
+    num_ranks: int
+    store: Store
+    timeout: float
+    host: str
+    deadline: float
 
     def links(self) -> list[Link]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unix, socket.socket() as tcp:

@@ -6,27 +6,147 @@
 
 With no free slot a message is parked, its tensors held, and moves on when a credit comes: sending never blocks. A
 receiver that waits for a message while all slots hold others copies those out first, so that any order of taking works.
+
+The memory that two ranks share lies in slots: the sender fills one, the receiver empties it and gives it back. A slot
+is anonymous memory: its file descriptor travels once, over the link, both sides map it and close the descriptor.
+Nothing has a name, so nothing is left behind however a rank ends. A message that does not fit makes a free slot larger.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from ctypes import memmove
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from drumline.core.action import Action
 from drumline.core.errors import RunError
-from drumline.runtime.channel.channel import SPIN, TIMEOUT, Delivery
+from drumline.runtime.channel.channel import Delivery
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND
 from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
-from drumline.runtime.channel.slots import Slot, Slots
+
+_SMALLEST = 64 * 1024
+
+
+class Slot:
+    """One piece of shared memory, mapped; it is unmapped when the last window into it goes.
+
+    >>> slot = Slot(0, new_memory(100), 100)
+    >>> layout = MessageLayout(0, ((torch.float32, (2,)), (torch.bool, ())), None)
+    >>> slot.fill(layout, [torch.ones(2), torch.tensor(True)])
+    >>> slot.copies(layout, torch.device("cpu"))
+    (tensor([1., 1.]), tensor(True))
+    """
+
+    __slots__ = ("_address", "_memory", "_views", "number", "room")
+
+    def __init__(self, number: int, fd: int, room: int) -> None:
+        """Map the memory behind `fd` and close that."""
+        self.number = number
+        self.room = room
+        try:
+            # The tensor keeps the map alive; closing the map by hand would pull the memory from under it.
+            self._memory: Tensor = torch.frombuffer(mmap.mmap(fd, room), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+        self._address = self._memory.data_ptr()
+        self._views: dict[MessageLayout, tuple[Tensor, ...]] = {}
+
+    def fill(self, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
+        """Copy a message in."""
+        for index, tensor in enumerate(tensors):
+            # A plain copy takes half of the time of a tensor's, which matters: small messages are many.
+            if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg() and not tensor.is_conj():
+                memmove(self._address + layout.offsets[index], tensor.data_ptr(), layout.sizes[index])
+            else:
+                self._windows(layout)[index].copy_(tensor.detach())
+
+    def copies(self, layout: MessageLayout, device: torch.device) -> tuple[Tensor, ...]:
+        """Copy a message out, to tensors of its own on `device`; when this returns the slot may be filled again."""
+        windows = self._windows(layout)
+        if device.type != "cpu":
+            return tuple([window.to(device) for window in windows])
+        tensors = []
+        for window, offset, size in zip(windows, layout.offsets, layout.sizes, strict=True):
+            tensor = torch.empty_like(window)
+            memmove(tensor.data_ptr(), self._address + offset, size)
+            tensors.append(tensor)
+        return tuple(tensors)
+
+    def _windows(self, layout: MessageLayout) -> tuple[Tensor, ...]:
+        views = self._views.get(layout)
+        if views is None:
+            views = layout.views(self._memory)
+            if layout.is_kept:
+                self._views[layout] = views
+        return views
+
+
+def new_memory(room: int) -> int:
+    """Return the descriptor of fresh anonymous memory; its pages come into being when they are written to."""
+    fd = os.memfd_create("drumline")
+    os.ftruncate(fd, room)
+    return fd
+
+
+class Slots:
+    """The sender's slots of one directed edge: at most `num_slots`, made when they are needed.
+
+    >>> slots = Slots(2)
+    >>> first, fd = slots.take(100_000)
+    >>> first.room, fd is None
+    (131072, False)
+    >>> second, _ = slots.take(10)
+    >>> slots.take(10) is None
+    True
+    >>> slots.give_back(first.number)
+    >>> slots.take(200)[1] is None
+    True
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+
+    @property
+    def num_busy(self) -> int:
+        """How many hold a message that was not taken up."""
+        return len(self._slots) - len(self._free)
+
+    def take(self, room: int) -> tuple[Slot, int | None] | None:
+        """Return a free slot with that much room and, if the receiver does not know it yet, its descriptor."""
+        free = self._free
+        # The last that came back is the likeliest to be in the cache.
+        for index in range(len(free) - 1, -1, -1):
+            if free[index].room >= room:
+                return free.pop(index), None
+        if len(self._slots) < self._num_slots:
+            slot, fd = self._make(len(self._slots), room)
+            self._slots.append(slot)
+            return slot, fd
+        if not free:
+            return None
+        number = free.pop().number
+        self._slots[number], fd = self._make(number, room)
+        return self._slots[number], fd
+
+    def give_back(self, number: int) -> None:
+        """Take a slot back that the receiver has emptied."""
+        self._free.append(self._slots[number])
+
+    def _make(self, number: int, room: int) -> tuple[Slot, int]:
+        room = max(_SMALLEST, 1 << (room - 1).bit_length())
+        fd = new_memory(room)
+        return Slot(number, os.dup(fd), room), fd
+
 
 _MESSAGE, _CREDITS, _SLOT, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
 _HEADER = struct.Struct(f"<BBH{KEY_BYTES}sqq")  # kind, slot, layout, key, made, sent; after it, credits: a byte each
@@ -60,30 +180,24 @@ _Arrived = tuple[bytes, MessageLayout] | Delivery
 
 
 class SharedMemoryChannel(MeshChannel[_Arrived]):
-    """Carries messages between ranks that share a host; what arrives is put on `device`."""
+    """Carries messages between ranks that share a host; what arrives is put on `device`.
+
+    How it connects, by which store above all, is what `ControlMesh` is told.
+    """
 
     name = "shared-memory"
     layout_kind = _LAYOUT
 
     def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        *,
-        store: Store,
-        device: torch.device | str = "cpu",
-        timeout: float = TIMEOUT,
-        num_slots: int = 4,
-        spin: float = SPIN,
-        now: Callable[[], int] = time.perf_counter_ns,
+        self, rank: int, num_ranks: int, *, device: torch.device | str = "cpu", num_slots: int = 4, **connecting: Any
     ) -> None:
         if not 1 <= num_slots <= 256:
             raise RunError(f"num_slots is {num_slots}", expected="1 to 256")
-        mesh = ControlMesh(rank, num_ranks, store=store, timeout=timeout, spin=spin, now=now)
-        super().__init__(mesh)
-        elsewhere = sorted(peer for peer, link in mesh.links.items() if not link.carries_fds)
+        super().__init__(rank, num_ranks, **connecting)
+        self._edges = {peer: _Edge(num_slots) for peer in self.links}
+        elsewhere = sorted(peer for peer, link in self.links.items() if not link.carries_fds)
         if elsewhere:
-            mesh.close()
+            self.close()
             raise RunError(
                 f"rank {rank} does not share a host with rank {', '.join(map(str, elsewhere))}",
                 fix="use a channel over torch.distributed between hosts",
@@ -91,19 +205,18 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         self._device = torch.device(device)
         self._num_slots = num_slots
         self._num_parked = 0
-        self._edges = {peer: _Edge(num_slots) for peer in mesh.links}
-        mesh.on(_MESSAGE, self._on_message)
-        mesh.on(_CREDITS, self._on_credits)
-        mesh.on(_SLOT, self._on_slot)
+        self.on(_MESSAGE, self._on_message)
+        self.on(_CREDITS, self._on_credits)
+        self.on(_SLOT, self._on_slot)
 
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Copy a message into shared memory, or park it; a form that was used must not be changed."""
-        made_ns = self._now()
+        made_ns = self.now()
         edge = self._edges[target]
         layout = self._layouts[target].find(tensors, form)
         key = self._key(receive)
         if self._num_parked or edge.slots.num_busy == self._num_slots:
-            self._mesh.pump()  # credits may have come
+            self.pump()  # credits may have come
         if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
             edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
             self._num_parked += 1
@@ -120,28 +233,28 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             return False
         slot, fd = free
         if fd is not None:
-            self._mesh.send(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
+            self.send_packet(target, _NEW_SLOT.pack(_SLOT, slot.number, slot.room), (fd,))
         self._tell_layout(target, layout)
         slot.fill(layout, tensors)
-        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self._now())
+        packet = _HEADER.pack(_MESSAGE, slot.number, layout.number, key, made_ns, self.now())
         if edge.credits:
             packet += edge.credits
             edge.credits.clear()
-        self._mesh.send(target, packet)
+        self.send_packet(target, packet)
         return True
 
     def take(self, receive: Action, source: int) -> Delivery | None:
         """Copy a message out of shared memory, if it is there."""
         key, inbox = self._key(receive), self._inbox[source]
         if self._num_parked:
-            self._mesh.pump()
-        while key not in inbox and self._mesh.look():
+            self.pump()
+        while key not in inbox and self.look():
             pass
         arrived = self._pick(source, key)
         return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
 
     def _copy_out(self, source: int, packet: bytes, layout: MessageLayout) -> Delivery:
-        arrived_ns = self._now()
+        arrived_ns = self.now()
         edge = self._edges[source]
         _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
         tensors = edge.peer_slots[slot].copies(layout, self._device)
@@ -153,7 +266,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         return Delivery(tensors, layout.form, made_ns, sent_ns, arrived_ns, layout.num_bytes)
 
     def _send_credits(self, source: int, edge: _Edge) -> None:
-        self._mesh.send(source, bytes((_CREDITS,)) + edge.credits)
+        self.send_packet(source, bytes((_CREDITS,)) + edge.credits)
         edge.credits.clear()
 
     def _before_sleep(self) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.ambient import HOOKS
+from drumline.runtime.follow.refusals import HOOKS
+from drumline.runtime.values import MISSING
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
 BETWEEN = -1
-MISSING: Any = object()
-Place = tuple[str, str]  # a module's name, and that of an attribute
+AttributeName = tuple[str, str]  # a module's name, and that of an attribute
 
 # What modules consist of: looked after by itself.
 _OWN = frozenset(
@@ -52,8 +52,9 @@ class Attributes:
         self._names = names
         self._who = who
         self._line = line
-        self.uses: dict[Place, _Uses] = {}
-        self._looked: dict[int, tuple[Any, Any, set[Place]]] = {}  # what can change, as it was, and where it is kept
+        self.uses: dict[AttributeName, _Uses] = {}
+        # What can change, as it was, and where it is kept.
+        self._looked: dict[int, tuple[Any, Any, set[AttributeName]]] = {}
 
     def read(self, module: nn.Module, key: str, value: Any) -> None:
         """Note that an attribute was read; MISSING if it was not there."""
@@ -79,7 +80,7 @@ class Attributes:
             return
         self._is_set((name, key), self._who(), value)
 
-    def _is_set(self, place: Place, who: int, value: Any) -> None:
+    def _is_set(self, place: AttributeName, who: int, value: Any) -> None:
         uses = self.uses.setdefault(place, _Uses())
         uses.setters.add(who)
         uses.line = uses.line or self._line()
@@ -131,12 +132,12 @@ class Attributes:
                 fix="pass it to the block, or set it outside of the forward",
             )
 
-    def read_between(self) -> list[Place]:
+    def read_between(self) -> list[AttributeName]:
         """Return what the forward has read between blocks, and not set itself before."""
         return [place for place, uses in self.uses.items() if uses.is_read_first]
 
 
-def _named(place: Place) -> str:
+def _named(place: AttributeName) -> str:
     name, key = place
     return f"the attribute {key!r} of {name!r}" if name else f"the model's attribute {key!r}"
 

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.attributes import MISSING, Attributes
+from drumline.runtime.follow.attributes import Attributes
 from drumline.runtime.patches import Patch, Replaced
-from drumline.runtime.values import tensors_in
+from drumline.runtime.values import MISSING, tensors_in
 from drumline.runtime.watch.fingerprint import can_change
-
-_Apply = Callable[..., Any]
 
 
 class Follower(Protocol):
@@ -25,17 +23,13 @@ class Follower(Protocol):
     attributes: Attributes
     function: str
     inside: frozenset[str]
-
     names: dict[int, str]
-
-    @property
-    def is_within(self) -> bool:
-        """Whether a block runs."""
+    within: list[str]  # the block that runs now
 
     def block(self, module: nn.Module, name: str, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a block."""
 
-    def applied(self, cls: Any, apply: _Apply, args: Any, kwargs: dict[str, Any]) -> Any:
+    def applied(self, cls: Any, apply: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a custom autograd function."""
 
 
@@ -53,7 +47,7 @@ def _module_calls(replaced: Replaced) -> Any:
         module_call = replaced.found
         follower: Follower | None = replaced.watcher
         name = None if follower is None else follower.names.get(id(self))
-        if follower is None or name is None or name in follower.inside or follower.is_within:
+        if follower is None or name is None or name in follower.inside or follower.within:
             return module_call(self, *args, **kwargs)
         if follower.function:
             raise ModelError(
@@ -70,7 +64,7 @@ def _functions(replaced: Replaced) -> Any:
     def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         apply = replaced.found.__get__(None, cls)
         follower: Follower | None = replaced.watcher
-        if follower is None or follower.is_within or follower.function:
+        if follower is None or follower.within or follower.function:
             return apply(*args, **kwargs)
         if cls is CheckpointFunction:
             return _checkpointed(*args)

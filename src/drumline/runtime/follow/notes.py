@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.blocks.graph import Autocast, Barrier, Call, Graph, Value
+from drumline.runtime.blocks.graph import Autocast, Barrier, Call, CallGraph, Value
 from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.values import found_in, pack, refuse_objects
 from drumline.runtime.weights.catalogue import whole_name
@@ -33,7 +33,7 @@ class Notes:
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
-        self.graph = Graph()
+        self.graph = CallGraph()
         self.numbers: dict[int, int] = {}  # of values, by their tensor's id
         self.kept: list[Any] = []  # what must live on, so that no id is taken twice
         self.storages: dict[int, int] = {}

@@ -7,12 +7,18 @@ own part of it.
 `copy.deepcopy` leaves functions as they are. A hook that appends to `model.features` through a variable of its own
 would append to the model's list, while the copy reads its own. So functions are copied too, where they have captured
 something that the model has as an attribute; all else that they captured stays what it is.
+
+What a block returns is found by running it on stand-ins, or in the end on zeros. Hooks of the block run in any case, on
+stand-ins, as they will when it really runs. What blocks return that were run on zeros is remembered for others like
+them: only the forward of these is left out.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,8 +27,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from drumline.core.errors import ModelError
-from drumline.runtime.patches import Patch, Replaced
-from drumline.runtime.values import pack, unpack
+from drumline.runtime.follow.refusals import BACKWARD, FORWARD
+from drumline.runtime.patches import Patch, Replaced, put_in
+from drumline.runtime.values import MISSING, content_of, pack, unpack
 from drumline.runtime.watch.fingerprint import can_change
 from drumline.runtime.weights.catalogue import named_tensors
 
@@ -53,15 +60,15 @@ def copied(model: M, memo: dict[int, Any]) -> M:
 def _of_function(replaced: Replaced) -> Any:
     def copy_function(fn: FunctionType, memo: dict[int, Any]) -> Any:
         own, cells = replaced.watcher or (), fn.__closure__ or ()
-        if not any(id(_content(cell)) in own for cell in cells):
+        if not any(id(content_of(cell)) in own for cell in cells):
             return replaced.found(fn, memo)
         made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(CellType() for _ in cells))
         made.__kwdefaults__, made.__module__, made.__qualname__ = fn.__kwdefaults__, fn.__module__, fn.__qualname__
         made.__dict__.update(fn.__dict__)
         memo[id(fn)] = made
         for cell, before in zip(made.__closure__ or (), cells, strict=True):
-            content = _content(before)
-            if content is not _EMPTY:
+            content = content_of(before)
+            if content is not MISSING:
                 cell.cell_contents = copy.deepcopy(content, memo) if id(content) in own else content
         return made
 
@@ -81,14 +88,6 @@ def _of_method(replaced: Replaced) -> Any:
 
 
 _FUNCTIONS, _METHODS = Patch(_dispatch, FunctionType, _of_function), Patch(_dispatch, MethodType, _of_method)
-_EMPTY: Any = object()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 class Meta(NamedTuple):
@@ -134,6 +133,8 @@ class Skeleton:
             ) from error
         _without_cache(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}
+        # What blocks return that cannot run on stand-ins, by what such blocks have in common.
+        self._known: dict[Any, tuple[Any, tuple[int | Meta, ...]]] = {}
 
     def _like(self, tensor: Tensor) -> Tensor:
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -152,8 +153,34 @@ class Skeleton:
             made = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
         return made.requires_grad_().clone() if wants_gradient and torch.is_grad_enabled() else made
 
-    def really(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one block on zeros, for what it returns can be seen in no other way; returns stand-ins again."""
+    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return what a block makes, hooks and all: on stand-ins, or in the end on zeros or from memory."""
+        tensors, form = pack((args, kwargs))
+        metas = tuple(Meta.of(one) for one in tensors)
+        around = (module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.type))
+        key = (_kind(module), str(form), metas, around)
+        if key not in self._known:
+            try:
+                with _QUIET[0].by(self), _QUIET[1].by(self), self.mode:
+                    return call(*args, **kwargs)
+            except ModelError:
+                raise
+            except Exception:
+                self._known[key] = self._on_zeros(module, args, kwargs)
+        made_form, outputs = self._known[key]
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            given, fakes = pack((args, kwargs))[0], iter(self.fakes(one for one in outputs if isinstance(one, Meta)))
+            return unpack([next(fakes) if isinstance(one, Meta) else given[one] for one in outputs], made_form)
+
+        with put_in([(vars(module), "forward", remembered)]):  # so that calling it runs its hooks all the same
+            return call(*args, **kwargs)
+
+    def _on_zeros(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, tuple[int | Meta, ...]]:
+        """Run one block on zeros, for what it returns can be seen in no other way.
+
+        Returns the form of that, and for each tensor in it which of the inputs it is, or what is known of it.
+        """
         tensors, form = pack((args, kwargs))
         own: list[tuple[dict[str, Any], str, Tensor]] = [
             (places, name, one)
@@ -168,17 +195,14 @@ class Skeleton:
                 id(one): self._zeros(one) if isinstance(one, FakeTensor) else one
                 for one in (*tensors, *(one for _, _, one in own))
             }
-            for places, name, one in own:
-                places[name] = zeros[id(one)]
-            try:
+            entries: list[tuple[dict[str, Any], str, Any]] = [(table, name, zeros[id(one)]) for table, name, one in own]
+            # Hooks are to see stand-ins.
+            entries += [(vars(module), kind, OrderedDict()) for kind in (*FORWARD, *BACKWARD)]
+            with put_in(entries):
                 given, named = unpack([zeros[id(one)] for one in tensors], form)
                 made, made_form = pack(module(*given, **named))
-            finally:
-                for places, name, one in own:
-                    places[name] = one
-        back = {id(zeros[id(one)]): one for one in tensors}
-        fakes = self.fakes([Meta.of(one) for one in made])
-        return unpack([back.get(id(one), fake) for one, fake in zip(made, fakes, strict=True)], made_form)
+        inputs = {id(zeros[id(one)]): at for at, one in enumerate(tensors)}
+        return made_form, tuple(inputs[id(one)] if id(one) in inputs else Meta.of(one) for one in made)
 
     def _zeros(self, like: Tensor) -> Any:
         made = torch.zeros(tuple(like.shape), dtype=like.dtype, device=self.device)
@@ -193,3 +217,16 @@ def _without_cache(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
+
+
+# Keep torch from logging that a function cannot run on stand-ins: there is another way.
+_QUIET = [
+    Patch(logging.getLogger(f"torch._subclasses.{name}"), "disabled", lambda _: True)
+    for name in ("fake_tensor", "fake_impls")
+]
+
+
+def _kind(module: nn.Module) -> str:
+    """Return what modules have in common that return the same kind of thing."""
+    shapes = [(name, tuple(one.shape), one.dtype) for name, one in module.named_parameters()]
+    return f"{type(module)} {module} {shapes}"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +25,32 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
 from drumline.runtime.backward.inner_gradients import transformed
-from drumline.runtime.blocks.graph import Graph, may_draw
-from drumline.runtime.follow.ambient import Ambient, LocalHooks, refuse_backward_hooks
-from drumline.runtime.follow.attributes import BETWEEN, Attributes, Place
+from drumline.runtime.blocks.graph import CallGraph, may_draw
+from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
+    LocalHooks,
+    around,
     changes_variable,
     draws_on_host,
     line_here,
     line_of,
     name_of,
     property_of,
+    refuse_around,
+    refuse_backward_hooks,
     refuse_changed,
     refuse_function,
     refuse_marked,
     refuse_others,
 )
 from drumline.runtime.follow.skeleton import Meta, Skeleton
-from drumline.runtime.follow.stand_ins import Known, StandIns
 from drumline.runtime.randomness import HostChance
 from drumline.runtime.values import pack, refuse_objects, tensors_in, unpack
 from drumline.runtime.watch.watch import Surroundings
 from drumline.runtime.weights.catalogue import whole_name
-
-
-class Followed(NamedTuple):
-    """A forward that was followed: its graph, and the attributes that decided what it is."""
-
-    graph: Graph
-    attributes: list[Place]
 
 
 def trace(
@@ -65,10 +60,9 @@ def trace(
     metas: Sequence[Meta],
     *,
     train: bool,
-    known: Known,
     autocast: torch.dtype | None = None,
-) -> Followed:
-    """Follow the model's forward on inputs of this form; `known` remembers what blocks return that need zeros to run.
+) -> tuple[CallGraph, list[AttributeName]]:
+    """Follow the model's forward on inputs of this form; returns its graph, and which attributes decided it.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
@@ -78,7 +72,7 @@ def trace(
     with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         inputs = skeleton.fakes(metas)
         args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
-        tracer = _Tracer(skeleton, inside, inputs, known)
+        tracer = _Tracer(skeleton, inside, inputs)
         everywhere = Surroundings(skeleton.model.modules())
         with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
             try:
@@ -88,7 +82,7 @@ def trace(
             except Exception as error:
                 raise tracer.failed(error) from error
             tracer.finish(made)
-    return Followed(tracer.graph, tracer.attributes.read_between())
+    return tracer.graph, tracer.attributes.read_between()
 
 
 class Decides(ModelError):
@@ -100,11 +94,10 @@ class Decides(ModelError):
 
 
 class _Tracer(Notes, TorchFunctionMode):
-    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor], known: Known) -> None:
+    def __init__(self, skeleton: Skeleton, inside: frozenset[str], inputs: Sequence[Tensor]) -> None:
         Notes.__init__(self, skeleton)
         TorchFunctionMode.__init__(self)
         self.inside = inside
-        self.stand_ins = StandIns(skeleton, known)
         self.within: list[str] = []  # the block that runs now
         self.taken: set[int] = set()  # tensors that came in through the running block's arguments
         self.reads: set[str] = set()
@@ -122,11 +115,6 @@ class _Tracer(Notes, TorchFunctionMode):
         self.marks = frozenset(vars(skeleton.fakes([Meta(torch.Size((1,)), torch.float32)])[0]))
         for tensor in inputs:
             self.graph.inputs.append(self.new(tensor))
-
-    @property
-    def is_within(self) -> bool:
-        """Whether a block runs."""
-        return bool(self.within)
 
     def _who(self) -> int:
         return len(self.graph.calls) if self.within else BETWEEN
@@ -238,7 +226,7 @@ class _Tracer(Notes, TorchFunctionMode):
         self.reads = set()
         self.within.append(name)
         try:
-            made = self.stand_ins.run(module, call, args, kwargs)
+            made = self.skeleton.run(module, call, args, kwargs)
             self.attributes.look()
         except Exception:
             self.broken = name
@@ -255,20 +243,18 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def _begin(self, module: nn.Module, name: str) -> None:
         """Refuse to run a block in other surroundings than its own."""
-        self._refuse_chance()
-        self._refuse_variables()
-        self.attributes.look()
-        self.ambient.refuse_more(f"{name!r}")
+        self._look_around()
+        refuse_around(name, self.around)
         self.hooks.look_after(module, name)
         refuse_others(module, name, self.skeleton.states)
 
-    def _refuse_chance(self) -> None:
+    def _look_around(self) -> None:
+        """Refuse what has changed since the last block, and could not be repeated."""
         if self.chance.has_moved():
             raise draws_on_host()
-
-    def _refuse_variables(self) -> None:
         if name := self.surroundings.changed(self.variables):
             raise changes_variable(name)
+        self.attributes.look()
 
     def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the stand-ins for values: parameters may have attributes of their own."""
@@ -300,10 +286,8 @@ class _Tracer(Notes, TorchFunctionMode):
             for module, _ in before:
                 module.training = False
         try:
-            with ExitStack() as stack:
-                stack.enter_context(coming_by(self))
-                stack.enter_context(self)
-                self.ambient = Ambient()
+            with coming_by(self), self:
+                self.around = around()
                 yield
             self._refuse_exchanged(buffers)
         finally:
@@ -329,9 +313,7 @@ class _Tracer(Notes, TorchFunctionMode):
 
     def finish(self, made: Any) -> None:
         """Note what the model returned, and refuse what could not be repeated."""
-        self._refuse_chance()
-        self._refuse_variables()
-        self.attributes.look()
+        self._look_around()
         self.attributes.judge(lambda call: self.graph.calls[call].block, self.bar)
         tensors, self.graph.output_form = pack(made)
         refuse_objects(self.graph.output_form, "the model's output")

@@ -11,6 +11,7 @@ comes first in the sum, a tied parameter's are added by rank.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from drumline.runtime.weights.tied import HeldTensor, Ties
 _BEFORE_ALL_STEPS = -1
 
 
-class Exchange:
+class GradientExchange:
     """One rank's part in the exchanges of a step; without `ties` only copies of whole stages are exchanged."""
 
     def __init__(
@@ -92,15 +93,30 @@ class Exchange:
             _sum_copies(self._own(stage), theirs, at_home=self.placement.homes[action.stage] == self.rank)
             draft.exchanges.extend((action.stage, since, clock.now()))
         if self._partners:
-            sums = _Sums(self._by_name)
+            totals: dict[str, Tensor | None] = {}
             for rank in sorted((self.rank, *self._partners)):
                 if rank == self.rank:
-                    sums.add(rank, self.tied, [_part(self._by_name[one.name]) for one in self.tied])
+                    both, parts = self.tied, [_part(self._by_name[one.name]) for one in self.tied]
                 else:
                     both = self._partners[rank]
-                    sums.add(rank, both, (yield from self._taken(_meeting(both), rank, clock, draft)))
-            sums.put()
+                    parts = yield from self._taken(_meeting(both), rank, clock, draft)
+                for one, part in zip(both, parts, strict=True):
+                    self._add(totals, rank, one.name, part)
+            for name, total in totals.items():
+                _put(self._by_name[name], total)
             draft.exchanges.extend((_meeting(self.tied).stage, start, clock.now()))
+
+    def _add(self, totals: dict[str, Tensor | None], rank: int, name: str, part: Any) -> None:
+        """Add a rank's part of a tied parameter's gradient, which is False where it has frozen the parameter."""
+        trains = self._by_name[name].requires_grad
+        if trains is (part is False):
+            state = ("frozen", "trained") if trains else ("trained", "frozen")
+            raise MismatchError(
+                f"{name} is {state[0]} on rank {rank} and {state[1]} on another that holds it",
+                expected="the same on all ranks",
+            )
+        if trains:
+            totals[name] = _added(totals.get(name), part)
 
     def _own(self, stage: Stage) -> list[nn.Parameter]:
         """Return what the copies of a stage exchange: its parameters without those that are tied."""
@@ -139,7 +155,7 @@ class Exchange:
                 )
 
 
-def share(exchange: Exchange) -> Generator[Wait, None, None]:
+def share(exchange: GradientExchange) -> Generator[Wait, None, None]:
     """Give the rank's copies the values that their homes have, and other ranks' copies those of its own."""
     assert exchange.ties is not None
     rank, channel, copied = exchange.rank, exchange.channel, exchange.ties.copied(exchange.rank)
@@ -155,13 +171,9 @@ def share(exchange: Exchange) -> Generator[Wait, None, None]:
     for home, both in asked.items():
         while (delivery := channel.take(_meeting(both), home)) is None:
             yield Wait(rank, _meeting(both), _meeting(both), home)
-        _copy([found[one.name][1] for one in both], unpack(delivery.tensors, delivery.form))
-
-
-@torch.no_grad()
-def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        with torch.no_grad():
+            for one, value in zip(both, unpack(delivery.tensors, delivery.form), strict=True):
+                found[one.name][1].copy_(value)
 
 
 def _meeting(tensors: Sequence[HeldTensor]) -> Action:
@@ -184,12 +196,8 @@ def _told(part: Any) -> Any:
 
 def _heard(delivery: Delivery) -> list[Any]:
     """Return what another rank told of its parameters."""
-    told = unpack(delivery.tensors, delivery.form)
-    return [_sparse(*one) if isinstance(one, tuple) else one for one in told]
-
-
-def _sparse(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+    sparse = partial(torch.sparse_coo_tensor, is_coalesced=True, check_invariants=False)
+    return [sparse(*one) if isinstance(one, tuple) else one for one in unpack(delivery.tensors, delivery.form)]
 
 
 @torch.no_grad()
@@ -212,29 +220,3 @@ def _sum_copies(parameters: Sequence[nn.Parameter], theirs: Sequence[Any], *, at
 def _put(parameter: nn.Parameter, total: Tensor | None) -> None:
     """Let a sum be a parameter's gradient; without a part of its own it may be another rank's tensor, and is copied."""
     parameter.grad = total.clone() if parameter.grad is None and total is not None else total
-
-
-class _Sums:
-    """The sums of tied parameters' gradients, to be added to rank by rank."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.totals: dict[str, Tensor | None] = {}
-
-    def add(self, rank: int, tied: Sequence[HeldTensor], gradients: Sequence[Any]) -> None:
-        """Add the gradients of a rank, which are False where it has frozen the parameter."""
-        for one, gradient in zip(tied, gradients, strict=True):
-            trains = self.parameters[one.name].requires_grad
-            if trains is (gradient is False):
-                state = ("frozen", "trained") if trains else ("trained", "frozen")
-                raise MismatchError(
-                    f"{one.name} is {state[0]} on rank {rank} and {state[1]} on another that holds it",
-                    expected="the same on all ranks",
-                )
-            if trains:
-                self.totals[one.name] = _added(self.totals.get(one.name), gradient)
-
-    def put(self) -> None:
-        """Let the sums be the parameters' gradients."""
-        for name, total in self.totals.items():
-            _put(self.parameters[name], total)

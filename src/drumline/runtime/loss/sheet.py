@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from drumline.runtime.blocks.graph import Graph
+from drumline.runtime.blocks.graph import CallGraph
 from drumline.runtime.loss.terms import Terms
 from drumline.runtime.values import pack
 
@@ -78,7 +78,7 @@ class Multiplying(TorchFunctionMode):
     inside of themselves, and what their hooks call, is not in the graph and does not count.
     """
 
-    def __init__(self, graph: Graph, terms: Terms, factors: Factors, model: nn.Module) -> None:
+    def __init__(self, graph: CallGraph, terms: Terms, factors: Factors, model: nn.Module) -> None:
         super().__init__()
         self._blocks = [model.get_submodule(name) for name in dict.fromkeys(one.block for one in graph.calls) if name]
         self._depth = 0
@@ -123,7 +123,7 @@ class Multiplying(TorchFunctionMode):
         return _multiplied(func, args, kwargs or {}, self._parts.get((func, number)))
 
 
-def scale(graph: Graph, terms: Terms, sheet: Sheet) -> None:
+def scale(graph: CallGraph, terms: Terms, sheet: Sheet) -> None:
     """Let the calls that make the parts of a loss look up what these count."""
     for part, term in enumerate(terms.known):
         call = graph.calls[term.call]

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.nn import functional
 
-from drumline.runtime.blocks.graph import Call, Graph, may_draw
+from drumline.runtime.blocks.graph import Call, CallGraph
 from drumline.runtime.values import unpack
 
 _PASSED_ON = {
@@ -100,7 +100,7 @@ def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 class Walk:
     """The way back from a graph's loss; `fixed` are inputs that are alike in all microbatches, `known` those before."""
 
-    def __init__(self, graph: Graph, known: Collection[int], fixed: Collection[int] = ()) -> None:
+    def __init__(self, graph: CallGraph, known: Collection[int], fixed: Collection[int] = ()) -> None:
         self.graph = graph
         self.known = set(known)
         self.fixed = set(fixed)
@@ -127,14 +127,11 @@ class Walk:
             return
         made = self.graph.made_at.get(value, -1)
         if made >= 0:
-            if value not in self.changes or not self._is_made_of_nothing(made):
+            # Zeros that a loss is added to are made of nothing.
+            if value not in self.changes or self.graph.calls[made].takes:
                 self._call(made)
         elif self.graph.is_carried(value):
             self.found.others.append("an input")
-
-    def _is_made_of_nothing(self, at: int) -> bool:
-        """Whether a call makes zeros, to which a loss is added."""
-        return not self.graph.calls[at].takes
 
     def _changed(self, at: int, value: int) -> None:
         call = self.graph.calls[at]
@@ -249,9 +246,7 @@ class Walk:
         seen = {value, *inputs, *(one for at in calls for _, one in self.graph.calls[at].makes)}
         if any(self.graph.values[one].storage in self._changed_storages for one in seen):
             return False
-        return not any(
-            call.block or call.changes or may_draw(call.function) for call in (self.graph.calls[at] for at in calls)
-        )
+        return all(self.graph.calls[at].is_plain for at in calls)
 
     def data_calls(self, term: Term) -> Iterator[int]:
         """Yield the calls between what blocks or unknown inputs gave and a term."""
@@ -278,10 +273,10 @@ def _bound(function: Callable[..., Any], call: Call) -> dict[str, Any] | None:
     return dict(bound.arguments)
 
 
-def loss_place(form: Any, num_values: int) -> int | None:
+def loss_place(form: Any) -> int | None:
     """Return which of an output's tensors is its loss: the one called `loss`, the only one, or the first of a tuple.
 
-    >>> loss_place(("dict", ("logits", "loss"), 0, 1), 2), loss_place(None, 1), loss_place(("tuple", 0, 1), 2)
+    >>> loss_place(("dict", ("logits", "loss"), 0, 1)), loss_place(None), loss_place(("tuple", 0, 1))
     (1, 0, 0)
     """
     if form is None:

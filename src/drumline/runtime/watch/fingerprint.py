@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
-_SEQUENCES = (list, tuple, deque)
-_MAPPINGS = (dict, OrderedDict, defaultdict)
-_KINDS = (*_SEQUENCES, *_MAPPINGS, set, frozenset)
+_KINDS = (list, tuple, deque, dict, OrderedDict, defaultdict, set, frozenset)
 _CHANGING = (list, deque, set, dict, np.ndarray, array, bytearray, partial)
 _SETTLED = (*PLAIN, tuple, frozenset)
 _DEPTH = 6
@@ -28,7 +26,7 @@ _SIZED = (list, tuple, deque, dict, set, frozenset)
 _MOST = 1024  # entries: of more it is only looked at which they are
 _MANY = 65536  # entries: of more only the number is looked at
 _WHOLE = (nn.Module, Tensor, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
+LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins"}) | sys.stdlib_module_names
 
 
 class _Same:
@@ -118,7 +116,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
         return None
     fields: dict[str, Any] = dict(getattr(value, "__dict__", ()))
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
+    if kind.__module__.partition(".")[0] in LIBRARIES:
         return fields if hasattr(value, "__dict__") and not callable(value) else None
     for cls in kind.__mro__[:-1]:
         for key, one in vars(cls).items():

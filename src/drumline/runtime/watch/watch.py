@@ -22,20 +22,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.ambient import BACKWARD, FORWARD
-from drumline.runtime.follow.attributes import MISSING, Place
-from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint
+from drumline.runtime.follow.attributes import AttributeName
+from drumline.runtime.follow.refusals import BACKWARD, FORWARD
+from drumline.runtime.values import MISSING, content_of
+from drumline.runtime.watch.fingerprint import LIBRARIES, PLAIN, can_change, fingerprint
 from drumline.runtime.weights.catalogue import whole_name
 
 Reader = Callable[[], Any]
-_LIBRARIES = frozenset({"torch", "numpy", "drumline", "transformers", "builtins"}) | sys.stdlib_module_names
+_LIBRARIES = LIBRARIES | {"drumline"}
 
 
 class Surroundings:
@@ -100,10 +101,10 @@ class Surroundings:
         for name in names & sys.modules.keys():  # imported where it runs
             self._look(partial(sys.modules.get, name), (id(sys.modules), name), names)
         for cell in function.__closure__ or ():
-            self._look(_of_cell(cell), (id(cell), ""), names)
+            self._look(partial(content_of, cell), (id(cell), ""), names)
         space = function.__globals__
         for name in names & space.keys():
-            self._look(_of_dict(space, name), (id(space), name), names)
+            self._look(partial(space.get, name, MISSING), (id(space), name), names)
 
     def _look(self, read: Reader, key: tuple[int, str], names: set[str]) -> None:
         value = read()
@@ -116,11 +117,11 @@ class Surroundings:
                 space = vars(value)
                 for name in names & space.keys():
                     one = getattr(space[name], "__func__", space[name])
-                    if isinstance(one, FunctionType) or hasattr(one, "cache_info"):
+                    is_code = isinstance(one, FunctionType) or hasattr(one, "cache_info")
+                    if is_code:
                         self._follow(one)
-                        self._readers[id(value), name] = _of_object(value, name)
-                    elif _is_watched(space[name]):
-                        self._readers[id(value), name] = _of_object(value, name)
+                    if is_code or _is_watched(space[name]):
+                        self._readers[id(value), name] = partial(space.get, name, MISSING)
         elif _is_watched(value):
             self._readers[key] = read
 
@@ -164,37 +165,13 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(one)
 
 
-def _of_dict(space: dict[str, Any], name: str) -> Reader:
-    return lambda: space.get(name, MISSING)
-
-
-def _of_object(value: Any, name: str) -> Reader:
-    return lambda: vars(value).get(name, MISSING)
-
-
 def _of_function(function: FunctionType) -> Reader:
     """Return what reads how a function may change: its code, its defaults and its attributes."""
     return lambda: (function.__code__, function.__defaults__, function.__kwdefaults__, function.__dict__)
 
 
-def _of_cell(cell: CellType) -> Reader:
-    def read() -> Any:
-        try:
-            return cell.cell_contents
-        except ValueError:
-            return MISSING
-
-    return read
-
-
 _HOOKS = (*FORWARD, *BACKWARD)
-_shared = nn.modules.module
-_GLOBAL: list[dict[int, Any]] = [
-    _shared._global_forward_hooks,
-    _shared._global_forward_pre_hooks,
-    _shared._global_backward_hooks,
-    _shared._global_backward_pre_hooks,
-]
+_GLOBAL: list[dict[int, Any]] = [getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS]
 
 Table = dict[str, Tensor | None]
 
@@ -213,7 +190,7 @@ class Watch:
         self._inside = inside
         self._children = [(name, seen, _children(module)) for name, seen, module in self._alive()]
         self._surroundings = self._around()
-        self._places: dict[Place, ref[nn.Module]] = {}
+        self._places: dict[AttributeName, ref[nn.Module]] = {}
         self._before = self._now()
         self._tables: list[tuple[str, ref[nn.Module], Table, Table]] = []
 
@@ -223,7 +200,7 @@ class Watch:
             if module is not None:
                 yield name, seen, module
 
-    def read(self, places: Iterable[Place]) -> None:
+    def read(self, places: Iterable[AttributeName]) -> None:
         """Look after these attributes too, which decided how the model was followed."""
         named = {name: seen for name, seen in self._modules if name in {place[0] for place in places}}
         self._places.update((place, named[place[0]]) for place in places if place[0] in named)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drumline.core.errors import ModelError
+from drumline.runtime.patches import put_in
 from drumline.runtime.weights.catalogue import Catalogue, Entry, with_memory
 
 Initialiser = Callable[[nn.Module], Any]
@@ -102,22 +103,15 @@ class _Run:
                 entry.put(made)
                 self.versions[entry] = -1
 
-    @contextmanager
-    def _foreign_put_aside(self, module: nn.Module) -> Iterator[None]:
+    def _foreign_put_aside(self, module: nn.Module) -> AbstractContextManager[None]:
         """Let the module write what it does not own, or what is not wanted, to nowhere."""
-        foreign = [
-            (table, slot, one)
-            for table in (module._parameters, module._buffers)
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        return put_in(
+            (table, slot, with_memory(one, torch.device("meta")))
+            for table in tables
             for slot, one in table.items()
             if one is not None and not (self._is_wanted(one) and self.entries[id(one)].owner is module)
-        ]
-        for table, slot, one in foreign:
-            table[slot] = with_memory(one, torch.device("meta"))  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for table, slot, one in foreign:
-                table[slot] = one  # type: ignore[assignment]
+        )
 
     @contextmanager
     def _values_kept(self, module: nn.Module) -> Iterator[None]:

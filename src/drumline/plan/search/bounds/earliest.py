@@ -17,7 +17,7 @@ import numpy as np
 
 from drumline.core.simulate.graph import Floats, Ints
 from drumline.plan.search.bounds.relaxed import Key, Relaxed
-from drumline.plan.search.instance import F, I, Lane, W
+from drumline.plan.search.instance import F, I, StageLane, W
 
 _SWEEPS = 40
 _ROUNDING = 1e-11  # sums of sizes are rounded: what is over by less than this is not over
@@ -49,12 +49,14 @@ def latest(relaxed: Relaxed, *, only_first: bool) -> float:
 class _Rank:
     """One rank: its lanes, what must come before each of its actions, and how much can come before its first I."""
 
-    def __init__(self, relaxed: Relaxed, lanes: Sequence[Lane]) -> None:
+    def __init__(self, relaxed: Relaxed, lanes: Sequence[StageLane]) -> None:
         self.relaxed, self.lanes = relaxed, lanes
         self.number = lanes[0].rank
         self.stages = [lane.stage for lane in lanes]
         self.counts: dict[Key, int] = {(lane.stage, op): len(lane.microbatches) for lane in lanes for op in (F, I, W)}
         self.seconds = {key: relaxed.seconds[key] for key in self.counts}
+        resources = relaxed.instance.resources
+        self.rooms = [(one, resource.most - resource.always[self.number]) for one, resource in enumerate(resources)]
         self.pairs = {stage: self._most_pairs(at) for at, stage in enumerate(self.stages)}
         self.owed = {stage: self._most_owed(at) for at, stage in enumerate(self.stages)}
         self.begun: dict[Key, dict[int, Ints]] = {}
@@ -70,8 +72,7 @@ class _Rank:
     def _most_pairs(self, at: int) -> int:
         """Return how many microbatches of the lane can be between F and I at once."""
         most = self.counts[self.stages[at], F]
-        for one, resource in enumerate(self.relaxed.instance.resources):
-            room = resource.most - resource.always[self.number]
+        for one, room in self.rooms:
             size = sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
             if size > 0:
                 most = min(most, int(room / size * (1 + _ROUNDING)))
@@ -80,12 +81,11 @@ class _Rank:
     def _most_owed(self, at: int) -> int:
         """Return how many W of the lane can be owed while another of its microbatches begins."""
         most = self.counts[self.stages[at], F]
-        for one, resource in enumerate(self.relaxed.instance.resources):
-            room = resource.most - resource.always[self.number]
-            room -= sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
+        for one, room in self.rooms:
+            left = room - sum(self.relaxed.sizes(stage, one)[0] for stage in self._below(at))
             size = self.relaxed.sizes(self.stages[at], one)[1]
             if size > 0:
-                most = min(most, int(max(room, 0.0) / size * (1 + _ROUNDING)))
+                most = min(most, int(max(left, 0.0) / size * (1 + _ROUNDING)))
         return most
 
     def _before(self, key: Key) -> dict[Key, Ints]:
@@ -128,10 +128,9 @@ class _Rank:
     def _most_early_forwards(self) -> float:
         """Return the most seconds of forwards that can run before the first I: as much as there is room for."""
         most = sum(self.counts[stage, F] * self.seconds[stage, F] for stage in self.stages)
-        for one, resource in enumerate(self.relaxed.instance.resources):
+        for one, room in self.rooms:
             sizes = {stage: self.relaxed.sizes(stage, one)[0] for stage in self.stages}
             if min(sizes.values()) > 0:
-                room = resource.most - resource.always[self.number]
                 most = min(most, room * max(self.seconds[stage, F] / sizes[stage] for stage in self.stages))
         return most * (1 + _ROUNDING)
 
@@ -150,8 +149,7 @@ class _Rank:
         second, more than that is not freed.
         """
         longest: Floats = np.zeros(len(begun[self.stages[0]]))
-        for one, resource in enumerate(self.relaxed.instance.resources):
-            room = resource.most - resource.always[self.number]
+        for one, room in self.rooms:
             over = np.full(len(longest), -room * (1 + _ROUNDING))
             rate = 0.0
             for stage in self.stages:
@@ -188,7 +186,7 @@ class _Rank:
             for op in (F, I, W):
                 self._tighten(heads, lane, op)
 
-    def _tighten(self, heads: Heads, lane: Lane, op: int) -> None:
+    def _tighten(self, heads: Heads, lane: StageLane, op: int) -> None:
         stage, relaxed = lane.stage, self.relaxed
         key = (stage, op)
         head = heads[self.number, key]

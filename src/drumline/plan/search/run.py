@@ -23,8 +23,7 @@ from drumline.plan.search.construct import Built
 from drumline.plan.search.instance import Instance, Rows
 from drumline.plan.search.local import Annealer
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.starts import split, starts
-from drumline.plan.search.stretch import stretched
+from drumline.plan.search.starts import split, starts, stretched
 from drumline.plan.search.styles import FIRST, WOVEN, Style, Styles, climb
 
 SAME = 1e-9  # relative: values this close are one
@@ -46,7 +45,7 @@ _BEAMS = ((30, 0.0), (100, 0.02), (100, 0.1), (200, 0.0), (60, 0.05))
 _BRANCH = 40.0  # what growing one state of a beam is worth
 
 
-class Engine:
+class SearchRun:
     """One search under way: the best so far, a pool to improve on, and what is left of the budget."""
 
     def __init__(
@@ -128,7 +127,7 @@ class Engine:
         if small is None or not self.keep_on() or self.objective.jitter is not None:
             return
         seconds = min(self.deadline - time.monotonic(), self.units / _UNITS_PER_SECOND) * _STRETCHING
-        fewer = Engine(small, Objective(small, self.objective.name), seconds, 0, None)
+        fewer = SearchRun(small, Objective(small, self.objective.name), seconds, 0, None)
         fewer.run()
         self.units -= seconds * _UNITS_PER_SECOND - max(fewer.units, 0.0)
         for _, rows in fewer.pool:

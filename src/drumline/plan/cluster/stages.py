@@ -1,0 +1,222 @@
+"""A transformer cut into a layout's stages: how many layers each takes, which ranks hold them, and for how long.
+
+Layers are equal, so they are dealt one by one (`dealt`), and the embedding and the head weigh something too:
+
+    126 layers on 16 stages, a head worth two thirds of a layer:   7 8 8 8 8 8 8 8 8 8 8 8 8 8 8 7
+
+Ties go to the middle: the first stage holds the embedding, the last one the head. Then the schedule says which stages a
+rank has, how many pairs it holds, and how long they take. Where it has no formula its program is made, and counted or
+simulated, for as few microbatches as show everything: a step's middle repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError, counted
+from drumline.core.simulate.memory import holdings
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.cluster.kernels import Ops
+from drumline.plan.cluster.layout import Layout
+from drumline.plan.cluster.transformer import Transformer
+from drumline.plan.cut.cuts import dealt
+from drumline.schedules import find, generate
+
+# A look-up costs no operations, but its weights lie in the first stage: it loses every tie.
+_EMBEDDING = 1e-3
+
+
+@lru_cache(maxsize=4096)
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return layers per stage as even as possible; the ends, which have the head and the embedding, get fewer.
+
+    >>> even_counts(70, 12), even_counts(126, 16)[::15]
+    ((5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5), (7, 7))
+    """
+    return dealt(num_layers, range(num_stages), [0.0] * num_stages)
+
+
+@lru_cache(maxsize=4096)
+def layer_counts(transformer: Transformer, pipeline: int, schedule: str = "1f1b", per_rank: int = 1) -> tuple[int, ...]:
+    """Return the layers of every stage, each at least one; the largest rank is as small as it can be.
+
+    >>> llama = Transformer("405b", 126, 16384, 128, 128256, 8192, 8, 53248, gated=True, tied=False)
+    >>> layer_counts(llama, 16)
+    (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7)
+    >>> layer_counts(llama, 4, "zb-v", 2)
+    (16, 16, 16, 16, 16, 16, 15, 15)
+    """
+    num_stages = pipeline * per_rank
+    if not 1 <= num_stages <= transformer.num_layers:
+        raise PlanError(
+            f"{transformer.name} has {counted(transformer.num_layers, 'layer')} for {counted(num_stages, 'stage')}",
+            expected="at least one layer per stage, and at least one stage",
+        )
+    owners = find(schedule).layout(pipeline, per_rank).homes
+    return dealt(transformer.num_layers, owners, stage_weights(transformer, [0] * num_stages))
+
+
+def stage_weights(transformer: Transformer, counts: Sequence[int]) -> list[float]:
+    """Return the work of every stage, counted in layers."""
+    weights = [float(count) for count in counts]
+    weights[0] += _EMBEDDING
+    weights[-1] += head_weight(transformer)
+    return weights
+
+
+def head_weight(transformer: Transformer) -> float:
+    """Return the operations of the head as a multiple of a layer's.
+
+    >>> round(head_weight(Transformer("405b", 126, 16384, 128, 128256, 8192, 8, 53248, gated=True)), 2)
+    0.61
+    """
+    hidden, shared = transformer.hidden, transformer.num_key_value_heads * transformer.head_width
+    attention = 2 * hidden * hidden + 2 * hidden * shared + 2 * transformer.sequence * hidden
+    width = transformer.feedforward
+    if transformer.experts is not None:
+        width = transformer.experts.feedforward * (transformer.experts.per_token + transformer.experts.num_shared)
+    return transformer.vocabulary * hidden / (attention + (3 if transformer.gated else 2) * hidden * width)
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """A stage: how many of its layers are dense and how many have experts, and whether it is the first or the last."""
+
+    dense: int
+    experts: int
+    is_first: bool = False
+    is_last: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Return all its layers."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Ranks with equal stages: `slices`, each with the part of its microbatches that runs there."""
+
+    ranks: tuple[int, ...]
+    slices: tuple[tuple[StageLayers, float], ...]
+
+    @property
+    def first(self) -> int:
+        """Return the first of them, which holds no less than the others."""
+        return self.ranks[0]
+
+
+@lru_cache(maxsize=1024)
+def slices_of(transformer: Transformer, counts: tuple[int, ...]) -> tuple[StageLayers, ...]:
+    """Return the stages with these numbers of layers."""
+    found, first = [], 0
+    for stage, count in enumerate(counts):
+        dense = min(max(transformer.num_dense_layers - first, 0), count)
+        found.append(StageLayers(dense, count - dense, stage == 0, stage == len(counts) - 1))
+        first += count
+    return tuple(found)
+
+
+def counts_of(transformer: Transformer, layout: Layout) -> tuple[int, ...]:
+    """Return the layers of every stage of a layout."""
+    return layout.counts or even_counts(transformer.num_layers, layout.num_stages)
+
+
+@lru_cache(maxsize=1024)
+def alike(
+    transformer: Transformer, counts: tuple[int, ...], schedule: str, num_ranks: int, stages_per_rank: int
+) -> tuple[Alike, ...]:
+    """Return the ranks of a pipeline, those with equal stages as one."""
+    slices = slices_of(transformer, counts)
+    found: dict[tuple[tuple[StageLayers, float], ...], list[int]] = {}
+    for rank in range(num_ranks):
+        key = tuple((slices[stage], part) for stage, part in stages_of(schedule, rank, num_ranks, stages_per_rank))
+        found.setdefault(key, []).append(rank)
+    return tuple(Alike(tuple(ranks), key) for key, ranks in found.items())
+
+
+def stages_of(schedule: str, rank: int, num_ranks: int, stages_per_rank: int) -> tuple[tuple[int, float], ...]:
+    """Return a rank's stages, each with the part of its microbatches that runs there.
+
+    >>> stages_of("interleaved-1f1b", 1, 4, 2), stages_of("zb-v", 1, 4, 2), stages_of("dualpipe", 1, 4, 1)
+    (((1, 1.0), (5, 1.0)), ((1, 1.0), (6, 1.0)), ((1, 0.5), (2, 0.5)))
+    """
+    layout = find(schedule).layout(num_ranks, stages_per_rank)
+    part = 0.5 if layout.mirrored else 1.0
+    own_first = sorted(layout.stages_of(rank), key=lambda stage: layout.homes[stage] != rank)
+    return tuple((stage, part) for stage in own_first)
+
+
+def num_sides(schedule: str, stage: int, num_ranks: int, num_stages: int) -> int:
+    """Return on how many sides a stage has a neighbour on another rank.
+
+    >>> [num_sides("1f1b", stage, 4, 4) for stage in range(4)], [num_sides("zb-v", stage, 2, 4) for stage in range(4)]
+    ([1, 2, 2, 1], [1, 1, 1, 1])
+    """
+    homes = find(schedule).layout(num_ranks, num_stages // num_ranks).homes
+    return sum(homes[other] != homes[stage] for other in (stage - 1, stage + 1) if 0 <= other < num_stages)
+
+
+def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
+    """Return how many (stage, microbatch) pairs a rank holds at most.
+
+    >>> [pairs_held("1f1b", rank, 4, 8, 1) for rank in range(4)], pairs_held("interleaved-1f1b", 0, 4, 8, 2)
+    ([4, 3, 2, 1], 11)
+    """
+    formula = find(schedule).peak_pairs
+    if formula is not None:
+        found = formula(rank, num_ranks, num_microbatches, stages_per_rank)
+    else:
+        found = _counted(schedule, num_ranks, _few(num_ranks, num_microbatches), stages_per_rank)[rank]
+    return min(found, num_microbatches * stages_per_rank)
+
+
+def stage_costs(stages: Sequence[Ops], hop_seconds: float) -> Costs:
+    """Return what the simulator is told of stages; what a stage computes again counts with I."""
+    return Costs(
+        forward=[one.forward.total for one in stages],
+        backward_input=[one.again.total + one.backward_input.total for one in stages],
+        backward_weight=[one.backward_weight.total for one in stages],
+        comm=hop_seconds,
+    )
+
+
+def simulated(
+    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
+) -> float:
+    """Return how long the ranks take by the simulator, every microbatch of it.
+
+    >>> from drumline.plan.cluster.kernels import Spent
+    >>> simulated("zb-h1", [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4, 4, 8)
+    27.0
+    """
+    per_rank = max(len(stages) // num_ranks, 1)
+    program = generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=per_rank)
+    return simulate(program, stage_costs(stages, hop_seconds)).makespan
+
+
+def simulated_few(
+    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
+) -> float:
+    """Simulate as many microbatches as show everything, and add the others at the pace that these have at last."""
+    few = _few(num_ranks, num_microbatches)
+    taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
+    if few == num_microbatches:
+        return taken
+    fewer = few - max(num_ranks // 2 * 2, 2)
+    before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds)
+    return taken + (num_microbatches - few) * (taken - before) / (few - fewer)
+
+
+def _few(num_ranks: int, num_microbatches: int) -> int:
+    """Return a smaller count that shows the same; two directions want an even one where the whole is even."""
+    return num_microbatches if num_microbatches <= 4 * num_ranks else 4 * num_ranks + num_microbatches % 2
+
+
+@lru_cache(maxsize=256)
+def _counted(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
+    program = find(schedule).build(num_ranks, num_microbatches, stages_per_rank)
+    return tuple(holding.peak_pairs for holding in holdings(program, Costs()))

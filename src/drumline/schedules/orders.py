@@ -1,0 +1,113 @@
+"""Orders that recipes share: in turn, in groups, by flows, and for fewer microbatches than a recipe was made for.
+
+In turn, forwards run ahead of the backwards, and weight halves, where there are any, follow later.
+
+Looped schedules visit their local stages with microbatches in groups: a rank with v stages runs a group of about P
+microbatches through its first stage, then through its second, and so on, before the next group: by then the group's
+first microbatch has come round the loop.
+
+    P = 2, v = 2, M = 4     rank 0:  0F0 0F1 2F0 2F1 | 0F2 0F3 2F2 2F3
+
+No action needs one of another microbatch, so leaving some microbatches out of a legal program leaves a legal program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from drumline.core.action import Action, B, F, I, W
+
+Row = list[Action]
+
+
+def in_turn(forwards: Row, backwards: Row, weights: Iterable[Action] = (), *, ahead: int, delay: int = 0) -> Row:
+    """Return forwards and backwards in turn, the forwards so many ahead and the weight halves so many behind.
+
+    >>> stage = [[op(1, m) for m in range(3)] for op in (F, I, W)]
+    >>> in_turn(*stage, ahead=0, delay=1)
+    [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
+    """
+    turns = zip_longest(forwards[ahead:], backwards, [*[None] * delay, *weights])
+    return [*forwards[:ahead], *(action for turn in turns for action in turn if action is not None)]
+
+
+def alternating(stage: int, num_microbatches: int, *, ahead: int) -> Row:
+    """Return one stage's forwards and backwards in turn, the forwards `ahead` microbatches ahead.
+
+    >>> alternating(0, 3, ahead=1)
+    [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
+    """
+    return in_turn(*([op(stage, m) for m in range(num_microbatches)] for op in (F, B)), ahead=ahead)
+
+
+def delayed_weights(stage: int, num_microbatches: int, *, ahead: int, delay: int) -> Row:
+    """Return one stage's F and I in turn, F `ahead` microbatches ahead and W `delay` behind."""
+    return in_turn(*([op(stage, m) for m in range(num_microbatches)] for op in (F, I, W)), ahead=ahead, delay=delay)
+
+
+def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
+    """Return the sizes of the groups: as many as have P microbatches each, the rest spread over the first ones.
+
+    A group of fewer than P would let its first microbatch come round too late; M < P is one group of M.
+
+    >>> group_sizes(4, 8), group_sizes(4, 10), group_sizes(4, 11), group_sizes(4, 3)
+    ([4, 4], [5, 5], [6, 5], [3])
+    """
+    count = max(1, num_microbatches // num_ranks)
+    size, rest = divmod(num_microbatches, count)
+    return [size + 1] * rest + [size] * (count - rest)
+
+
+def visits(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Iterator[tuple[int, int]]:
+    """Yield (local stage, microbatch) in the order of the forwards; backwards visit the local stages in reverse.
+
+    >>> list(visits(2, 2, 2))
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    first = 0
+    for size in group_sizes(num_ranks, num_microbatches):
+        for local in range(stages_per_rank):
+            for m in range(first, first + size):
+                yield local, m
+        first += size
+
+
+class Flow:
+    """The microbatches that pass one stage of a rank: hands out their forwards and backwards in order."""
+
+    def __init__(self, stage: int, microbatches: Sequence[int]) -> None:
+        self.stage = stage
+        self.num_microbatches = len(microbatches)
+        self.forwards, self.backwards = iter(microbatches), iter(microbatches)
+
+    def forward(self) -> Action:
+        """Return the next forward."""
+        return F(self.stage, next(self.forwards))
+
+    def backward(self) -> Action:
+        """Return the next whole backward."""
+        return B(self.stage, next(self.backwards))
+
+    def split(self) -> tuple[Action, Action]:
+        """Return the two halves of the next backward."""
+        m = next(self.backwards)
+        return I(self.stage, m), W(self.stage, m)
+
+
+def trim(row: Iterable[Action], num_microbatches: int) -> Iterator[Action]:
+    """Yield the actions on microbatches 0 to num_microbatches - 1; an overlapped pair that loses one half is the other.
+
+    >>> row = [Action.parse(text) for text in ("0F0", "(0F1;1B0)OVERLAP_F_B", "1B1")]
+    >>> list(trim(row, 1))
+    [0F0, 1B0]
+    """
+    for action in row:
+        if action.parts:
+            first, second = action.parts
+            if first.microbatch < num_microbatches and second.microbatch < num_microbatches:
+                yield action
+            else:
+                yield from trim(action.parts, num_microbatches)
+        elif (action.microbatch or 0) < num_microbatches:
+            yield action
