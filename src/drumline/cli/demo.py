@@ -49,12 +49,15 @@ def run(args: argparse.Namespace) -> int:
         outcomes = run_demo(args.out, build, progress=_show)
     finally:
         progress("")
-    page = args.out / "report.html"
-    save(page, run_page(reports_of([one.run for one in outcomes]), opening=opening(outcomes)))
+    page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
+    save(page, run_page(reports, opening=opening(outcomes)))
+    busy = next((one.steadiness.sentence for one in reports if one.steadiness.busy), "")
     if args.json:
-        print_json({"rows": [one.summary() for one in outcomes], "report": str(page)})
+        print_json({"rows": [one.summary() for one in outcomes], "busy_machine": busy, "report": str(page)})
     else:
         _print(outcomes)
+        if busy:
+            print("\n" + wrapped(f"{busy} Compare these times again on a quiet machine.", terminal_width()))
         print(f"\nEvery run with its gaps explained, and what to change: {page}")
     return 0 if all(one.difference == 0 for one in outcomes) else 1
 

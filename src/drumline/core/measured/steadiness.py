@@ -1,34 +1,35 @@
 """Whether a machine was quiet while something was measured on it, so that times may be compared and advice given.
 
-Two signs tell. Steps of the same work vary in length; and a rank computes for longer than the processor worked for it:
+Two signs tell that it was not: equal steps that take unequal times, and processors that had other work already.
 
-    wall seconds in actions    ████████████████████
-    processor seconds of them  ████████████░░░░░░░░   60%: the rest went to somebody else
+    quiet   ▄▄▄▄▄▄▄▄▄▄▄▄▄▄▄     the middle half of all steps lies within a tenth
+    busy    ▄█▂▆▄▇▃█▅▂▇▄█▃▆     it spreads over a third or more: a gain of a few percent cannot be told from chance
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import quantiles
 
-VARIES = 0.3  # distance of the quartiles over the median; quiet machines stay under a tenth
-SHARED = 0.8  # processor seconds over wall seconds; quiet machines stay over 0.95
+VARIES = 0.3  # distance of the quartiles over the median
+LOADED = 0.75  # of the cores: how many of them other work may keep busy
 FEWEST = 4  # lengths from which a spread can be told
 
 
 @dataclass(frozen=True, slots=True)
 class Steadiness:
-    """How much lengths varied (distance of the quartiles over the median), and what the processors gave of the time.
+    """How far equal work spread (quartiles over median), and how many of the `cores` were busy before it began.
 
-    >>> Steadiness(spread=0.05, given=0.99).sentence
+    >>> Steadiness(spread=0.05, load=0.2, cores=2).sentence
     ''
-    >>> print(Steadiness(spread=0.5, given=0.6).sentence)
-    This machine was busy: equal steps differ by 50%, and ranks got 60% of the processor time they asked for.
+    >>> print(Steadiness(spread=0.5, load=7.9, cores=2).sentence)
+    This machine was busy: equal steps differ by 50%, and other work asked for 7.9 of its 2 cores.
     """
 
     spread: float | None = None
-    given: float | None = None
+    load: float | None = None
+    cores: int | None = None
 
     @property
     def reasons(self) -> list[str]:
@@ -36,8 +37,8 @@ class Steadiness:
         reasons = []
         if self.spread is not None and self.spread > VARIES:
             reasons.append(f"equal steps differ by {self.spread:.0%}")
-        if self.given is not None and self.given < SHARED:
-            reasons.append(f"ranks got {self.given:.0%} of the processor time they asked for")
+        if self.load is not None and self.cores and self.load > LOADED * self.cores:
+            reasons.append(f"other work asked for {self.load:.1f} of its {self.cores} cores")
         return reasons
 
     @property
@@ -50,15 +51,19 @@ class Steadiness:
         """What to tell the user; nothing where the machine was quiet."""
         return f"This machine was busy: {', and '.join(self.reasons)}." if self.busy else ""
 
+    @property
+    def withheld(self) -> str:
+        """What to say instead of advice that would rest on such times."""
+        return f"{self.sentence} Advice is withheld: measure again on a quiet machine."
 
-def steadiness(seconds: Sequence[float], given: Sequence[float] = ()) -> Steadiness:
-    """Return how steady these lengths of equal work are; `given` are shares of processor time, the middle one counts.
 
-    >>> steadiness([1.0, 1.02, 0.99, 1.01, 5.0]).busy, steadiness([1.0, 2.0, 1.0, 3.0, 2.0]).busy
-    (False, True)
+def spread_of(seconds: Sequence[float]) -> float | None:
+    """Return the distance of the quartiles over the median; None where there are too few to tell.
+
+    >>> spread_of([1.0, 1.02, 0.99, 1.01, 5.0]) < 0.05, spread_of([1.0])
+    (True, None)
     """
-    spread = None
-    if len(seconds) >= FEWEST and median(seconds) > 0:
-        low, middle, high = quantiles(seconds, n=4, method="inclusive")
-        spread = (high - low) / middle
-    return Steadiness(spread, median(given) if given else None)
+    if len(seconds) < FEWEST:
+        return None
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle if middle > 0 else None

@@ -48,6 +48,9 @@ def _title(reports: Sequence[RunReport]) -> str:
 def _advice(reports: Sequence[RunReport]) -> str:
     if len(reports) == 1:
         return reports[0].advice.sentence
+    busy = [one for one in reports if one.steadiness.busy]
+    if busy:
+        return f"{busy[0].name}: {busy[0].steadiness.sentence} Times of these runs cannot be compared."
     fastest, *others = sorted(reports, key=lambda one: one.seen.measured.makespan)
     best, next_best = fastest.seen.measured.makespan, others[0].seen.measured.makespan
     less = 1 - best / next_best if next_best > 0 else 0.0
