@@ -80,19 +80,17 @@ def table(runs: Sequence[Run], *, exact: bool = False) -> str:
     constants = (best_constant(sc21()), best_constant(runs))
     rows = compared(runs, constants, exact=exact)
     heads = [f"{constant / 1e12:.0f} TFLOP/s" for constant in constants]
-    lines = [
-        f"{'':11} {'':20} {'devices':>7} {'published':>10} {'estimated':>10} {'':>7} {heads[0]:>12} {heads[1]:>12}"
-    ]
+    lines = [f"{'':10} {'':19} {'devices':>7} {'published':>9} {'estimated':>9} {'':>7} {heads[0]:>11} {heads[1]:>11}"]
     for row in rows:
         run, errors = row.run, [f"{error:+.1%}" for error in row.constant_errors]
         lines.append(
-            f"{run.source:11} {run.name:20} {run.layout.num_devices:7} {run.seconds:8.2f} s"
-            f" {row.estimate.seconds.total:8.2f} s {row.error:+7.1%} {errors[0]:>12} {errors[1]:>12}"
+            f"{run.source:10} {run.name:19} {run.layout.num_devices:7} {run.seconds:7.2f} s"
+            f" {row.estimate.seconds.total:7.2f} s {row.error:+7.1%} {errors[0]:>11} {errors[1]:>11}"
         )
     found = [errors_of(rows), errors_of(rows, 0), errors_of(rows, 1)]
     for name, at in (("mean error", 0), ("worst", 1)):
         each = [f"{pair[at]:.1%}" for pair in found]
-        lines.append(f"{name:60} {each[0]:>11} {each[1]:>12} {each[2]:>12}")
+        lines.append(f"{name:58} {each[0]:>7} {each[1]:>11} {each[2]:>11}")
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -1,7 +1,9 @@
 """Sphinx settings; the pictures are drawn by the tool itself, anew at every build."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 from drumline.core.costs import Costs
 from drumline.core.placement import Placement
@@ -24,11 +26,16 @@ from drumline.schedules import schedules
 project = "Drumline"
 author = "The Drumline authors"
 copyright = "The Drumline authors, Apache-2.0"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build", "scaling.json"]
 html_theme = "furo"
 html_title = "Drumline"
+html_static_path = ["_static"]
+html_css_files = ["drumline.css"]
 myst_heading_anchors = 3
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
 
 here = Path(__file__).parent
 pictures = here / "pictures"
@@ -37,40 +44,99 @@ pictures = here / "pictures"
 def bubble_by_microbatches() -> str:
     counts = (4, 8, 16, 32, 64, 128)
     names = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
-    rows = {count: {row.name: row for row in compare(8, num_microbatches=count)} for count in counts}
-    series = [Series(name, [(count, rows[count][name].timeline.bubble) for count in counts]) for name in names]
-    return chart(series, title="8 ranks", x_label="microbatches", y_label="bubble", log_x=True)
+    rows = {
+        count: {row.name: row for row in compare(8, num_microbatches=count)}
+        for count in counts
+    }
+    series = [
+        Series(name, [(count, rows[count][name].timeline.bubble) for count in counts])
+        for name in names
+    ]
+    return chart(
+        series, title="8 ranks", x_label="microbatches", y_label="bubble", log_x=True
+    )
 
 
 def scaling() -> str:
     counts = (1, 2, 4, 8, 16)
     measured = json.loads((here / "scaling.json").read_text(encoding="utf-8"))["scaling"]
-    bounds = [1 - simulate(schedules()["1f1b"].build(2, count)).bubble for count in counts]
-    series = [
-        Series("speed-up on the same work: simulated", [(m, 2 * one) for m, one in zip(counts, bounds, strict=True)]),
-        Series("measured", [(row["microbatches"], row["strong"]) for row in measured], marks=True),
-        Series("efficiency with twice the layers: simulated", list(zip(counts, bounds, strict=True))),
-        Series("measured", [(row["microbatches"], row["weak"]) for row in measured], marks=True),
+    bounds = [
+        1 - simulate(schedules()["1f1b"].build(2, count)).bubble for count in counts
     ]
-    return chart(series, title="Two ranks", x_label="microbatches", y_label="times one rank", log_x=True)
+    series = [
+        Series(
+            "speed-up on the same work: simulated",
+            [(m, 2 * one) for m, one in zip(counts, bounds, strict=True)],
+        ),
+        Series(
+            "measured",
+            [(row["microbatches"], row["strong"]) for row in measured],
+            marks=True,
+        ),
+        Series(
+            "efficiency with twice the layers: simulated",
+            list(zip(counts, bounds, strict=True)),
+        ),
+        Series(
+            "measured",
+            [(row["microbatches"], row["weak"]) for row in measured],
+            marks=True,
+        ),
+    ]
+    return chart(
+        series,
+        title="Two ranks",
+        x_label="microbatches",
+        y_label="times one rank",
+        log_x=True,
+    )
 
 
-drawn = {name: svg(simulate(schedule.build(4, 8)), width=900) for name, schedule in schedules().items()}
+drawn = {
+    name: svg(simulate(schedule.build(4, 8)), width=900)
+    for name, schedule in schedules().items()
+}
 drawn |= {"bubble-by-microbatches": bubble_by_microbatches(), "scaling": scaling()}
 pictures.mkdir(exist_ok=True)
 for folder in sorted((here / "traces").iterdir()):
     recorded = analyze([folder]).timeline
-    drawn[f"recorded-{folder.name}"] = svg(recorded, width=900, title=f"{recorded.program.name} as recorded")
+    drawn[f"recorded-{folder.name}"] = svg(
+        recorded, width=900, title=f"{recorded.program.name} as recorded"
+    )
 heavy = (1, 1, 1, 1.6)
-found = search(Costs(heavy, heavy, heavy), Placement.linear(4), num_microbatches=8, limit=Limit(max_activations=3))
-drawn["search-head"] = svg(found.timeline, width=900, title="searched, a heavy head in three activations")
-front = pareto(Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60)
+found = search(
+    Costs(heavy, heavy, heavy),
+    Placement.linear(4),
+    num_microbatches=8,
+    limit=Limit(max_activations=3),
+)
+drawn["search-head"] = svg(
+    found.timeline, width=900, title="searched, a heavy head in three activations"
+)
+front = pareto(
+    Costs(0.5, 0.5, 0.5), 4, num_microbatches=6, placement="v", tries=300, seconds=60
+)
 drawn["search-pareto"] = pareto_svg(front, width=900)
 planned = explain(plan(model("gpt-39.1b"), cluster("a100-40", 64), batch=64))
 assert planned.reasons is not None
-drawn |= {"plan-best": best_svg(planned.plan), "plan-pareto": pareto_chart(planned.plan, planned.reasons, width=900)}
+drawn |= {
+    "plan-best": best_svg(planned.plan),
+    "plan-pareto": pareto_chart(planned.plan, planned.reasons, width=900),
+}
 drawn["plan-scaling"] = scaling_chart(planned.reasons, width=900)
 for name, picture in drawn.items():
     path = pictures / f"{name}.svg"
     if not path.exists() or path.read_text(encoding="utf-8") != picture:
         path.write_text(picture, encoding="utf-8")
+
+
+def as_restructured(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Write code in docstrings as Sphinx reads it: one backtick there is two here."""
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Let Sphinx read our docstrings."""
+    app.connect("autodoc-process-docstring", as_restructured)

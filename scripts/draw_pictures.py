@@ -60,21 +60,28 @@ def source(name: str) -> Path:
     return Path(path)
 
 
-README_PICTURE = Path(__file__).parents[1] / "docs" / "picture.svg"
+_README = ("1f1b", "zb-v")
 
 
-def readme_picture() -> str:
-    """Return the README's picture: zb-v, the schedule without a bubble inside any rank's span.
+def readme_pictures() -> dict[Path, str]:
+    """Return the README's pictures by file: the usual schedule, and the one without a bubble inside a rank's span.
 
-    >>> readme_picture().startswith("<svg")
-    True
+    >>> [path.name for path, drawn in readme_pictures().items() if drawn.startswith("<svg")]
+    ['readme-1f1b.svg', 'readme-zb-v.svg']
     """
-    return svg(simulate(find("zb-v").build(4, 8)), width=960, title="zb-v on 4 ranks, 8 microbatches")
+    docs = Path(__file__).parents[1] / "docs"
+    return {
+        docs / f"readme-{name}.svg": svg(
+            simulate(find(name).build(4, 8)), width=960, title=f"{name} on 4 ranks, 8 microbatches"
+        )
+        for name in _README
+    }
 
 
 def main() -> int:
     """Rewrite every picture that has changed."""
-    README_PICTURE.write_text(readme_picture(), encoding="utf-8")
+    for path, drawn in readme_pictures().items():
+        path.write_text(drawn, encoding="utf-8")
     for name in schedules():
         path = source(name)
         text = path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Every family of the zoo under four schedules against the plain model on the whole batch: right, refused, or wrong.
 
 `python tests/hf_matrix.py --write` runs them all, in one process and on two with different hash seeds, and writes the
-table of docs/models.md. `--thin` gives every model one schedule for each loss, other ones on two processes; `--rank` is
-one of the two processes.
+table of docs/models-tested.md. `--thin` gives every model one schedule for each loss, other ones on two processes;
+`--rank` is one of the two processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_zoo import FAMILIES, Batch, made, transformers
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 ROWS, MICROBATCHES = 8, 4
 LABELS = ("labels", "mc_labels", "start_positions", "end_positions", "future_values", "return_loss")
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models-tested.md"
 Gradients = dict[str, Tensor | None]
 Outcome = dict[str, str]  # by "family own schedule": right, refused: why, or wrong: by how much
 

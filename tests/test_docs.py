@@ -1,16 +1,18 @@
 """README and documentation say what the tool prints: every example is run and held against its page.
 
-    ```console   `$ drumline ...` is run at 100 columns, and what it prints (stdout, then stderr) must stand below it;
-                 a last line `...` means "and more". `$ cat > FILE <<'END'` makes a file, `$ cat FILE` prints one,
+    ```console   `$ drumline ...` is run at 90 columns, and the page must show what it prints (stdout, then stderr).
+                 Longer lines are folded, as a terminal folds them. A command may go on after a backslash.
+                 A last line `...` means "and more". `$ cat > FILE <<'END'` makes a file, `$ cat FILE` prints one,
                  `$ echo $?` prints the last exit code.
     ```python    is executed, or run as a doctest where it has prompts.
+    ```output    is what the `python` block before it printed.
     ```sh        is not run; every `make TARGET` in it must exist.
     ```py        is not run either, because it needs PyTorch and ranks; it must be Python.
 
 The blocks of a page run in order, in one temporary folder and one namespace; the recorded traces of `docs/traces` are
 there as `traces`, and the profiles of `docs/profiles` as `profiles`. After a wanted change of the output,
-`python tests/test_docs.py --update` rewrites what commands and prompts show. Blocks that train need PyTorch: the quick
-half leaves them out and runs the rest of their page.
+`python tests/test_docs.py --update [PAGE ...]` rewrites what commands and prompts show. Blocks that train need PyTorch:
+the quick half leaves them out and runs the rest of their page.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from unittest import mock
 
 import pytest
 
+import drumline
 from drumline.cli.main import VERBS, main
 from drumline.schedules import registry, schedules, unregister
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-KINDS = {"console", "python", "py", "sh", "text"}
+KINDS = {"console", "python", "output", "py", "sh", "text"}
+COLUMNS = 90
 BUILT_IN = frozenset(schedules())
 NEEDS_TORCH = re.compile(
     r"import torch|\btorch\.|\bstash\(|\btrain\(|read_run\(|\bpipe\.|Pipeline\(|launch\("
@@ -76,6 +80,26 @@ def blocks(lines: list[str]) -> Iterator[Block]:
     assert opened is None, f"the block that line {opened} opens is never closed"
 
 
+def folded(line: str) -> list[str]:
+    """Return what a command printed as lines that fit the page: folded behind spaces and commas, and set in.
+
+    >>> folded("short"), folded("")
+    (['short'], [''])
+    >>> folded("word " * 20)
+    ['word word word word word word word word word word word word word word word word word word', '    word word']
+    >>> [len(part) for part in folded("0SEND_F0," * 20)]
+    [90, 85, 13]
+    """
+    parts = []
+    while len(line) > COLUMNS:
+        at = max(line.rfind(" ", 5, COLUMNS + 1), line.rfind(",", 5, COLUMNS) + 1)
+        if at <= 5:
+            break
+        parts.append(line[:at].rstrip())
+        line = "    " + line[at:].strip()
+    return [*parts, line.rstrip()]
+
+
 class Replay:
     """Runs the blocks of one page in the current folder."""
 
@@ -84,6 +108,7 @@ class Replay:
         self.torch = torch
         self.namespace: dict[str, object] = {"__name__": "__docs__"}
         self.exit_code = 0
+        self.printed: list[str] | None = None
 
     def page(self) -> str:
         """Return the page's text with the outputs that its commands have now."""
@@ -91,8 +116,12 @@ class Replay:
         replayed, done = [], 0
         for block in blocks(lines):
             replayed += lines[done : block.first]
-            run = {"console": self.console, "python": self.python}.get(block.kind)
-            replayed += run(block) if run and (self.torch or not block.needs_torch) else block.lines
+            run = {"console": self.console, "python": self.python, "output": self.output}.get(block.kind)
+            if run and (self.torch or not block.needs_torch):
+                replayed += run(block)
+            else:
+                replayed += block.lines
+                self.printed = None
             done = block.first + len(block.lines)
         return "\n".join(replayed + lines[done:])
 
@@ -103,6 +132,9 @@ class Replay:
             line = rest.pop(0)
             assert line.startswith("$ "), f"{self.path.name}: {line!r} stands before any command"
             shown.append(line)
+            while line.endswith("\\"):
+                shown.append(rest.pop(0))
+                line = line[:-1] + shown[-1].strip()
             if match := re.fullmatch(r"\$ cat > (\S+) <<'END'", line):
                 end = rest.index("END")
                 Path(match[1]).write_text("".join(text + "\n" for text in rest[:end]), encoding="utf-8")
@@ -123,7 +155,8 @@ class Replay:
             return [str(self.exit_code)]
         words = shlex.split(line)
         if words[0] == "cat" and len(words) == 2:
-            return Path(words[1]).read_text(encoding="utf-8").splitlines()
+            text = Path(words[1]).read_text(encoding="utf-8")
+            return [part for one in text.splitlines() for part in folded(one)]
         assert words[0] == "drumline", f"{self.path.name}: cannot run {line!r}"
         out, err = io.StringIO(), io.StringIO()
         # What a python block has registered is unknown to a command of its own process.
@@ -135,12 +168,16 @@ class Replay:
             for name in set(registry._REGISTRY) - BUILT_IN:
                 unregister(name)
             self.exit_code = main(words[1:])
-        return [text.rstrip() for text in (out.getvalue() + err.getvalue()).splitlines()]
+        printed = [text.rstrip() for text in (out.getvalue() + err.getvalue()).splitlines()]
+        return [part for text in printed for part in folded(text)]
 
     def python(self, block: Block) -> list[str]:
         source = "\n".join(block.lines) + "\n"
         if not any(line.startswith(">>> ") for line in block.lines):
-            exec(compile("\n" * block.first + source, str(self.path), "exec"), self.namespace)
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile("\n" * block.first + source, str(self.path), "exec"), self.namespace)
+            self.printed = out.getvalue().splitlines()
             return block.lines
         test = doctest.DocTestParser().get_doctest(
             source, self.namespace, self.path.name, str(self.path), lineno=block.first
@@ -153,6 +190,10 @@ class Replay:
             at = example.lineno + example.source.count("\n")
             shown[at : at + example.want.count("\n")] = [line or "<BLANKLINE>" for line in got.splitlines()]
         return shown
+
+    def output(self, block: Block) -> list[str]:
+        """Return what the block before printed; as the page has it where that block was left out."""
+        return block.lines if self.printed is None else self.printed
 
 
 class Prompts(doctest.DocTestRunner):
@@ -174,7 +215,7 @@ class Prompts(doctest.DocTestRunner):
 
 def replay(path: Path, *, torch: bool = True) -> str:
     """Return the page as it ought to be, its examples run in a folder of their own; without torch, those without it."""
-    surroundings = mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"})
+    surroundings = mock.patch.dict(os.environ, {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"})
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), surroundings:
         for name in ("traces", "profiles"):
             Path(name).symlink_to(ROOT / "docs" / name)
@@ -233,22 +274,136 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """Return what a link to one of the page's headings may name, as GitHub and MyST spell it."""
+    lines, inside = path.read_text(encoding="utf-8").split("\n"), False
+    found = set()
+    for line in lines:
+        inside ^= line.startswith("```")
+        if not inside and (heading := re.match(r"#+ (.*)", line)):
+            found.add(re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_to_headings_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
 def test_a_drifted_output_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```console\n$ drumline --version\ndrumline 0.0.0\n```\n", encoding="utf-8")
     assert replay(page) != page.read_text(encoding="utf-8")
 
 
+def first_screen() -> list[str]:
+    return (ROOT / "README.md").read_text(encoding="utf-8").split("\n")[:40]
+
+
 def test_readme_opens_with_the_two_commands() -> None:
-    first_screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n")[:40])
-    assert "make demo" in first_screen
-    assert "make test" in first_screen
+    assert "make demo" in "\n".join(first_screen())
+    assert "make test" in "\n".join(first_screen())
+
+
+def prose(lines: list[str]) -> Iterator[str]:
+    """Yield the paragraphs and list items outside of blocks, headings, pictures and tables.
+
+    >>> list(prose(["# Title", "One", "two.", "", "- three", "- four", "```sh", "make", "```", "| a | b |"]))
+    ['One two.', '- three', '- four']
+    """
+    inside, paragraph = False, ""
+    for line in [*lines, ""]:
+        fence = line.startswith("```")
+        inside ^= fence
+        ends = inside or fence or not line or line.startswith(("#", "|", "!", "<", "- "))
+        if ends and paragraph:
+            yield paragraph
+            paragraph = ""
+        if not inside and not fence and line and not line.startswith(("#", "|", "!", "<")):
+            paragraph = f"{paragraph} {line.strip()}".strip()
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Split a paragraph; a link counts by its text, code and numbers do not end a sentence.
+
+    >>> sentences("See [the docs](docs/index.md). Run `a.b` in 0.5 s: done!")
+    ['See the docs.', 'Run `a.b` in 0.5 s: done!']
+    """
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+    return [one for one in re.split(r"(?<=[.?!])\s+", text) if one]
+
+
+def test_sentences_on_readmes_first_screen_are_short() -> None:
+    spoken = [one for paragraph in prose(first_screen()) for one in sentences(paragraph)]
+    assert len(spoken) > 5
+    assert [one for one in spoken if len(one.split()) > 25] == []
+
+
+def test_readme_shows_1f1b_before_zb_v_and_explains_letters_before_use() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.index("1f1b.svg") < text.index("zb-v.svg")
+    # The letters F, B, I and W are explained before the first picture of a split backward.
+    assert all(text.index(f"**{letter}**") < text.index("zb-v.svg") for letter in "FBIW")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_blocks_fit_the_page(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    wide = [
+        f"{path.name}:{block.first + at + 1} has {len(line)} columns"
+        for block in blocks(lines)
+        for at, line in enumerate(block.lines)
+        if len(line) > COLUMNS
+    ]
+    assert wide == []
+
+
+# Pages that Sphinx makes itself; a page of ours with the same name would be overwritten.
+MADE_BY_SPHINX = {"genindex", "modindex", "py-modindex", "search", "searchindex", "objects", "_static", "_sources"}
+
+
+def test_no_page_is_overwritten_by_the_builder() -> None:
+    names = {path.stem.lower() for path in PAGES}
+    assert names & MADE_BY_SPHINX == set()
+    assert {name for name in names if name.startswith("_")} == set()
+
+
+def toctrees() -> dict[str, list[str]]:
+    """Return the groups of the contents: caption and pages."""
+    lines = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").split("\n")
+    found = {}
+    for block in blocks(lines):
+        if block.kind == "{toctree}":
+            caption = next(line.split(":caption:")[1].strip() for line in block.lines if ":caption:" in line)
+            found[caption] = [line for line in block.lines if line and not line.startswith(":")]
+    return found
+
+
+def test_every_page_is_in_one_group_of_the_contents() -> None:
+    groups = toctrees()
+    assert list(groups) == ["Tutorials", "How-to guides", "Reference", "Design"]
+    listed = [page for pages in groups.values() for page in pages]
+    pages = [path.stem for path in PAGES if path.name not in ("README.md", "index.md")]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^\.\. auto\w+:: drumline\.([\w.]+)$", page, re.MULTILINE)
+    assert sorted(target.rpartition(".")[2] for target in targets) == sorted(dir(drumline))
+    for target in targets:  # `plan` is a package that can be called; its page needs the function itself
+        module, _, name = target.rpartition(".")
+        assert not module or hasattr(importlib.import_module(f"drumline.{module}"), name)
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_schedule_is_described(name: str) -> None:
     assert f"| `{name}` |" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"\n### {name}\n" in (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    gallery = [path for path in PAGES if path.stem.startswith("schedules")]
+    described = [path for path in gallery if f"\n## {name}\n" in path.read_text(encoding="utf-8")]
+    assert len(described) == 1
+    assert f"| [`{name}`]({described[0].name}#{name}) |" in (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
@@ -261,9 +416,9 @@ def test_every_verb_and_flag_is_described(verb: str) -> None:
     assert {flag for flag in flags if f"`{flag}" not in page} == set()
 
 
-def update() -> None:
-    """Rewrite every page's outputs in place."""
-    for path in PAGES:
+def update(names: list[str]) -> None:
+    """Rewrite the outputs of these pages in place, of all without a name."""
+    for path in (path for path in PAGES if not names or path.name in names):
         before = path.read_text(encoding="utf-8")
         after = replay(path)
         if after != before:
@@ -274,5 +429,5 @@ def update() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Check that the documentation's examples still hold.")
     parser.add_argument("--update", action="store_true", required=True, help="rewrite the outputs in place")
-    parser.parse_args()
-    update()
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help="only these, such as README.md (default: all)")
+    update(parser.parse_args().pages)

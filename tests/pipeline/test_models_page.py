@@ -1,4 +1,4 @@
-"""The tables of docs/models.md: made from the models that are tested. `python THIS --update` writes them anew."""
+"""The tables of docs/models-tested.md, made from the models that are tested; `python THIS --update` rewrites them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 
 pytestmark = pytest.mark.torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models-tested.md"
 
 
 def models_table() -> str:

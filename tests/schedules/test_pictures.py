@@ -17,7 +17,8 @@ def test_each_recipe_opens_with_the_picture_of_what_it_makes(name: str) -> None:
     assert DRAW["picture"](name) in docstring, "run scripts/draw_pictures.py"
 
 
-def test_the_readmes_picture_is_what_the_tool_draws() -> None:
-    assert DRAW["README_PICTURE"].read_text(encoding="utf-8") == DRAW["readme_picture"](), (
-        "run scripts/draw_pictures.py"
-    )
+def test_the_readmes_pictures_are_what_the_tool_draws() -> None:
+    pictures = DRAW["readme_pictures"]()
+    assert len(pictures) == 2
+    for path, drawn in pictures.items():
+        assert path.read_text(encoding="utf-8") == drawn, "run scripts/draw_pictures.py"
