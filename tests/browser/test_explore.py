@@ -192,7 +192,7 @@ def test_of_what_changes_during_an_answer_the_newest_is_asked(page: Any) -> None
 def test_both_halves_of_an_answer_are_what_a_page_from_disk_holds(server: ExploreServer) -> None:
     first, second = (json.loads(ask(server, f"/{path}{LARGE}")[1]) for path in ("answer", "explanations"))
     timeline = simulate(generate("1f1b", num_ranks=16, num_microbatches=100))
-    whole = json.loads(json.dumps(document([timeline], title="1f1b")))
+    whole = json.loads(json.dumps(document([timeline], title="Schedule explorer: 1f1b")))
     assert first["document"]["timelines"][0]["why"] is None
     first["document"]["timelines"][0]["why"] = second["why"]
     assert first["document"] == whole
@@ -282,3 +282,28 @@ def test_other_paths_and_large_bodies_are_refused(server: ExploreServer) -> None
     assert ask(server, "/etc/passwd")[0] == 404
     assert ask(server, "/answer", method="POST", body=b"x", headers={"Content-Length": str(2**40)})[0] == 413
     assert b"not UTF-8" in ask(server, "/answer", method="POST", body=b"\xff\xfe")[1]
+
+
+def test_two_schedules_stand_over_each_other_and_end_together(page: Any, browser: Any) -> None:
+    after(page, lambda: page.select_option("select[name=schedule]", "1f1b"))
+    after(page, lambda: page.select_option("select[name=against]", "zb-h1"))
+    stats = page.evaluate("drumline.stats()")
+    assert stats["timelines"] == 2
+    assert page.locator("[data-figure=makespan] b").all_inner_texts() == ["33", "27"]
+    left, right = (page.evaluate(f"drumline.place(0, {time}, {at})")["x"] for at, time in ((0, 33), (1, 27)))
+    assert left == pytest.approx(right, abs=1)
+    with browser.new_context() as context:
+        shared = context.new_page()
+        shared.goto(page.url)
+        shared.wait_for_selector("html[data-answered]")
+        assert shared.locator("h1").inner_text() == "Schedule explorer: 1f1b against zb-h1"
+
+
+def test_the_picture_comes_before_the_controls_and_stays_in_view(page: Any) -> None:
+    picture, controls = page.locator("#charts").bounding_box(), page.locator("#controls").bounding_box()
+    assert picture["x"] < controls["x"]
+    assert picture["y"] < 600
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.mouse.wheel(0, 300)
+    page.wait_for_timeout(200)
+    assert 0 <= page.locator("#charts").bounding_box()["y"] < 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,13 @@ import pytest
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
+from drumline.report.compare import compare
 from drumline.report.draw.html import page
+from drumline.report.draw.palette import IDLE
 from drumline.schedules import generate
+from some import some
 
 EVIL = "<script>alert(1)</script>"
 
@@ -47,9 +52,9 @@ class Opened:
         found: dict[str, Any] = self.ask("stats()")
         return found
 
-    def hover(self, rank: int, time: float) -> str:
+    def hover(self, rank: int, time: float, index: int = 0) -> str:
         """Move the mouse to a rank's time and return what the page says there."""
-        place = self.ask(f"place({rank}, {time})")
+        place = self.ask(f"place({rank}, {time}, {index})")
         self.page.mouse.move(place["x"], place["y"])
         return self.said()
 
@@ -341,3 +346,72 @@ def test_another_document_can_be_loaded_in_place(opened: Open) -> None:
     assert shown.stats()["timelines"] == 1
     assert shown.page.locator("h1").inner_text() == "again"
     assert shown.page.locator(".chart h2").inner_text() == "gpipe"
+
+
+def test_idle_time_is_hatched_in_the_colour_of_its_cause(opened: Open) -> None:
+    shown = opened(timeline(comm=0.25))
+    paths = "[...document.querySelectorAll('.surface path.hatch')]"
+    causes = dict(shown.page.evaluate(f"{paths}.map(one => [one.classList[1], one.getAttribute('stroke')])"))
+    assert causes == {cause: IDLE[Cause(cause)].light for cause in ("fill", "drain", "wait", "transfer")}
+
+
+def test_hovering_a_box_lights_up_its_microbatch_on_all_ranks(opened: Open) -> None:
+    shown = opened(timeline())
+    shown.hover(2, 3.5)  # 2F1
+    boxes = shown.page.locator(".overlay rect.box")
+    assert shown.ask("way(1)") == ["0F1", "1F1", "2F1", "3F1", "3B1", "2B1", "1B1", "0B1"]
+    assert boxes.count() == 8
+    arrows = str(shown.page.locator(".overlay path.way").get_attribute("d"))
+    assert arrows.count("M") == arrows.count("C") == 6  # the turn on the last rank is no message
+    assert shown.page.locator(".plot.lit").count() == 1
+    shown.page.mouse.move(2, 2)
+    assert boxes.count() == 0
+    assert shown.page.locator(".plot.lit").count() == 0
+
+
+def test_time_can_be_played_and_stopped(opened: Open) -> None:
+    shown = opened(timeline(), timeline("zb-h1"))
+    button, curtains = shown.page.locator("[data-do=play]"), shown.page.locator(".curtain rect")
+    assert curtains.count() == 0
+    button.click()
+    assert button.get_attribute("aria-label") == "Pause"
+    curtains.first.wait_for()
+    button.click()
+    assert button.get_attribute("aria-label") == "Play"
+    assert curtains.count() == 2
+    shown.ask("playAt(16.5)")
+    x = shown.ask("place(0, 16.5)")["x"] - shown.page.locator(".plot").first.bounding_box()["x"]
+    assert float(str(curtains.first.get_attribute("x"))) == pytest.approx(x, abs=1)
+
+
+def test_timelines_can_end_together(opened: Open) -> None:
+    shown = opened(timeline(), timeline("zb-h1"))
+    ends = [shown.ask(f"place(0, {time}, {at})")["x"] for at, time in ((0, 33), (1, 27))]
+    assert ends[0] > ends[1] + 50
+    shown.page.keyboard.press("e")
+    shown.settled()
+    left, right = (shown.ask(f"place(0, {time}, {at})")["x"] for at, time in ((0, 33), (1, 27)))
+    assert left == pytest.approx(right, abs=1)
+    assert shown.hover(0, 26.5, index=1).splitlines()[1] == "0W7"
+
+
+def test_one_timeline_has_no_ends_to_align(opened: Open) -> None:
+    assert not opened(timeline()).page.get_by_role("button", name="Align ends").is_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_comparison_has_no_labels_that_collide_and_nothing_cut_off(opened: Open, width: int) -> None:
+    found = compare(num_ranks=4, num_microbatches=8)
+    rows = [{**row.summary(), "name": row.name} for row in found]
+    window = {"width": width, "height": 800}
+    shown = opened(*(row.timeline for row in found), page_options={"rows": rows}, viewport=window)
+    boxes = shown.page.evaluate(
+        "[...document.querySelectorAll('#scatter text')].map(one => one.getBoundingClientRect().toJSON())"
+    )
+    for one, other in some(itertools.combinations(boxes, 2)):
+        beside = one["right"] <= other["left"] + 1 or other["right"] <= one["left"] + 1
+        assert beside or one["bottom"] <= other["top"] + 2 or other["bottom"] <= one["top"] + 2
+    assert all(box["left"] >= 0 and box["right"] <= width for box in boxes)
+    if width == 1280:
+        tables = "[...document.querySelectorAll('.scroll')]"
+        assert shown.page.evaluate(f"{tables}.every(one => one.scrollWidth <= one.clientWidth)")

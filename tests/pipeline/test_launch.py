@@ -6,15 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drumline.core.action import Action, B, F
 from drumline.core.errors import BatchError, LaunchError, RankFailed, WaitTimeout
 from drumline.pipeline.launch.launch import _error, launch
 from drumline.pipeline.launch.wire import Failure
+from drumline.schedules import generate, schedule, unregister
 from some import some
 
 # Starts processes, which takes long on a busy machine.
@@ -161,6 +163,21 @@ def test_an_unguarded_script_runs_once_and_its_functions_and_classes_travel(sour
 
 
 @pytest.mark.usefixtures("patient")
+def test_schedules_that_the_user_registered_are_known_to_the_ranks() -> None:
+    @schedule("backwards-last", summary="all forwards, then all backwards")
+    def backwards_last(num_ranks: int, *, num_microbatches: int) -> Iterator[list[Action]]:
+        for rank in range(num_ranks):
+            yield [op(rank, m) for op in (F, B) for m in range(num_microbatches)]
+
+    def rows() -> str:
+        return str(generate("backwards-last", num_ranks=2, num_microbatches=2))
+
+    try:
+        assert launch(rows, num_ranks=2) == ["0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1"] * 2
+    finally:
+        unregister("backwards-last")
+
+
 def test_a_failing_rank_is_named_with_its_error_and_the_others_end(tmp_path: Path) -> None:
     class MyError(Exception):
         pass

@@ -10,9 +10,10 @@ import pytest
 from drumline.core.errors import UsageError
 from drumline.core.measured.run import read_run
 from drumline.core.timeline.idle import Cause
+from drumline.report.draw.palette import IDLE
 from drumline.report.draw.trace import traces
 from drumline.report.run import follow
-from drumline.report.run.plots import CAUSES, plots
+from drumline.report.run.plots import plots
 from drumline.report.run.report import RunReport, report_of
 from drumline.schedules import generate
 from simulated_runs import per_stage, write_simulated_run
@@ -45,7 +46,7 @@ def test_without_matplotlib_the_extra_is_named(report: RunReport, monkeypatch: p
 
 
 def test_every_cause_has_a_colour() -> None:
-    assert list(CAUSES) == list(Cause)
+    assert list(IDLE) == list(Cause)
 
 
 def test_a_trace_of_a_report_has_measured_and_simulated_ranks(report: RunReport) -> None:

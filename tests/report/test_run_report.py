@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,9 @@ from drumline.core.errors import RecordError
 from drumline.core.measured.record import Record
 from drumline.core.measured.run import read_run
 from drumline.core.simulate.simulate import simulate
+from drumline.report.run.page import run_page
 from drumline.report.run.report import RunReport, report_of, reports_of
-from drumline.report.run.text import reports_text
+from drumline.report.run.text import report_text, reports_text
 from drumline.schedules import generate
 from records import line
 from simulated_runs import even_blocks, per_stage, write_simulated_run
@@ -153,3 +157,38 @@ def test_captured_steps_have_no_report_and_are_passed_over(folder: Path) -> None
     assert report_of(read_run(folder)).seen.step < 5
     with pytest.raises(RecordError, match="step 5 was captured: its actions were not timed"):
         report_of(read_run(folder), step=5)
+
+
+def disturbed(folder: Path, makespans: Sequence[float], **machine: Any) -> RunReport:
+    """Return the report of a run whose steps took these times on such a machine."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**lines[0], "step": step, "pp/makespan_seconds": one} for step, one in enumerate(makespans)]
+    texts = [json.dumps(line, separators=(",", ":")) + "\n" for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(texts))
+    (folder / "environment.json").write_text(json.dumps({"run": lines[0]["run"], "ranks": [machine]}))
+    return report_of(read_run(folder))
+
+
+def test_a_busy_machine_is_named_and_advice_withheld(folder: Path) -> None:
+    quiet = disturbed(folder, [9.0, 1.0, 1.01, 0.99, 1.0], cores=2, load=0.3)
+    assert not quiet.steadiness.busy
+    assert quiet.figures()["busy_machine"] == ""
+    uneven = disturbed(folder, [9.0, 1.0, 2.0, 1.5, 3.0], cores=2, load=0.3)
+    assert uneven.figures()["busy_machine"] == "This machine was busy: equal steps differ by 50%."
+    assert uneven.advice.remedies == ()
+    shared = disturbed(folder, [1.0] * 5, cores=2, load=5.5)
+    words = "This machine was busy: other work asked for 5.5 of its 2 cores. Advice is withheld"
+    assert shared.advice.sentence.startswith(words)
+    assert words in report_text(shared).replace("\n  ", " ")
+
+
+def test_what_a_machine_did_not_write_down_says_nothing(folder: Path) -> None:
+    assert not disturbed(folder, [1.0] * 5).steadiness.busy
+    assert not disturbed(folder, [1.0] * 5, cores="two", load=None).steadiness.busy
+
+
+def test_runs_of_a_busy_machine_are_not_compared(folder: Path) -> None:
+    report = disturbed(folder, [1.0] * 5, cores=2, load=5.5)
+    page = run_page([report, replace(report, name="other")])
+    assert "Times of these runs cannot be compared." in page
+    assert "has the shortest step" not in page

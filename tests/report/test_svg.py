@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -13,7 +14,9 @@ from drumline.core.action import TIMED_OPS, Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.draw.palette import SHADES
+from drumline.core.timeline.idle import Cause
+from drumline.report.draw.palette import IDLE, PAPER, SHADES, TRACK
+from drumline.report.draw.sheet import hatched
 from drumline.report.draw.svg import svg
 from drumline.schedules import generate, schedules
 from some import some
@@ -148,3 +151,41 @@ def test_numbers_are_readable_on_their_boxes(op: Op) -> None:
     *fills, _, ink = luminance
     for fill in some(fills):
         assert (max(fill, ink) + 0.05) / (min(fill, ink) + 0.05) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_idle_time_stands_out_from_its_background(cause: Cause) -> None:
+    light, dark, *_ = IDLE[cause]
+    for paper in some((PAPER, TRACK)):
+        assert contrast(light, paper) >= 3
+    for paper in some(("#12161b", "#1c2228")):
+        assert contrast(dark, paper) >= 3
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_causes_differ_in_their_lines_or_visibly_in_their_colour(vision: str) -> None:
+    for one, other in some(itertools.combinations(IDLE.values(), 2)):
+        if one.lines != other.lines:
+            continue
+        for a, b in some(((one.light, other.light), (one.dark, other.dark))):
+            distance = np.linalg.norm(lab(VISION[vision] @ linear(a)) - lab(VISION[vision] @ linear(b)))
+            assert distance > 10, (one, other, distance)
+
+
+def test_idle_time_is_hatched_by_its_cause() -> None:
+    tree = ElementTree.fromstring(svg(timeline("1f1b")))
+    drawn = {one.get("class"): one.get("stroke") for one in tree.iter(f"{NAMESPACE}path") if one.get("class")}
+    assert drawn == {f"idle {cause}": IDLE[cause].light for cause in (Cause.FILL, Cause.DRAIN, Cause.WAIT)}
+
+
+def test_lines_stay_inside_of_what_they_hatch() -> None:
+    for lines in some(("/", "\\", "|", "-", "/\\", "|-")):
+        numbers = [float(one) for one in re.findall(r"[MLHV ]([\d.]+)", hatched(10, 20, 31, 17, lines))]
+        assert numbers
+        assert min(numbers) >= 10
+        assert max(numbers) <= 41

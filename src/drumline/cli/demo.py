@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Train by every schedule, compare, and say where the report is."""
     with pytorch("demo trains a model"):
         from drumline.train.demo import run_demo
+        from drumline.train.opening import opening
         from drumline.train.two_stages import Build
     from drumline.report.run.page import run_page
     from drumline.report.run.report import reports_of
@@ -50,12 +51,15 @@ def run(args: argparse.Namespace) -> int:
         outcomes = run_demo(args.out, build, progress=_show)
     finally:
         progress("")
-    page = args.out / "report.html"
-    save(page, run_page(reports_of([one.run for one in outcomes])))
+    page, reports = args.out / "report.html", reports_of([one.run for one in outcomes])
+    save(page, run_page(reports, opening=opening(outcomes)))
+    busy = next((one.steadiness.sentence for one in reports if one.steadiness.busy), "")
     if args.json:
-        print_json({"rows": [one.summary() for one in outcomes], "report": str(page)})
+        print_json({"rows": [one.summary() for one in outcomes], "busy_machine": busy, "report": str(page)})
     else:
         _print(outcomes)
+        if busy:
+            print("\n" + wrapped(f"{busy} Compare these times again on a quiet machine.", terminal_width()))
         print(f"\nEvery run with its gaps explained, and what to change: {page}")
     return 0 if all(one.difference == 0 for one in outcomes) else 1
 

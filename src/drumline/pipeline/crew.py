@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ def leave_all() -> None:
     """Take leave on behalf of all pipelines that nobody closed: others may wait for this process."""
     for crew in list(_open):
         crew.close()
+
+
+@cache
+def _tell_of_turns(num_ranks: int) -> None:
+    """Say once that ranks do not run at the same time, to users who may expect that they do."""
+    logging.getLogger("drumline").warning(
+        "%d ranks take turns in this process, because no launcher started others: gradients are the same, steps are not"
+        " faster. Start ranks with dl.launch or torchrun; transport='in-process' asks for turns without this line.",
+        num_ranks,
+    )
 
 
 class Crew:
@@ -65,6 +76,8 @@ class Crew:
     ) -> Crew:
         """Return the crew of this process, connected to all others."""
         if transports.alone(transport):
+            if transport == "auto" and (num_ranks or 1) > 1:
+                _tell_of_turns(num_ranks or 1)
             hub = Hub(num_ranks or 1, now)
             return Crew(hub.channels(), hub, timeout=timeout)
         channel = transports.open_channel(

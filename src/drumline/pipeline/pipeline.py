@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drumline.core.errors import UsageError
+from drumline.core.errors import UsageError, counted
 from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import Searched
@@ -225,6 +225,13 @@ class Pipeline:
         """Take leave of the other ranks; nothing is left behind but a run that was recorded."""
         self._recording.close()
         self._crew.close()
+
+    def __repr__(self) -> str:
+        program = self.program
+        here = "all here, in turn" if self._crew.alone else f"this is rank {self.rank}"
+        sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
+        ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
+        return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"
 
     def __enter__(self) -> Pipeline:
         return self

@@ -7,7 +7,7 @@ functions that `drumline simulate` calls.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from html import escape
 from typing import Any
@@ -32,7 +32,7 @@ MAX_RANKS, MAX_ACTIONS = 1024, 200_000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the sliders say. A `max_activations` of 0 is no limit."""
+    """What the sliders say. A `max_activations` of 0 is no limit; `against` is a second schedule to compare with."""
 
     schedule: str = "zb-h1"
     ranks: int = 4
@@ -43,6 +43,7 @@ class Settings:
     backward_weight: float = 1.0
     comm: float = 0.0
     max_activations: float = 0.0
+    against: str = ""
 
     @staticmethod
     def of(query: Mapping[str, str]) -> Settings:
@@ -56,7 +57,7 @@ class Settings:
         for name, text in query.items():
             if name not in known:
                 raise UsageError(f"unknown setting {name[:40]!r}", fix=nearest(name[:40], known))
-            values[name] = text if name == "schedule" else _number(name, text, whole=known[name] == "int")
+            values[name] = text if known[name] == "str" else _number(name, text, whole=known[name] == "int")
         return Settings(**values)
 
     @property
@@ -74,6 +75,11 @@ class Settings:
         if csv is not None:
             return _shown(_parsed(csv))
         return _shown(_generated(self.schedule, self.ranks, self.microbatches, self.stages_per_rank))
+
+    @property
+    def other(self) -> Settings | None:
+        """The same settings with the schedule to compare with."""
+        return replace(self, schedule=self.against, against="") if self.against else None
 
 
 def _shown(program: Program) -> Program:
@@ -117,18 +123,24 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     33.0
     >>> answer(Settings(), csv="0B0,0F0")["violations"][0]["reason"]
     'runs before 0F0'
+    >>> answer(Settings(schedule="1f1b", against="zb-h1"))["against"]["makespan"]
+    27.0
     """
     try:
         program = settings.program(csv)
         timeline = _simulated(settings, csv)
+        other = settings.other and _simulated(settings.other, None)
     except InvalidProgram as error:
         return {"violations": listed(error.violations), "rows": [[str(a) for a in row] for row in program.rows]}
     except DrumlineError as error:
         return {"error": refused(error)}
     explained = program.num_actions <= EXPLAINED_AT_ONCE
+    shown = [timeline] if other is None else [timeline, other]
+    title = f"Schedule explorer: {' against '.join(one.program.name for one in shown)}"
     return {
-        "document": document([timeline], title=program.name, explained=explained),
+        "document": {**document(shown, title=title, explained=explained), **({"ends": True} if other else {})},
         "summary": figures(timeline),
+        "against": None if other is None else figures(other),
         "over_limit": _over_limit(timeline, settings.limit),
     }
 
@@ -139,7 +151,8 @@ def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     >>> explain(Settings(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
     'the pipeline drains; 0B7 of rank 0 ends last'
     """
-    return {"why": explanations(_simulated(settings, csv))}
+    other = settings.other and _simulated(settings.other, None)
+    return {"why": explanations(_simulated(settings, csv)), "against": other and explanations(other)}
 
 
 @lru_cache(maxsize=4)
@@ -185,15 +198,18 @@ def export(settings: Settings, kind: str, csv: str | None = None) -> tuple[str, 
 def explore_page(settings: Settings) -> str:
     """Return the page itself; its sliders stand as the settings say.
 
-    >>> "drumline explore" in explore_page(Settings())
+    >>> "Schedule explorer" in explore_page(Settings())
     True
     """
-    choices = "".join(_option(name, one.summary, name == settings.schedule) for name, one in schedules().items())
+    choices, others = (
+        "".join(_option(name, one.summary, name == chosen) for name, one in schedules().items())
+        for chosen in (settings.schedule, settings.against)
+    )
     start = {field.name: getattr(settings, field.name) for field in fields(settings)}
     about = {name: {"summary": one.summary, "stages": one.stage_counts} for name, one in schedules().items()}
     return html.page_with(
-        document([], title="drumline explore"),
-        panel=html.asset("explore.html").replace("{{choices}}", choices),
+        document([], title="Schedule explorer"),
+        panel=html.asset("explore.html").replace("{{choices}}", choices).replace("{{others}}", others),
         style=html.asset("explore.css"),
         script=html.asset("explore.js"),
         extra={"settings": start, "schedules": about},

@@ -8,8 +8,8 @@ lie, and what of training it does, is read off its rows; what rows cannot say st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -242,6 +242,22 @@ def schedules() -> dict[str, Schedule]:
     True
     """
     return dict(_REGISTRY)
+
+
+def own_schedules() -> dict[str, Schedule]:
+    """Return the schedules that the user registered, which another process does not have by itself.
+
+    >>> own_schedules()
+    {}
+    """
+    ours = __name__.rpartition(".")[0] + "."
+    return {name: replace(one) for name, one in _REGISTRY.items() if not one.recipe.__module__.startswith(ours)}
+
+
+def adopt(found: Mapping[str, Schedule]) -> None:
+    """Register schedules that came from another process, unless importing their recipes has done so."""
+    for name, one in found.items():
+        _REGISTRY.setdefault(name, one)
 
 
 def find(name: str) -> Schedule:

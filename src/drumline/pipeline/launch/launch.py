@@ -21,6 +21,7 @@ from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.processes import Processes
 from drumline.pipeline.launch.wire import Failure, Parts, blank, write
+from drumline.schedules.registry import own_schedules
 
 T = TypeVar("T")
 
@@ -44,6 +45,8 @@ def launch(
 
     Each rank is in the default process group (`backend` is gloo unless given; with nccl, rank r takes device r) and
     computes with `threads` threads. What it prints appears here, after `[rank 1] ` unless `prefix` is off.
+
+    Schedules that you registered are known to the ranks, too.
 
     If a rank fails, all are ended, and RankFailed names the rank, its error and its traceback; a DrumlineError that
     every rank raised alike is raised itself. `timeout` bounds the whole call in seconds: past it each rank prints its
@@ -104,11 +107,12 @@ def _check(
 
 def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
     try:
-        return by_value.dumps((fn, args, kwargs))
+        return by_value.dumps((own_schedules(), fn, args, kwargs))
     except LaunchError:
         raise
     except Exception as error:
-        named = [(_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
+        own = [(f"the schedule {name}", one.recipe) for name, one in own_schedules().items()]
+        named = [*own, (_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
         found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
             f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"

@@ -29,6 +29,7 @@ from drumline.core.errors import LaunchError, RankFailed
 from drumline.pipeline.launch import by_value
 from drumline.pipeline.launch.blame import blame
 from drumline.pipeline.launch.wire import FAILED, RETURNED, Failure, Parts, read, write
+from drumline.schedules.registry import adopt
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_CLEAN_UP = 15.0
@@ -87,12 +88,13 @@ def _serve(connection: socket.socket, *, threads: int, backend: str) -> int:
 def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     _join_group(threads=threads, backend=backend)
     try:
-        fn, args, kwargs = by_value.loads(parts)
+        own, fn, args, kwargs = by_value.loads(parts)
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
             fix="every rank imports by name what the calling process imported: see that it finds the same modules",
         ) from error
+    adopt(own)
     return fn(*args, **kwargs)
 
 

@@ -37,15 +37,23 @@ class Chart {
           figure("bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
       element("div", { className: "body" }, this.left, this.plot, this.right));
     this.overlay = svgNode("svg", { class: "overlay" }, this.plot);
+    this.curtain = svgNode("svg", { class: "overlay curtain" }, this.plot);
   }
 
   get ranks() { return this.model.rows.length; }
 
   y(rank) { return rank * (this.rowHeight + this.gap); }
 
-  x(time) { return (time - this.state.view.from) * this.scale; }
+  /* Timelines begin together, or end together: then the shorter ones begin later. */
+  get shift() { return this.state.ends ? this.state.longest - this.model.makespan : 0; }
 
-  time(x) { return this.state.view.from + x / this.scale; }
+  get from() { return this.state.view.from - this.shift; }
+
+  get to() { return this.state.view.to - this.shift; }
+
+  x(time) { return (time - this.from) * this.scale; }
+
+  time(x) { return this.from + x / this.scale; }
 
   /* Lay out what depends on the toggles: heights and the labels left and right. */
   layout() {
@@ -133,19 +141,19 @@ class Chart {
 
   /* The indices of a row's boxes in view, as [first, one past the last]. */
   range(row) {
-    const { from, to } = this.state.view;
-    return [Math.max(0, after(row.end, from) - 1), after(row.start, to)];
+    return [Math.max(0, after(row.end, this.from) - 1), after(row.start, this.to)];
   }
 
   draw(moving = false) {
     const { state, model } = this, { view, colours } = state;
     this.width = this.plot.clientWidth;
     if (!this.width) return;
-    this.scale = this.width / (view.to - view.from);
+    this.scale = this.width / view.width;
     this.ratio = window.devicePixelRatio || 1;
     const ranges = model.rows.map((row) => this.range(row));
     this.drawn = ranges.reduce((sum, [first, last]) => sum + last - first, 0);
-    this.criticalDrawn = 0;
+    const critical = (row, [first, last]) => row.critical.subarray(first, last).reduce((sum, one) => sum + one, 0);
+    this.criticalDrawn = state.critical ? model.rows.reduce((sum, row, at) => sum + critical(row, ranges[at]), 0) : 0;
     this.onSurface(this.drawn > (moving ? MOVING_LIMIT : SVG_LIMIT) ? "canvas" : "svg");
     const pen = this.surface;
     pen.begin(this.width, this.height);
@@ -155,12 +163,16 @@ class Chart {
     }
     this.axis(pen, colours);
     const dense = [];
+    this.hatches = {};
     model.rows.forEach((row, rank) => {
       const [first, last] = ranges[rank];
       if (this.mode === "canvas" && last - first > 0.7 * this.width * this.ratio) {
         dense.push({ rank, pixels: this.pixels(row, first, last) });
       } else this.row(pen, row, first, last);
     });
+    for (const [cause, d] of Object.entries(this.hatches)) {
+      if (d) pen.path("hatch", d, { stroke: colours.idle[cause], name: `hatch ${cause}` });
+    }
     this.note.textContent = dense.length ? "narrower than pixels: colours are means, zoom in for boxes" : "";
     if (dense.length) pen.lines(this.width, dense, (rank) => this.y(rank), this.rowHeight);
     this.exchanges(pen);
@@ -177,7 +189,7 @@ class Chart {
     this.mode = mode;
     this.plot.dataset.mode = mode;
     this.surface = mode === "svg" ? new SvgSurface(this.plot) : new CanvasSurface(this.plot, this.state.font);
-    this.plot.append(this.overlay);
+    this.plot.append(this.overlay, this.curtain);
   }
 
   /* A time's place, kept near the plot and on a whole device pixel so that edges stay crisp. */
@@ -188,7 +200,8 @@ class Chart {
 
   axis(pen, colours) {
     let d = "";
-    for (const time of tickTimes(this.state.view, this.width)) {
+    for (const time of tickTimes(this, this.width)) {
+      if (time < 0 && this.shift) continue; // before a timeline that begins later
       const x = this.edge(time) + 0.5;
       d += `M${x} 0V${this.height}`;
       const anchor = x < 14 ? "start" : x > this.width - 14 ? "end" : "middle";
@@ -198,15 +211,18 @@ class Chart {
   }
 
   row(pen, row, first, last) {
-    const { state, model, rowHeight } = this, { colours, view } = state, top = this.y(row.rank);
-    for (let i = after(row.idleEnd, view.from); i < row.idleEnd.length && row.idleStart[i] < view.to; i++) {
+    const { state, model, rowHeight } = this, { colours } = state, top = this.y(row.rank);
+    for (let i = after(row.idleEnd, this.from); i < row.idleEnd.length && row.idleStart[i] < this.to; i++) {
       const x = this.edge(row.idleStart[i]), width = this.edge(row.idleEnd[i]) - x;
       const cause = model.causes[row.causes[i]], tint = colours.idle[cause];
-      if (width > 0 && tint) pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}` });
+      if (width > 0) {
+        pen.rect("idle", x, top, width, rowHeight, tint, { name: `idle ${cause}`, alpha: width < APART ? 0.6 : 0.12 });
+        this.hatches[cause] = (this.hatches[cause] ?? "") + hatched(x, top, width, rowHeight, model.hatches[cause]);
+      }
       const middle = Math.max(0, x) / 2 + Math.min(this.width, x + width) / 2;
       const seen = Math.min(this.width, x + width) - Math.max(0, x);
       if (rowHeight >= 14 && seen > 7 * cause.length + 10) {
-        pen.text("cause", middle, top + rowHeight / 2 + 4, cause, colours.muted, { size: 11, alpha: 0.85 });
+        pen.text("cause", middle, top + rowHeight / 2 + 4, cause, colours.ink, { size: 11, halo: colours.track });
       }
     }
     const full = model.shortest * this.scale >= 46, marks = [];
@@ -222,11 +238,7 @@ class Chart {
   /* Boxes beside the critical path step back, once it is known. */
   alpha(row, i) { return this.state.critical && this.model.explained && !row.critical[i] ? 0.22 : 1; }
 
-  named(row, i) {
-    const lit = this.state.critical && row.critical[i];
-    if (lit) this.criticalDrawn += 1;
-    return lit ? "box critical" : "box";
-  }
+  named(row, i) { return this.state.critical && row.critical[i] ? "box critical" : "box"; }
 
   box(pen, row, i, top, full) {
     const { model, rowHeight } = this, x = this.edge(row.start[i]);
@@ -258,27 +270,40 @@ class Chart {
   /* One RGBA line for a row of boxes narrower than pixels: every pixel the mean of what lies under it. */
   pixels(row, first, last) {
     const wide = Math.round(this.width * this.ratio), perSecond = this.scale * this.ratio;
-    const { from } = this.state.view, { rgb } = this.state.colours, track = rgb.track;
+    const { from } = this, { rgb } = this.state.colours;
     const sums = new Float32Array(wide * 4), out = new Uint8ClampedArray(wide * 4);
     for (let i = first; i < last; i++) {
       const left = Math.max(0, (row.start[i] - from) * perSecond), right = Math.min(wide, (row.end[i] - from) * perSecond);
       const shade = rgb.ops[row.op[i]][row.microbatch[i] & 1 && row.microbatch[i] > 0 ? 1 : 0];
       const share = this.alpha(row, i);
-      this.named(row, i);
       for (let pixel = Math.floor(left); pixel < right; pixel++) {
         const cover = (Math.min(right, pixel + 1) - Math.max(left, pixel)) * share, at = pixel * 4;
         sums[at] += shade[0] * cover; sums[at + 1] += shade[1] * cover; sums[at + 2] += shade[2] * cover;
         sums[at + 3] += cover;
       }
     }
+    const ground = this.ground(row, wide, perSecond);
     const low = Math.max(0, Math.floor(-from * perSecond));
     const high = Math.min(wide, Math.ceil((this.model.makespan - from) * perSecond));
     for (let pixel = low; pixel < high; pixel++) {
       const at = pixel * 4, rest = Math.max(0, 1 - sums[at + 3]);
-      for (let c = 0; c < 3; c++) out[at + c] = sums[at + c] + track[c] * rest;
+      for (let c = 0; c < 3; c++) out[at + c] = sums[at + c] + ground[at - pixel + c] * rest;
       out[at + 3] = 255;
     }
     return out;
+  }
+
+  /* What lies under a dense row, three numbers a pixel: the track, tinted where the rank is idle. */
+  ground(row, wide, perSecond) {
+    const { rgb } = this.state.colours, under = new Uint8ClampedArray(wide * 3);
+    for (let at = 0; at < under.length; at++) under[at] = rgb.track[at % 3];
+    for (let i = after(row.idleEnd, this.from); i < row.idleEnd.length && row.idleStart[i] < this.to; i++) {
+      const tint = rgb.idle[this.model.causes[row.causes[i]]];
+      const first = Math.max(0, Math.floor((row.idleStart[i] - this.from) * perSecond));
+      const last = Math.min(wide, Math.ceil((row.idleEnd[i] - this.from) * perSecond));
+      for (let at = 3 * first; at < 3 * last; at++) under[at] = (rgb.track[at % 3] + tint[at % 3]) / 2;
+    }
+    return under;
   }
 
   exchanges(pen) {
@@ -307,7 +332,7 @@ class Chart {
 
   /* A step curve as an area; several changes within one pixel show their highest. */
   steps(pen, { time, value }, top, height, most, colour) {
-    const { view, colours } = this.state, bottom = top + height, points = [];
+    const { colours } = this.state, bottom = top + height, points = [];
     const left = Math.max(0, this.edge(0)), right = Math.min(this.width, this.edge(this.model.makespan));
     if (right <= left) return;
     const add = (x, one) => {
@@ -315,9 +340,9 @@ class Chart {
       if (n && points[n - 1][0] >= x) points.pop();
       if (!points.length || points[points.length - 1][1] !== y) points.push([x, y]);
     };
-    let at = Math.max(0, after(time, view.from) - 1);
+    let at = Math.max(0, after(time, this.from) - 1);
     add(left, value[at]);
-    for (at += 1; at < time.length && time[at] < view.to; at++) {
+    for (at += 1; at < time.length && time[at] < this.to; at++) {
       const x = this.x(time[at]), until = Math.floor(x) + 1;
       let high = value[at], several = false;
       for (; at + 1 < time.length && this.x(time[at + 1]) < until; at++) {

@@ -1,4 +1,7 @@
-/* What is pointed at or walked to: its outline, the arrow from its input, and words for eye and ear. */
+/* What is pointed at or walked to: its outline, its microbatch's way through the ranks, the arrow from its input, and
+   words for eye and ear. */
+
+const LONGEST_WAY = 2000; // boxes; a longer way is not lit up
 
 class Explainer {
   constructor(page) { Object.assign(this, { page, shown: null, walking: false }); }
@@ -33,7 +36,10 @@ class Explainer {
 
   /* Redraw what belongs to the pointer or the keyboard's box: outline, arrow from its input, hairline, words. */
   refocus() {
-    for (const chart of this.page.charts) chart.overlay.replaceChildren();
+    for (const chart of this.page.charts) {
+      chart.overlay.replaceChildren();
+      chart.plot.classList.remove("lit");
+    }
     const tip = byId("tip");
     const said = this.shown && this.explanation(this.shown.chart, this.shown.found);
     if (!said) {
@@ -42,10 +48,9 @@ class Explainer {
     }
     const { chart, found, x, pointer } = this.shown, { ink, accent } = this.page.state.colours;
     if (!this.walking) {
-      const time = chart.time(x);
       for (const one of this.page.charts) {
         if (!one.scale) continue;
-        svgNode("path", { d: `M${Math.round(one.x(time)) + 0.5} 0V${one.height}`, stroke: ink, opacity: 0.25 }, one.overlay);
+        svgNode("path", { d: `M${Math.round(x) + 0.5} 0V${one.height}`, stroke: ink, opacity: 0.25 }, one.overlay);
       }
     }
     if (found.item !== undefined) this.outline(chart, found, accent, ink);
@@ -58,15 +63,38 @@ class Explainer {
     tip.style.top = `${below ? anchor.y + 20 : Math.max(8, anchor.y - high - 16)}px`;
   }
 
+  /* Light up a microbatch's boxes on all ranks, with arrows from each to those that need it. */
+  way(chart, microbatch, ink) {
+    const { model } = chart, way = model.way(microbatch);
+    if (microbatch < 0 || !model.explained || way.length < 2 || way.length > LONGEST_WAY) return;
+    chart.plot.classList.add("lit");
+    const pen = new SvgSurface(chart.overlay), inside = new Set(way.map(({ rank, index }) => `${rank}/${index}`));
+    let d = "";
+    for (const { rank, index } of way) {
+      const row = model.rows[rank], source = row.input(index);
+      chart.box(pen, row, index, chart.y(rank), model.shortest * chart.scale >= 46);
+      if (source && inside.has(`${source.rank}/${source.index}`)) d += this.arrow(chart, source, { rank, index });
+    }
+    pen.path("path", d, { stroke: ink, width: 1.25, name: "way" });
+  }
+
+  /* A curve from the end of one box to the start of another, with a head. */
+  arrow(chart, source, target) {
+    const { rows } = chart.model, end = chart.edge(rows[source.rank].end[source.index]);
+    const x = chart.edge(rows[target.rank].start[target.index]), bend = Math.max(6, x - end) / 2;
+    const [from, to] = [source.rank, target.rank].map((rank) => chart.y(rank) + chart.rowHeight / 2);
+    return `M${end} ${from}C${end + bend} ${from} ${x - bend} ${to} ${x} ${to}m-4 -3l4 3l-4 3`;
+  }
+
   outline(chart, { rank, item }, accent, ink) {
+    if (item >= 0) this.way(chart, chart.model.rows[rank].microbatch[item], ink);
     const row = chart.model.rows[rank], x = chart.edge(row.from(item)), width = Math.max(2, chart.edge(row.to(item)) - x);
     const source = item >= 0 ? row.input(item) : null;
     if (source) {
+      const d = this.arrow(chart, source, { rank, index: item });
+      svgNode("path", { d, class: "input", fill: "none", stroke: ink, "stroke-width": 2 }, chart.overlay);
       const end = chart.edge(chart.model.rows[source.rank].end[source.index]);
-      const [from, to] = [source.rank, rank].map((one) => chart.y(one) + chart.rowHeight / 2), bend = Math.max(0, x - end) / 2;
-      const d = `M${end} ${from}C${end + bend} ${from} ${x - bend} ${to} ${x} ${to}`;
-      svgNode("path", { d, fill: "none", stroke: ink, "stroke-width": 1.5 }, chart.overlay);
-      svgNode("circle", { cx: end, cy: from, r: 3, fill: ink }, chart.overlay);
+      svgNode("circle", { cx: end, cy: chart.y(source.rank) + chart.rowHeight / 2, r: 3, fill: ink }, chart.overlay);
     }
     svgNode("rect", { x: x - 0.5, y: chart.y(rank) - 0.5, width, height: chart.rowHeight + 1, rx: 3, fill: item >= 0 ? "none" : accent,
       "fill-opacity": 0.07, stroke: item >= 0 ? ink : accent, "stroke-width": 1.75 }, chart.overlay);

@@ -32,18 +32,21 @@ function label() {
   byId("forget").hidden = own === null;
 }
 
-function figures({ summary, over_limit }) {
+function figures({ summary, against, over_limit }) {
+  const share = (value) => `${(100 * value).toFixed(2)}%`;
   const entries = [
-    ["makespan", Number(summary.makespan.toPrecision(6))],
-    ["bubble", `${(100 * summary.bubble).toFixed(2)}%`],
-    ["span bubble", `${(100 * summary.span_bubble).toFixed(2)}%`],
-    ["peak activations", Math.max(...summary.peak_activations), over_limit.length > 0],
-    ["stages", summary.stages],
-    ["actions", summary.actions],
+    ["makespan", (one) => Number(one.makespan.toPrecision(6))],
+    ["bubble", (one) => share(one.bubble)],
+    ["span bubble", (one) => share(one.span_bubble)],
+    ["peak activations", (one) => Math.max(...one.peak_activations), over_limit.length > 0],
+    ["stages", (one) => one.stages],
+    ["actions", (one) => one.actions],
   ];
   byId("figures").replaceChildren(...entries.map(([name, value, over]) => {
     const made = node("div", "", over ? "over" : "");
-    made.append(node("b", String(value)), node("span", over ? `${name}, over the limit on rank ${over_limit.join(", ")}` : name));
+    made.append(node("b", String(value(summary))));
+    if (against) made.append(node("b", String(value(against)), "against"));
+    made.append(node("span", over ? `${name}, over the limit on rank ${over_limit.join(", ")}` : name));
     made.dataset.figure = name;
     return made;
   }));
@@ -137,6 +140,7 @@ async function explain(turn, address) {
   const answer = await ask("explanations", address, signal);
   if (!answer?.why || turn !== latest) return;
   window.drumline.learn(answer.why);
+  if (answer.against) window.drumline.learn(answer.against, 1);
   document.documentElement.dataset.explained = String(turn);
 }
 
@@ -158,6 +162,12 @@ async function choose(file) {
   own = { name: file.name, text: await file.text() };
   refresh();
 }
+
+/* The picture comes first and stays in view; what changes it stands beside or below. */
+const stage = node("div", "", "stage"), work = node("div", "", "work");
+stage.append(byId("figures"), byId("trouble"), document.querySelector(".toolbar"), byId("legend"), byId("charts"));
+work.append(stage, form);
+document.querySelector("main").prepend(work);
 
 for (const input of inputs) {
   const start = extra.settings[input.name];
@@ -187,8 +197,13 @@ document.addEventListener("drop", (event) => {
 });
 for (const button of document.querySelectorAll("[data-kind]")) button.onclick = () => take(button.dataset.kind);
 byId("share").onclick = async (event) => {
-  await navigator.clipboard?.writeText(location.href);
-  event.target.textContent = "Copied";
+  let copied = true;
+  try {
+    await navigator.clipboard.writeText(location.href);
+  } catch {
+    copied = false; // a browser that forbids it: the address bar has the same link
+  }
+  event.target.textContent = copied ? "Copied" : "Copy it from the address bar";
   setTimeout(() => { event.target.textContent = "Copy link"; }, 1200);
 };
 refresh();

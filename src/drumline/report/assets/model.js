@@ -123,8 +123,8 @@ class Row {
 }
 
 class Model {
-  constructor(raw, ops, causes, sentences) {
-    Object.assign(this, { raw, ops, causes, sentences, name: raw.name, makespan: raw.makespan });
+  constructor(raw, { ops, causes, hatches, sentences }) {
+    Object.assign(this, { raw, ops, causes, hatches, sentences, name: raw.name, makespan: raw.makespan });
     this.rows = raw.rows.map((row, rank) => new Row(row, rank, raw.ticks_per_second));
     Object.assign(this, { explained: false, path: [], queues: [] });
     this.bytesKnown = raw.peak_bytes !== null;
@@ -142,6 +142,26 @@ class Model {
     for (const [one, box] of this.path) this.rows[one].critical[box] = 1;
     this.queues = queues.map((queue) => ({ ...queue, ...curve(queue, perSecond) }));
     this.explained = true;
+  }
+
+  /* A microbatch's boxes in order of time, as {rank, index}. */
+  way(microbatch) {
+    if (!this.ways) {
+      this.ways = new Map();
+      for (const row of this.rows) {
+        const add = (one, index) => {
+          if (one < 0) return;
+          if (!this.ways.has(one)) this.ways.set(one, []);
+          this.ways.get(one).push({ rank: row.rank, index });
+        };
+        row.microbatch.forEach(add);
+        row.later.microbatch.forEach((one, at) => add(one, row.later.index[at]));
+      }
+      for (const way of this.ways.values()) {
+        way.sort((a, b) => this.rows[a.rank].start[a.index] - this.rows[b.rank].start[b.index] || a.rank - b.rank);
+      }
+    }
+    return this.ways.get(microbatch) ?? [];
   }
 
   /* The length that nine boxes in ten reach: it decides how much a label says. */

@@ -15,7 +15,10 @@ function legend(models, state) {
   }
   const entry = (name, ...boxes) => {
     const swatch = svgNode("svg", { width: 20, height: 12, "aria-hidden": "true" });
-    for (const [x, y, width, height, fill] of boxes) svgNode("rect", { x, y, width, height, fill }, swatch);
+    for (const [x, y, width, height, fill, stroke] of boxes) {
+      svgNode("rect", { x, y, width, height, fill }, swatch);
+      if (stroke) svgNode("path", { d: hatched(x, y, width, height, stroke.lines), stroke: stroke.colour, fill: "none" }, swatch);
+    }
     return element("span", {}, swatch, name);
   };
   const entries = [];
@@ -27,7 +30,8 @@ function legend(models, state) {
   if (further) entries.push(entry("further stage of the rank", [0, 0, 20, 12, forward.even], [0, 9, 20, 3, forward.edge]));
   for (const cause of [...causes].sort()) {
     const name = first.causes[cause];
-    if (state.colours.idle[name]) entries.push(entry(`idle: ${name}`, [0, 0, 20, 12, state.colours.idle[name]]));
+    const stroke = { lines: first.hatches[name], colour: state.colours.idle[name] };
+    entries.push(entry(`idle: ${name}`, [0, 0, 20, 12, state.colours.track, stroke]));
   }
   return entries;
 }

@@ -1,7 +1,7 @@
 /* Two surfaces to draw on with the same calls: SVG while boxes are few, canvas when they are many. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const LAYERS = ["track", "grid", "idle", "cause", "box", "edge", "label", "mark", "strip", "path"];
+const LAYERS = ["track", "grid", "idle", "hatch", "cause", "box", "edge", "label", "mark", "strip", "path"];
 
 const byId = (id) => document.getElementById(id);
 
@@ -19,6 +19,28 @@ function svgNode(tag, attributes = {}, parent = null) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   if (parent) parent.append(node);
   return node;
+}
+
+const APART = 6; // pixels from line to line of a hatch
+
+/* The path of lines across a rectangle, `/`, `\\`, `-`, `|` or several, on one grid so that those of neighbours meet. */
+function hatched(x, y, width, height, lines) {
+  const right = x + width, bottom = y + height, round = (value) => Math.round(value * 10) / 10;
+  let d = "";
+  for (const kind of lines) {
+    const [low, high] = { "/": [x + y, right + bottom], "\\": [y - right, bottom - x], "|": [x, right], "-": [y, bottom] }[kind];
+    for (let step = Math.floor(low / APART) + 1; step * APART < high; step++) {
+      const at = step * APART;
+      if (kind === "|") d += `M${round(at)} ${y}V${bottom}`;
+      else if (kind === "-") d += `M${x} ${round(at)}H${right}`;
+      else {
+        const slope = kind === "/" ? -1 : 1, ends = [y, bottom].map((edge) => slope * (edge - at));
+        const from = Math.max(x, Math.min(...ends)), to = Math.min(right, Math.max(...ends));
+        d += `M${round(from)} ${round(at + slope * from)}L${round(to)} ${round(at + slope * to)}`;
+      }
+    }
+  }
+  return d;
 }
 
 /* Elements are kept between drawings, and only attributes that changed are written. */
@@ -60,13 +82,14 @@ class SvgSurface {
     this.take(layer, "rect", { x, y, width, height, fill, rx: radius, opacity: alpha, stroke, class: name });
   }
 
-  text(layer, x, y, words, fill, { size = 11, anchor = "middle", alpha = 1 } = {}) {
-    const node = this.take(layer, "text", { x, y, fill, "font-size": size, "text-anchor": anchor, opacity: alpha });
+  text(layer, x, y, words, fill, { size = 11, anchor = "middle", alpha = 1, halo = "none" } = {}) {
+    const node = this.take(layer, "text", { x, y, fill, "font-size": size, "text-anchor": anchor, opacity: alpha,
+      stroke: halo, "stroke-width": 4, "paint-order": "stroke", "stroke-linejoin": "round" });
     if (node.words !== words) node.textContent = node.words = words;
   }
 
-  path(layer, d, { fill = "none", stroke = "none", width = 1, alpha = 1 } = {}) {
-    this.take(layer, "path", { d, fill, stroke, "stroke-width": width, "fill-opacity": alpha });
+  path(layer, d, { fill = "none", stroke = "none", width = 1, alpha = 1, name = layer } = {}) {
+    this.take(layer, "path", { d, fill, stroke, "stroke-width": width, "fill-opacity": alpha, class: name });
   }
 
   /* An area under steps: `points` are pairs of a place and the level from there on, the last one ends it. */
@@ -127,12 +150,16 @@ class CanvasSurface {
     pen.globalAlpha = 1;
   }
 
-  text(layer, x, y, words, fill, { size = 11, anchor = "middle", alpha = 1 } = {}) {
+  text(layer, x, y, words, fill, { size = 11, anchor = "middle", alpha = 1, halo = "none" } = {}) {
     const pen = this.pen;
     pen.globalAlpha = alpha;
     pen.fillStyle = fill;
     pen.font = `${size}px ${this.font}`;
     pen.textAlign = anchor === "middle" ? "center" : anchor;
+    if (halo !== "none") {
+      Object.assign(pen, { strokeStyle: halo, lineWidth: 4, lineJoin: "round" });
+      pen.strokeText(words, x, y);
+    }
     pen.fillText(words, x, y);
     pen.globalAlpha = 1;
   }

@@ -1,15 +1,19 @@
 /* The page: one view that all timelines share, what moves it, and what explains what it shows. */
 
+const STRIPS_UP_TO = 16; // ranks; more make strips of a hand's breadth, which wait until they are asked for
+
 class Page {
   constructor() {
-    this.state = { view: new View(1), critical: false, memory: false, queues: false, lanes: 0, colours: {}, font: "" };
+    this.state = { view: new View(1), critical: false, memory: false, queues: false, ends: false, longest: 0, lanes: 0, colours: {}, font: "" };
     this.charts = [];
     this.times = { first_draw_ms: 0, painted_ms: 0, last_draw_ms: 0 };
     this.explainer = new Explainer(this);
     this.pointers = new Pointers(this, this.explainer);
+    this.player = new Player(this);
     this.controls();
     window.addEventListener("resize", () => { this.scatter(); this.invalidate(); });
     window.addEventListener("scroll", () => this.request(), { passive: true });
+    window.addEventListener("hashchange", () => this.unfold());
     window.addEventListener("beforeprint", () => this.drawStale());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     document.addEventListener("keydown", (event) => this.key(event));
@@ -19,11 +23,15 @@ class Page {
   load(data) {
     this.data = data;
     clock.seconds = Boolean(data.seconds);
-    this.models = data.timelines.map((one) => new Model(one, data.ops, data.causes, data.sentences));
-    const single = this.models.length === 1 || Boolean(data.strips);
+    this.models = data.timelines.map((one) => new Model(one, data));
+    const single = (this.models.length === 1 || Boolean(data.strips)) && this.models[0].rows.length <= STRIPS_UP_TO;
     if (!this.charts.length) Object.assign(this.state, { memory: single, queues: single });
     const lengths = this.models.map((model) => model.makespan * 1.005).sort((a, b) => a - b);
     const usual = 2 * lengths[lengths.length >> 1];
+    this.state.longest = Math.max(0, ...this.models.map((model) => model.makespan));
+    for (const button of document.querySelectorAll("[data-toggle=ends]")) button.hidden = this.models.length < 2;
+    if (this.models.length < 2) this.state.ends = false;
+    else if (data.ends !== undefined && !this.charts.some(({ index }) => index)) this.state.ends = data.ends;
     this.state.view = new View(lengths[lengths.length - 1], lengths.findLast((length) => length <= usual));
     byId("title").textContent = data.title;
     document.title = data.title;
@@ -37,9 +45,11 @@ class Page {
     else byId("charts").after(byId("overview"));
     for (const chart of this.charts) this.pointers.listen(chart);
     this.explainer.leave();
+    this.player.stop();
     this.repaint();
     this.relayout();
     this.frame();
+    this.unfold();
   }
 
   /* Take in what explains a timeline that was loaded without. */
@@ -58,12 +68,19 @@ class Page {
     const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
     const colours = named("paper", "ink", "muted", "rule", "track", "accent", "memory", "queue");
     colours.idle = Object.fromEntries(this.data.causes.map((cause) => [cause, value(`--idle-${cause}`)]));
-    colours.rgb = { track: rgb(colours.track), ops: this.data.ops.map(({ even, odd }) => [rgb(even), rgb(odd)]) };
+    const idle = Object.fromEntries(Object.entries(colours.idle).map(([cause, hex]) => [cause, rgb(hex)]));
+    colours.rgb = { idle, track: rgb(colours.track), ops: this.data.ops.map(({ even, odd }) => [rgb(even), rgb(odd)]) };
     this.state.colours = colours;
     this.state.font = getComputedStyle(document.body).fontFamily;
     byId("legend").replaceChildren(...legend(this.models, this.state));
     this.scatter();
     this.invalidate();
+  }
+
+  /* A link to something folded opens it. */
+  unfold() {
+    const target = location.hash && byId(location.hash.slice(1));
+    if (target?.tagName === "DETAILS") target.open = true;
   }
 
   scatter() {
@@ -111,6 +128,7 @@ class Page {
     }
     this.scrubber();
     this.explainer.refocus();
+    this.player.show();
     this.times.last_draw_ms = performance.now() - start;
     document.querySelector(".toolbar").classList.toggle("stuck", window.scrollY > 60);
     if (!this.moving && this.charts.some((chart) => chart.stale)) {
@@ -135,7 +153,7 @@ class Page {
 
   controls() {
     const act = {
-      in: () => this.zoom(1.6), out: () => this.zoom(1 / 1.6), reset: () => this.reset(), theme: () => this.theme(),
+      in: () => this.zoom(1.6), out: () => this.zoom(1 / 1.6), reset: () => this.reset(), theme: () => this.theme(), play: () => this.player.toggle(),
     };
     for (const button of document.querySelectorAll("[data-do]")) button.onclick = () => act[button.dataset.do]();
     for (const button of document.querySelectorAll("[data-toggle]")) button.onclick = () => this.toggle(button.dataset.toggle);
@@ -169,7 +187,7 @@ class Page {
     const acts = {
       "+": () => this.zoom(1.6), "=": () => this.zoom(1.6), "-": () => this.zoom(1 / 1.6), "0": () => this.reset(),
       ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), Escape: () => this.explainer.leave(),
-      c: () => this.toggle("critical"), m: () => this.toggle("memory"), q: () => this.toggle("queues"), t: () => this.theme(),
+      c: () => this.toggle("critical"), m: () => this.toggle("memory"), q: () => this.toggle("queues"), t: () => this.theme(), p: () => this.player.toggle(), e: () => this.models.length > 1 && this.toggle("ends"),
       ...(chart && !this.explainer.walking ? { Enter: () => this.explainer.enter(chart) } : {}),
     };
     if (this.explainer.walking && arrow && !event.shiftKey) {
@@ -204,6 +222,11 @@ class Page {
         return { x: left + chart.x(time), y: top + chart.y(rank) + chart.rowHeight / 2 };
       },
       show: (from, to) => { this.state.view.set(from, to); this.moved(); },
+      way: (microbatch, index = 0) => chartAt(index).model.way(microbatch).map(({ rank, index: at }) => {
+        const { model } = chartAt(index);
+        return model.code(model.rows[rank], at);
+      }),
+      playAt: (time) => this.player.seek(time),
       load: (data) => this.load(data),
       learn: (why, index = 0) => this.explain(why, index),
     };

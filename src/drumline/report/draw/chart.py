@@ -66,8 +66,8 @@ def chart(
     for at, one in enumerate(series):
         hue = HUES[at % len(HUES)]
         lines += _drawn(one, hue, across, up)
-        lines += _entry(one, hue, height + 2 + at * _ENTRY)
-    return sheet(lines, width=width, height=height + len(series) * _ENTRY, title=title, about=y_label)
+        lines += _entry(one, hue, height + 12 + at * _ENTRY)
+    return sheet(lines, width=width, height=height + 10 + len(series) * _ENTRY, title=title, about=y_label)
 
 
 def _marks(axis: Axis, bottom: float) -> Iterator[str]:

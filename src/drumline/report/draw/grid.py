@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from drumline.core.action import Action, Op
 from drumline.core.timeline.timeline import Timeline
+from drumline.report.draw.palette import IDLE
 
 _LETTERS = {
     Op.FORWARD: "F",
@@ -163,8 +164,12 @@ def _common_unit(seconds: list[float]) -> float | None:
 def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int, Action], str], colour: bool) -> str:
     labelled = canvas.cell > 1
     text = [*(".." if canvas.cell > 1 else ".").ljust(canvas.cell)] * canvas.num_slots
-    paint: list[int | None] = [None] * len(text)
+    paint = [""] * len(text)
     track = timeline.tracks[rank]
+    for idle in timeline.causes if colour else ():
+        if idle.rank == rank:
+            low, high = canvas.columns(idle.start, idle.end)
+            paint[low:high] = [f"38;5;{IDLE[idle.cause].terminal}"] * (high - low)
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
         low, high = canvas.columns(start, end)
         if high <= low:
@@ -178,9 +183,9 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
         text[low:high] = body
         shade = _COLOURS.get(action.op)
         number = action.work[0].microbatch or 0
-        paint[low:high] = [shade[number % 2] if shade else None] * (high - low)
+        paint[low:high] = [f"48;5;{shade[number % 2]};38;5;16" if shade else ""] * (high - low)
         if labelled and high - low > 1 and body.endswith(" "):
-            paint[high - 1] = None
+            paint[high - 1] = ""
     return _painted(text, paint) if colour else "".join(text)
 
 
@@ -200,14 +205,15 @@ def _held(timeline: Timeline, rank: int, canvas: _Canvas) -> str:
     return "".join(text)
 
 
-def _painted(text: list[str], paint: list[int | None]) -> str:
-    out, current = [], None
+def _painted(text: list[str], paint: list[str]) -> str:
+    """Return the line with the terminal's codes for its colours."""
+    out, current = [], ""
     for character, shade in zip(text, paint, strict=True):
         if shade != current:
-            out.append("\x1b[0m" if shade is None else f"\x1b[48;5;{shade};38;5;16m")
+            out.append("\x1b[0m" + (f"\x1b[{shade}m" if shade else ""))
             current = shade
         out.append(character)
-    return "".join(out) + ("\x1b[0m" if current is not None else "")
+    return "".join(out) + ("\x1b[0m" if current else "")
 
 
 def _note(timeline: Timeline, canvas: _Canvas, window: tuple[float, float] | None) -> str:

@@ -21,6 +21,7 @@ from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.markup import safe
+from drumline.report.draw.palette import theme
 from drumline.report.draw.scene import document
 from drumline.report.draw.svg import svg
 from drumline.report.draw.trace import trace
@@ -28,7 +29,9 @@ from drumline.report.draw.trace import trace
 # Beyond this an SVG makes a notebook slow; the page (`drumline show --format html`) draws any size.
 MAX_BOXES = 10_000
 # In the order in which each needs what comes before it.
-_SCRIPTS = [f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "viewer"]]
+_SCRIPTS = [
+    f"{name}.js" for name in ["model", "surface", "chart", "panels", "view", "explain", "pointers", "player", "viewer"]
+]
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 _EXTRA = '<script type="application/json" id="extra">{}</script>'
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
@@ -81,7 +84,7 @@ def page_with(
     >>> "<p>hello</p>" in page_with(document([]), panel="<p>hello</p>")
     True
     """
-    styles, scripts = asset("viewer.css") + style, viewer_script(script)
+    styles, scripts = theme() + asset("viewer.css") + style, viewer_script(script)
     asks = " connect-src 'self';" if script else ""
     parts = {
         "policy": f"default-src 'none';{asks} img-src data:; style-src '{_hash(styles)}';"

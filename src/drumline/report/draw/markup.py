@@ -49,6 +49,16 @@ def bar(parts: Iterable[Part], whole: float, *, said: str) -> str:
     return f'<svg class="bar" role="img" aria-label="{safe(said)}">{"".join(rects)}</svg>'
 
 
+def bar_row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
+    """Return a stacked bar between its name and what its parts are together; `kind` are classes of the row.
+
+    >>> bar_row("rank 0", [Part("busy", 1, "busy 1 s")], 2, "1 s").count('aria-label="rank 0: busy 1 s"')
+    1
+    """
+    picture = bar(parts, whole, said=said or f"{name}: {', '.join(part.title for part in parts)}")
+    return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
+
+
 def legend_html(kinds: Iterable[tuple[str, str]]) -> str:
     """Return what the classes of bars or curves stand for, as (class, name).
 

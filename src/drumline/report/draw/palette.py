@@ -1,7 +1,8 @@
-"""The colours of every picture: one hue per op, two shades of it for even and odd microbatches.
+"""The colours of every picture: one hue per op, one hatch per cause of idle time, one line per run.
 
-The hues are those of Okabe and Ito, lightened so that dark numbers stay readable on them; they stay apart for the
-three common kinds of colour blindness, which a test computes.
+The hues of ops are those of Okabe and Ito, lightened so that dark numbers stay readable on them, in two shades for even
+and odd microbatches. They stay apart for the three common kinds of colour blindness, which a test computes. Idle time
+is hatched: two causes differ in the direction of their lines, or in a hue that everybody can tell apart.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from drumline.core.action import Op
+from drumline.core.timeline.idle import Cause
 
 DARK_INK = "#10202c"
 LIGHT_INK = "#ffffff"
@@ -34,6 +36,43 @@ SHADES: dict[Op, Shades] = {
     Op.REDUCE_GRAD: Shades("#9c5fa8", "#9c5fa8", "#52285b", LIGHT_INK),
 }
 
+
+class Hatch(NamedTuple):
+    """How idle time of one cause looks: its colour on light and on dark paper, on a terminal, and where lines run."""
+
+    light: str
+    dark: str
+    terminal: int
+    lines: str
+
+
+IDLE: dict[Cause, Hatch] = {
+    Cause.FILL: Hatch("#56687a", "#9fb4c7", 67, "/"),
+    Cause.DRAIN: Hatch("#86694a", "#c9a987", 137, "\\"),
+    Cause.WAIT: Hatch("#b8471b", "#ff9a6b", 166, "/\\"),
+    Cause.TRANSFER: Hatch("#0b6aa8", "#6cc0f5", 32, "-"),
+    Cause.IMBALANCE: Hatch("#a8388a", "#ee93d3", 169, "|"),
+    Cause.MEMORY: Hatch("#7d6b00", "#d8c24a", 142, "|-"),
+    Cause.OVERHEAD: Hatch("#3d454d", "#d5dbe0", 246, "/\\"),
+    Cause.OUTSIDE: Hatch("#6c4fb0", "#bda6f5", 98, "\\"),
+    Cause.UNEXPLAINED: Hatch("#c4122f", "#ff7d84", 161, "/"),
+}
+# A run's colour on light and on dark paper. A thirteenth run has the first one's colour and a dashed line.
+RUNS = (
+    ("#0b6aa8", "#7cc4f0"),
+    ("#c2571a", "#f09a6c"),
+    ("#0e8463", "#4cc7a1"),
+    ("#8f4f9c", "#c99ad3"),
+    ("#8a6d00", "#dcbc55"),
+    ("#56687a", "#9fb4c7"),
+    ("#b3263e", "#ff8d92"),
+    ("#2f7d9e", "#62d0dd"),
+    ("#5a7d1e", "#a9cf62"),
+    ("#6c4fb0", "#b9a6f5"),
+    ("#8b5a3c", "#d6a889"),
+    ("#3d454d", "#d5dbe0"),
+)
+
 INK = "#17212b"
 MUTED = "#66727e"
 RULE = "#e3e8ec"
@@ -49,3 +88,33 @@ def fill(op: Op, microbatch: int | None) -> str:
     """
     shades = SHADES[op]
     return shades.odd if (microbatch or 0) % 2 else shades.even
+
+
+def theme() -> str:
+    """Return the colours of causes and runs as a style sheet: variables for light and dark pages, and what has them.
+
+    >>> "--idle-wait: #b8471b;" in theme(), theme().count("--run-0:")
+    (True, 3)
+    """
+    names = [*(f"idle-{cause}" for cause in IDLE), *(f"run-{at}" for at in range(len(RUNS)))]
+    light, dark = (
+        " ".join(f"--{name}: {pair[side]};" for name, pair in zip(names, [*IDLE.values(), *RUNS], strict=True))
+        for side in (0, 1)
+    )
+    fills = [f".part.{name.removeprefix('idle-')} {{ fill: var(--{name}); }}" for name in names]
+    lines = [f".line.run-{at} {{ stroke: var(--run-{at}); }}" for at in range(len(RUNS))]
+    scopes = [
+        f":root {{ {light} }}",
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}',
+        f':root[data-theme="dark"] {{ {dark} }}',
+    ]
+    return "\n".join([*scopes, *fills, *lines, ".line.again { stroke-dasharray: 5 4; }", ""])
+
+
+def run_class(number: int) -> str:
+    """Return the classes of a run's parts and lines.
+
+    >>> run_class(1), run_class(13)
+    ('run-1', 'run-1 again')
+    """
+    return f"run-{number % len(RUNS)}" + (" again" if number >= len(RUNS) else "")

@@ -27,7 +27,7 @@ from drumline.core.simulate.graph import Flags, Ints
 from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import SpanLane, Timeline, Track
 from drumline.report.draw.packed import PageTime, packed
-from drumline.report.draw.palette import SHADES
+from drumline.report.draw.palette import IDLE, SHADES
 
 Columns = dict[str, Any]
 
@@ -97,6 +97,7 @@ def document(
             for op, words in OPS.items()
         ],
         "causes": [cause.value for cause in Cause],
+        "hatches": {cause.value: hatch.lines for cause, hatch in IDLE.items()},
         "sentences": {cause.value: sentence for cause, sentence in SENTENCES.items()},
         "points": [_point(row) for row in rows or ()],
         "timelines": scenes,

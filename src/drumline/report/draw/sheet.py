@@ -119,7 +119,9 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
     return f'<text x="{number(x)}" y="{number(y)}"{more}>{xml_text(words)}</text>'
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0) -> str:
+def rect(
+    x: float, y: float, width: float, height: float, fill: str, *, note: str = "", corner: int = 0, opacity: float = 1
+) -> str:
     """Return a rectangle; `note` is what it says when it is pointed at.
 
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
@@ -127,7 +129,36 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, note: st
     """
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
     rounded = f' rx="{corner}"' if corner else ""
-    return _closed(f'<rect {place}{rounded} fill="{fill}"', "rect", note)
+    faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    return _closed(f'<rect {place}{rounded} fill="{fill}"{faint}', "rect", note)
+
+
+def hatched(x: float, y: float, width: float, height: float, lines: str, *, apart: float = 6.0) -> str:
+    """Return the path of lines across a rectangle: `/`, a backslash, `-` and `|`, or several of them at once.
+
+    All lines lie on one grid of the sheet, so that those of neighbours meet.
+
+    >>> hatched(0, 0, 10, 10, "/", apart=10), hatched(0, 0, 10, 10, "|", apart=5)
+    ('M0 10L10 0', 'M5 0V10')
+    """
+    right, bottom = x + width, y + height
+    drawn = []
+    for kind in lines:
+        low, high = {"/": (x + y, right + bottom), "\\": (y - right, bottom - x), "|": (x, right), "-": (y, bottom)}[
+            kind
+        ]
+        for step in range(math.floor(low / apart) + 1, math.ceil(high / apart)):
+            at = step * apart
+            if kind == "|":
+                drawn.append(f"M{number(at)} {number(y)}V{number(bottom)}")
+            elif kind == "-":
+                drawn.append(f"M{number(x)} {number(at)}H{number(right)}")
+            else:
+                slope = -1 if kind == "/" else 1
+                ends = sorted((slope * (edge - at) for edge in (y, bottom)), key=float)
+                left, far = max(x, ends[0]), min(right, ends[1])
+                drawn.append(f"M{number(left)} {number(at + slope * left)}L{number(far)} {number(at + slope * far)}")
+    return "".join(drawn)
 
 
 def circle(x: float, y: float, radius: float, fill: str, *, note: str = "") -> str:

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from drumline.core.action import Action, Op
+from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.draw.palette import MUTED, SHADES, TRACK, fill
+from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, number, rect, sheet, text, upright, xml_text
+from drumline.report.draw.sheet import Axis, hatched, number, rect, sheet, text, upright, xml_text
 from drumline.report.units import size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
 _DIGIT = 6.3  # width of a digit at the labels' size
+_TINT = 0.12  # of idle time, under its lines
 _TITLES_UP_TO = 4000  # boxes; more would double the file for tooltips nobody can aim at
 
 
@@ -47,11 +49,12 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     layout = _RankRows(timeline, max(width, 320))
     axis = Axis(0, timeline.makespan, _LEFT, _LEFT + layout.room)
     legend, legend_rows = _legend(timeline, layout)
+    idle = {rank: [one for one in timeline.causes if one.rank == rank] for rank in range(timeline.num_ranks)}
     lines = [
         text(layout.width - 76, _TOP - 7, "idle", anchor="end", fill=MUTED),
         text(layout.width - 16, _TOP - 7, "peak", anchor="end", fill=MUTED),
         *upright(axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
-        *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout)),
+        *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout, idle[rank])),
         *legend,
     ]
     program = timeline.program
@@ -67,13 +70,14 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     )
 
 
-def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
+def _row(timeline: Timeline, rank: int, layout: _RankRows, idle: Sequence[Idle]) -> Iterator[str]:
     y, middle = layout.y(rank), layout.y(rank) + layout.row / 2 + 4
     share = timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0
     yield text(16, middle, f"rank {rank}")
     yield text(layout.width - 76, middle, _percent(share), anchor="end")
     yield text(layout.width - 16, middle, _peak(timeline, rank), anchor="end")
     yield rect(_LEFT, y, layout.room, layout.row, TRACK, corner=2)
+    yield from _idle(idle, y, layout, titled=timeline.program.num_actions <= _TITLES_UP_TO)
     track, columns = timeline.tracks[rank], timeline.columns
     here = columns.rank == rank
     local = iter(further(timeline.program.placement, columns.stage[here], columns.microbatch[here]).tolist())
@@ -94,6 +98,18 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
             left, right = layout.x(span.start), layout.x(span.end)
             yield rect(left, y + layout.row + 1, right - left, 3, fill(span.action.op, 0))
     yield "</g>"
+
+
+def _idle(idle: Sequence[Idle], y: float, layout: _RankRows, *, titled: bool) -> Iterator[str]:
+    """Yield a rank's idle time: hatched by cause, one path each, and unseen boxes that say why."""
+    paths: dict[Cause, str] = {}
+    for one in idle:
+        left, width = layout.x(one.start), layout.x(one.end) - layout.x(one.start)
+        paths[one.cause] = paths.get(one.cause, "") + hatched(left, y, width, layout.row, IDLE[one.cause].lines)
+        note = f"{one.cause}: {one.why}" if titled else ""
+        yield rect(left, y, width, layout.row, IDLE[one.cause].light, note=note, opacity=_TINT)
+    for cause, path in paths.items():
+        yield f'<path class="idle {cause}" d="{path}" stroke="{IDLE[cause].light}" fill="none" pointer-events="none"/>'
 
 
 def _box(action: Action, left: float, right: float, y: float, layout: _RankRows, bands: Sequence[int]) -> Iterator[str]:
@@ -120,30 +136,37 @@ def _box(action: Action, left: float, right: float, y: float, layout: _RankRows,
 def _legend(timeline: Timeline, layout: _RankRows) -> tuple[list[str], int]:
     """Return the legend's lines, and how many rows it takes."""
     lines, x, row = [], float(_LEFT), 0
-    for swatch, name in _entries(timeline):
+    for swatch, name, hatch in _entries(timeline):
         length = 24 + 6.2 * len(name)
         if x > _LEFT and x + length > layout.width - 16:
             x, row = float(_LEFT), row + 1
         y = layout.bottom + 48 + 20 * row
         lines += [rect(x + at, y - 9 + top, wide, high, colour) for at, top, wide, high, colour in swatch]
+        if hatch is not None:
+            path = hatched(x, y - 9, 18, 11, hatch.lines)
+            lines.append(f'<path d="{path}" stroke="{hatch.light}" fill="none"/>')
         lines.append(text(x + 24, y, name, fill=MUTED))
         x += length + 18
     return lines, row + 1
 
 
-def _entries(timeline: Timeline) -> Iterator[tuple[list[tuple[float, float, float, float, str]], str]]:
-    """Yield what the legend explains: rectangles as (left, top, width, height, colour), and their name."""
+def _entries(timeline: Timeline) -> Iterator[tuple[list[tuple[float, float, float, float, str]], str, Hatch | None]]:
+    """Yield what the legend explains: rectangles as (left, top, width, height, colour), their name, and a hatch."""
     actions = [action for track in timeline.tracks for action in track.actions]
     ops = {part.op for action in actions for part in action.work}
     ops |= {span.action.op for span in timeline.exchanges if span.end > span.start}
     for op in (op for op in OPS if op in ops):
-        yield [(0, 0, 9, 11, SHADES[op].even), (9, 0, 9, 11, SHADES[op].odd)], OPS[op].name
+        yield [(0, 0, 9, 11, SHADES[op].even), (9, 0, 9, 11, SHADES[op].odd)], OPS[op].name, None
     forward, backward, placement = SHADES[Op.FORWARD], SHADES[Op.BACKWARD], timeline.program.placement
     if placement.mirrored or any(len(placement.stages_of(rank)) > 1 for rank in range(timeline.num_ranks)):
         note = "second copy" if placement.mirrored else "further stage of the rank"
-        yield [(0, 0, 18, 11, forward.even), (0, 8.5, 18, 2.5, forward.edge)], note
+        yield [(0, 0, 18, 11, forward.even), (0, 8.5, 18, 2.5, forward.edge)], note, None
     if any(action.parts for action in actions):
-        yield [(0, 0, 18, 5.5, forward.even), (0, 5.5, 18, 5.5, backward.even)], "overlapped pair"
+        yield [(0, 0, 18, 5.5, forward.even), (0, 5.5, 18, 5.5, backward.even)], "overlapped pair", None
+    present = {one.cause for one in timeline.causes}
+    for cause, hatch in IDLE.items():
+        if cause in present:
+            yield [(0, 0, 18, 11, TRACK)], f"idle: {cause}", hatch
 
 
 def _peak(timeline: Timeline, rank: int) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from drumline.core.errors import counted
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.html import asset, page_with
-from drumline.report.draw.markup import Curve, Part, bar, card, cards, curves, legend_html, safe, table_html
+from drumline.report.draw.markup import Curve, Part, bar_row, card, cards, curves, legend_html, safe, table_html
+from drumline.report.draw.palette import run_class
 from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
@@ -21,11 +22,9 @@ from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
 
-RUN_COLOURS = ("one", "two", "three", "four", "five", "six")
 
-
-def run_page(reports: Sequence[RunReport]) -> str:
-    """Return the page of one run, or of several side by side."""
+def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
+    """Return the page of one run, or of several side by side; `opening` is markup to begin with."""
     timelines: list[Timeline] = []
     names = []
     for one in reports:
@@ -35,7 +34,8 @@ def run_page(reports: Sequence[RunReport]) -> str:
     data = document(timelines, title=_title(reports), advice=_advice(reports), names=names, seconds=True)
     data["strips"] = len(reports) == 1  # memory and queues, which the toolbar shows and hides
     figures = [one.figures() for one in reports]
-    return page_with(data, panel=_above(figures), below=_below(figures), style=asset("report.css"))
+    above = _contents(figures) + opening + _above(figures)
+    return page_with(data, panel=above, below=_below(figures), style=asset("report.css"))
 
 
 def _title(reports: Sequence[RunReport]) -> str:
@@ -48,6 +48,9 @@ def _title(reports: Sequence[RunReport]) -> str:
 def _advice(reports: Sequence[RunReport]) -> str:
     if len(reports) == 1:
         return reports[0].advice.sentence
+    busy = [one for one in reports if one.steadiness.busy]
+    if busy:
+        return f"{busy[0].name}: {busy[0].steadiness.sentence} Times of these runs cannot be compared."
     fastest, *others = sorted(reports, key=lambda one: one.seen.measured.makespan)
     best, next_best = fastest.seen.measured.makespan, others[0].seen.measured.makespan
     less = 1 - best / next_best if next_best > 0 else 0.0
@@ -61,14 +64,31 @@ def _above(runs: Sequence[Figures]) -> str:
     return f'<section class="report">{_cards(runs[0])}{_remedies(runs[0])}</section>'
 
 
+def _contents(runs: Sequence[Figures]) -> str:
+    """Return links to the parts of a page of several runs; one run needs none."""
+    if len(runs) == 1:
+        return ""
+    links = [("title", "Overview"), ("charts", "Timelines"), ("steps", "Steps")]
+    links += [(f"run-{number}", run["name"]) for number, run in enumerate(runs)]
+    listed = "".join(f'<li><a href="#{place}">{safe(name)}</a></li>' for place, name in links)
+    return f'<nav class="contents" aria-label="Contents"><ol>{listed}</ol></nav>'
+
+
 def _below(runs: Sequence[Figures]) -> str:
-    """Return what comes behind the timelines: steps of all runs, then for each where the time went."""
+    """Return what comes behind the timelines: steps of all runs, then for each where the time went.
+
+    The details of several runs are folded: whoever wants them knows which run's.
+    """
     parts = [_steps(runs)]
-    for run in runs:
-        title = f"<h2 class='run'>{safe(run['name'])}</h2>" if len(runs) > 1 else ""
-        advice = _remedies(run) if len(runs) > 1 else ""
-        details = _ranks(run) + _causes(run) + _stages(run) + _held(run)
-        parts.append(f'<section class="report">{title}{advice}<div class="pair">{details}</div></section>')
+    for number, run in enumerate(runs):
+        details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _held(run)}</div>'
+        if len(runs) > 1:
+            swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
+            figures = f"step {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
+            title = f'<summary><h2>{swatch} {safe(run["name"])}</h2> <span class="note">{figures}</span></summary>'
+            parts.append(f'<details class="report" id="run-{number}">{title}{_remedies(run)}{details}</details>')
+        else:
+            parts.append(f'<section class="report">{details}</section>')
     return "".join(parts)
 
 
@@ -111,7 +131,7 @@ def _comparison(runs: Sequence[Figures]) -> str:
             f"<td{' class=best' if value(run) == least[at] else ''}>{safe(shown(value(run)))}</td>"
             for at, (_, value, shown) in enumerate(columns)
         ]
-        swatch = f'<svg class="swatch"><rect class="part {_colour(number)}"/></svg>'
+        swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
         plain = (run["schedule"], run["ranks"], run["microbatches"], fullest(run["per_rank"]), run["num_steps"])
         cells += [f"<td>{safe(one)}</td>" for one in plain]
         rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
@@ -126,7 +146,7 @@ def _ranks(run: Figures) -> str:
     bars, rows = [], []
     for one in run["per_rank"]:
         parts = [Part(part, one[part], f"{part} {_time(one[part])}") for part in PARTS]
-        bars.append(_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
+        bars.append(bar_row(f"rank {one['rank']}", parts, longest, _time(one["step_seconds"])))
         rows.append([str(one["rank"]), *(_time(one[part]) for part in PARTS), percent(one["idle_share"])])
     keys = legend_html((part, part) for part in PARTS)
     table = table_html(["rank", *PARTS, "idle"], rows)
@@ -149,7 +169,7 @@ def _causes(run: Figures) -> str:
             parts = [Part(cause, seconds, f"{which} {cause} {_time(seconds)}") for cause, seconds in idle.items()]
             kind = "thin" if which == "simulated" else ""
             said = f"rank {rank}, {which}: idle {percent(share)}"
-            bars.append(_row(name, parts, whole, percent(share), said=said, kind=kind))
+            bars.append(bar_row(name, parts, whole, percent(share), said=said, kind=kind))
     note = '<p class="note">Thick: measured. Thin: simulated with the same seconds of every action.</p>'
     return card("Bubble by cause", f"{''.join(bars)}{legend_html((cause, cause) for cause in causes)}{note}")
 
@@ -161,7 +181,7 @@ def _stages(run: Figures) -> str:
     for one in run["per_stage"]:
         parts = [Part(op, one[op], f"{op} {_time(one[op])}") for op in ("forward", "backward")]
         kind = "slowest" if one["stage"] == run["slowest_stage"] else ""
-        bars.append(_row(f"stage {one['stage']}", parts, slowest, _time(one["seconds"]), kind=kind))
+        bars.append(bar_row(f"stage {one['stage']}", parts, slowest, _time(one["seconds"]), kind=kind))
         if one["blocks"]:
             ranks = " and ".join(map(str, one["ranks"]))
             bars.append(f'<p class="note under">{safe(_blocks(one["blocks"]))}, rank {ranks}</p>')
@@ -183,7 +203,7 @@ def _held(run: Figures) -> str:
 def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str]) -> str:
     most = max(peaks.values())
     shown = ((name, peak, written(peak)) for name, peak in peaks.items())
-    return "".join(_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
+    return "".join(bar_row(name, [Part(kind, peak, text)], most, text) for name, peak, text in shown)
 
 
 def _steps(runs: Sequence[Figures]) -> str:
@@ -198,29 +218,21 @@ def _steps(runs: Sequence[Figures]) -> str:
     figures = []
     for key, name, written, from_zero in wanted:
         known = [[(one["step"], one[key]) for one in run["per_step"] if one[key] is not None] for run in runs]
-        lines = [Curve(_colour(at), run["name"], known[at]) for at, run in enumerate(runs)]
+        lines = [Curve(run_class(at), run["name"], known[at]) for at, run in enumerate(runs)]
         values = [value for line in lines for _, value in line.points]
         if len(values) > 1:
             high, low = max(values), 0.0 if from_zero else min(values)
             figures.append(curves(name, lines, [written(high), written(low)], low=low, high=high))
     if not figures:
         return ""
-    keys = legend_html((_colour(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
-    return f'<section class="report"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
-
-
-def _row(name: str, parts: Sequence[Part], whole: float, value: str, *, said: str = "", kind: str = "") -> str:
-    """Return a stacked bar between its name and what its parts are together."""
-    picture = bar(parts, whole, said=said or f"{name}: {', '.join(part.title for part in parts)}")
-    return f'<div class="row {kind}"><span>{safe(name)}</span>{picture}<span class="value">{safe(value)}</span></div>'
+    keys = legend_html((run_class(number), run["name"]) for number, run in enumerate(runs)) if len(runs) > 1 else ""
+    return (
+        f'<section class="report" id="steps"><h2>Steps</h2>{keys}<div class="curves">{"".join(figures)}</div></section>'
+    )
 
 
 def _blocks(names: Sequence[str]) -> str:
     return f"block {names[0]}" if len(names) == 1 else f"blocks {names[0]} to {names[-1]}"
-
-
-def _colour(number: int) -> str:
-    return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
 def _time(seconds: float) -> str:

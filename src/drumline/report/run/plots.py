@@ -8,24 +8,13 @@ from typing import Any
 
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
-from drumline.report.draw.palette import INK, MUTED, RULE, SHADES, TRACK, fill
+from drumline.report.draw.palette import IDLE, INK, MUTED, RULE, SHADES, TRACK, fill
 from drumline.report.draw.scene import OPS
 from drumline.report.run.follow import needed
 from drumline.report.run.report import RunReport
 from drumline.report.summary import idle_by_cause
 from drumline.report.units import duration
 
-CAUSES = {
-    Cause.FILL: "#b9c3cc",
-    Cause.DRAIN: "#d5dce2",
-    Cause.WAIT: "#b0714f",
-    Cause.TRANSFER: "#4aa3df",
-    Cause.IMBALANCE: "#b576bd",
-    Cause.MEMORY: "#e3c13f",
-    Cause.OVERHEAD: "#98a3ad",
-    Cause.OUTSIDE: "#66727e",
-    Cause.UNEXPLAINED: "#c8555b",
-}
 _STYLE = {
     "font.size": 8,
     "axes.edgecolor": RULE,
@@ -39,6 +28,7 @@ _STYLE = {
     "svg.fonttype": "none",
 }
 _MILLI = 1e3
+_DENSER = 3  # how often a hatch is repeated
 
 
 def plots(reports: Sequence[RunReport], *, file_type: str) -> bytes:
@@ -73,7 +63,10 @@ def _legend(figure: Any, report: RunReport) -> None:
     patch = needed("matplotlib.patches", extra="viz").Patch
     used = {part.op for part in report.run.program.work()}
     ops = [patch(color=SHADES[op].odd, label=words.name) for op, words in OPS.items() if op in used]
-    causes = [patch(color=CAUSES[Cause(cause)], label=cause) for cause in idle_by_cause(report.seen.measured)]
+    causes = [
+        patch(facecolor="none", edgecolor=IDLE[cause].light, hatch=_DENSER * IDLE[cause].lines, label=cause.value)
+        for cause in map(Cause, idle_by_cause(report.seen.measured))
+    ]
     options = {"frameon": False, "fontsize": 7, "handlelength": 1.2, "columnspacing": 1.2}
     figure.legend(handles=ops + causes, loc="outside lower left", ncols=len(ops + causes), **options)
 
@@ -90,6 +83,16 @@ def _timeline(axis: Any, timeline: Timeline, name: str, *, end: float) -> None:
             edgecolor="white",
             linewidth=0.3,
         )
+        for cause, hatch in IDLE.items():
+            gaps = [one for one in timeline.causes if one.rank == rank and one.cause is cause]
+            axis.broken_barh(
+                [((one.start - timeline.start) * _MILLI, one.seconds * _MILLI) for one in gaps],
+                (rank - 0.4, 0.8),
+                facecolors="none",
+                edgecolor=hatch.light,
+                hatch=_DENSER * hatch.lines,
+                linewidth=0,
+            )
     axis.set_title(f"{name}: {duration(timeline.makespan)}, bubble {timeline.bubble:.1%}", loc="left", fontsize=8)
     axis.set_xlim(0, end * _MILLI)
     axis.set_xlabel("milliseconds")
@@ -105,7 +108,7 @@ def _causes(axis: Any, report: RunReport) -> None:
     left = [0.0] * len(ranks)
     for cause in (one for one in Cause if one in found):
         shares = [100 * seconds / measured.makespan for seconds in found[cause]]
-        axis.barh(ranks, shares, left=left, height=0.7, color=CAUSES[cause], label=cause.value)
+        axis.barh(ranks, shares, left=left, height=0.7, color=IDLE[cause].light, label=cause.value)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axis.set_title("bubble by cause, % of makespan", loc="left", fontsize=8)
     axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])

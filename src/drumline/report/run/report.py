@@ -6,8 +6,8 @@ aside. Costs are the middle of steps like it, so that one that was disturbed doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any
 from drumline.core.measured.costs import costs_of, replay
 from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import Run
+from drumline.core.measured.steadiness import Steadiness, spread_of
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.advise.adviser import advise
 from drumline.report.advise.remedy import OPS, Advice, Evidence
@@ -90,6 +91,12 @@ class RunReport:
     def run(self) -> Run:
         """The run itself."""
         return self.seen.run
+
+    @cached_property
+    def steadiness(self) -> Steadiness:
+        """Whether the machine was quiet during the run: by its steps behind the first, and by its load before."""
+        lengths = [one["makespan"] for one in self.steps[1:] if one["makespan"] is not None]
+        return Steadiness(spread_of(lengths), *machine_load(self.run.environment))
 
     @cached_property
     def stages(self) -> list[dict[str, Any]]:
@@ -180,6 +187,7 @@ class RunReport:
             "utilisation": 1.0 - seen.measured.bubble,
             **{name: self._middle(name) for name in ("rows_per_second", "tokens_per_second")},
             "slowest_stage": self.slowest_stage,
+            "busy_machine": self.steadiness.sentence,
             "advice": self.advice.to_json(),
             "per_rank": self.ranks,
             "per_stage": self.stages,
@@ -199,7 +207,24 @@ class RunReport:
 def report_of(run: Run, *, step: int | None = None, name: str | None = None) -> RunReport:
     """Return the report of a run, of its typical step unless one is named; RecordError says what is missing."""
     seen = observe(run, step)
-    return RunReport(seen, advise(seen), name or short_names([run.path])[0])
+    report = RunReport(seen, Advice(()), name or short_names([run.path])[0])
+    steadiness = report.steadiness
+    return replace(report, advice=Advice((), nothing=steadiness.withheld) if steadiness.busy else advise(seen))
+
+
+def machine_load(environment: Mapping[str, Any]) -> tuple[float | None, int | None]:
+    """Return the load before a run and the cores, of the machine that was busiest; None where no rank wrote them down.
+
+    >>> machine_load({"ranks": [{"cores": 2, "load": 0.5}, {"cores": 4, "load": 3.0}]}), machine_load({})
+    ((3.0, 4), (None, None))
+    """
+    ranks = environment.get("ranks")
+    known = []
+    for one in ranks if isinstance(ranks, list) else ():
+        load, cores = (one.get("load"), one.get("cores")) if isinstance(one, dict) else (None, None)
+        if isinstance(load, int | float) and isinstance(cores, int) and cores:
+            known.append((float(load), cores))
+    return max(known, key=lambda one: one[0] / one[1], default=(None, None))
 
 
 def reports_of(runs: Sequence[Run], *, step: int | None = None) -> list[RunReport]:

@@ -1,0 +1,117 @@
+"""The panel that the demo's report opens with: GPipe against 1F1B at few and at more microbatches.
+
+It answers five questions with what was measured: how long messages queue, how large the bubble is, what is stashed,
+what recomputing saves, and why ranks compute for less of the time than the schedule allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from drumline.report.draw.chart import Series, chart
+from drumline.report.draw.markup import Part, bar_row, card, legend_html, table_html
+from drumline.report.units import percent, size_text
+
+if TYPE_CHECKING:
+    from drumline.train.demo import Outcome
+
+_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
+_MOST = 16  # microbatches up to which the curve of the bubble goes
+_HEADER = ("schedule", "loss by epoch", "bubble", "least bubble", "longest queue", "stash, rank 0 + 1", "weights")
+_PARTS = {
+    "busy": "computing",
+    "overhead": "messages and overhead",
+    "imbalance": "unequal ops",
+    "drain": "fill and drain",
+}
+_COMPARED = (
+    "Both schedules have the same bubble: it depends on the number of microbatches M alone. GPipe runs all forwards"
+    " first, so it stashes the whole batch. 1F1B starts each backward as soon as it can, so rank 0 stashes two"
+    " microbatches at most."
+)
+_BOUND = (
+    "The bound assumes equal stages and free messages. Ops of unequal length, messages, and the executor between"
+    " two actions take the rest."
+)
+_RECOMPUTED = (
+    "On the fuller rank. Recomputing keeps the inputs of stages, and the activations of the one microbatch whose"
+    " backward runs. It costs a second forward."
+)
+
+
+def opening(outcomes: Sequence[Outcome]) -> str:
+    """Return the panel's markup; trials of other schedules are left to the rest of the report."""
+    told = [one for one in outcomes if one.trial.schedule in _NAMES]
+    plain = sorted((one for one in told if one.trial.checkpoint == "none"), key=_order)
+    again = {_order(one): one for one in told if one.trial.checkpoint != "none"}
+    parts = [
+        card("Bubble over microbatches", _bubbles(plain)),
+        card("Why utilisation stays below its bound", _losses(plain)),
+        card("Stash before and after recomputing", _stashes(plain, again)),
+    ]
+    measured = card("What was measured", f"<p>{_COMPARED}</p>{_table(plain)}", wide=True)
+    beside = f'<div class="pair">{"".join(parts)}</div>'
+    return f'<section class="report"><h2>GPipe against 1F1B</h2>{measured}{beside}</section>'
+
+
+def _order(one: Outcome) -> tuple[int, int]:
+    return one.trial.num_microbatches, list(_NAMES).index(one.trial.schedule)
+
+
+def _name(one: Outcome) -> str:
+    return f"{_NAMES[one.trial.schedule]}, M = {one.trial.num_microbatches}"
+
+
+def _table(plain: Sequence[Outcome]) -> str:
+    rows = [
+        [
+            _name(one),
+            f"{one.losses[0]:.3f} → {one.losses[-1]:.3f}",
+            percent(1 - one.utilisation),
+            percent(1 - one.bound),
+            f"{one.summary()['peak_queue']:g}",
+            " + ".join(map(size_text, one.peak_stash)),
+            "same bits as one process" if one.difference == 0 else f"off by {one.difference:.2g}",
+        ]
+        for one in plain
+    ]
+    return table_html(_HEADER, rows, words=(0, 6))
+
+
+def _bubbles(plain: Sequence[Outcome]) -> str:
+    """Return the bubble that a flushed schedule must have, as a curve over M, and what was measured beside it."""
+    ranks = plain[0].run.program.num_ranks
+    bound = [(float(count), (ranks - 1) / (count + ranks - 1)) for count in range(1, _MOST + 1)]
+    series = [Series("least bubble: (P - 1) / (M + P - 1)", bound)]
+    for schedule, name in _NAMES.items():
+        mine = [one for one in plain if one.trial.schedule == schedule]
+        points = [(float(one.trial.num_microbatches), 1 - one.utilisation) for one in mine]
+        series.append(Series(f"{name}, measured", points, marks=True))
+    words = {"title": "Bubble over M", "x_label": "microbatches M", "y_label": "idle share of the ranks"}
+    return chart(series, width=560, height=300, **words)
+
+
+def _losses(plain: Sequence[Outcome]) -> str:
+    """Return, for each trial, the ranks' time by what it went to."""
+    bars = []
+    for one in plain:
+        possible = min(one.bound, one.simulated_utilisation)
+        shares = (one.utilisation, max(0.0, possible - one.utilisation), one.bound - possible, 1 - one.bound)
+        parts = [
+            Part(kind, share, f"{name} {percent(share)}")
+            for (kind, name), share in zip(_PARTS.items(), shares, strict=True)
+        ]
+        bars.append(bar_row(_name(one), parts, 1.0, percent(one.utilisation), kind="named"))
+    return f'{"".join(bars)}{legend_html(_PARTS.items())}<p class="note">{_BOUND}</p>'
+
+
+def _stashes(plain: Sequence[Outcome], again: Mapping[tuple[int, int], Outcome]) -> str:
+    most = max(max(one.peak_stash) for one in plain)
+    bars = []
+    for one in plain:
+        for outcome, name, kind in ((one, _name(one), "named"), (again.get(_order(one)), "recomputed", "named thin")):
+            if outcome is not None:
+                size = max(outcome.peak_stash)
+                bars.append(bar_row(name, [Part("stash", size, size_text(size))], most, size_text(size), kind=kind))
+    return f'{"".join(bars)}<p class="note">{_RECOMPUTED}</p>'
