@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from drumline.cli.explore import PORT
 from drumline.cli.main import VERBS, main
 from drumline.core.costs import Costs
 from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import simulate
+from drumline.report import explore_server
 from drumline.schedules import unregister
 from names import NAMES, build
 
@@ -629,3 +632,25 @@ def test_the_installed_command_and_a_closed_pipe() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=250) == 0
+
+
+@pytest.mark.parametrize(("taken", "ports"), [(False, [PORT]), (True, [PORT, 0])])
+def test_explore_has_a_port_of_its_own_or_takes_a_free_one(
+    taken: bool, ports: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Server(contextlib.nullcontext[None]):
+        address = "http://127.0.0.1:1/"
+
+        def __init__(self, port: int) -> None:
+            asked.append(port)
+            if taken and port == PORT:
+                raise OSError(98, "Address already in use")
+
+        def serve_forever(self) -> None:
+            pass
+
+    monkeypatch.setattr(explore_server, "ExploreServer", Server)
+    assert run_json(capsys, "explore") == (0, {"address": Server.address})
+    assert asked == ports

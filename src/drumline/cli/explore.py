@@ -11,12 +11,13 @@ from drumline.cli.output import print_json
 from drumline.core.errors import UsageError
 
 EXAMPLE = "drumline explore --no-browser"
+PORT = 8427  # the same every time, so that a link to a picture goes on working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
-    meaning = "port on 127.0.0.1 (default: a free one)"
-    parser.add_argument("--port", type=flags.whole_number, default=0, metavar="N", help=meaning)
+    meaning = f"port on 127.0.0.1 (default {PORT}, or a free one while that is in use; 0: a free one)"
+    parser.add_argument("--port", type=flags.whole_number, metavar="N", help=meaning)
     parser.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     flags.add_json(parser)
 
@@ -25,12 +26,14 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
     from drumline.report.explore_server import ExploreServer
 
-    if not 0 <= args.port < 65536:
+    if args.port is not None and not 0 <= args.port < 65536:
         raise UsageError(f"--port is {args.port}", expected="0 to 65535")
     try:
-        server = ExploreServer(args.port)
+        server = ExploreServer(PORT if args.port is None else args.port)
     except OSError as error:
-        raise UsageError(f"port {args.port} cannot be used: {error.strerror}", fix="leave --port out") from None
+        if args.port is not None:
+            raise UsageError(f"port {args.port} cannot be used: {error.strerror}", fix="leave --port out") from None
+        server = ExploreServer(0)
     with server:
         if args.json:
             print_json({"address": server.address})
