@@ -644,6 +644,7 @@ def test_explore_has_a_port_of_its_own_or_takes_a_free_one(
         address = "http://127.0.0.1:1/"
 
         def __init__(self, port: int) -> None:
+            super().__init__()
             asked.append(port)
             if taken and port == PORT:
                 raise OSError(98, "Address already in use")
