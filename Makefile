@@ -50,6 +50,7 @@ quick: style
 lint: $(VENV)/full.stamp style
 	$(BIN)/mypy
 
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint docs
 	$(BIN)/pytest --numprocesses 2
 
