@@ -110,7 +110,7 @@ def _best(told: Explanation, width: int) -> str:
         settings = (number, one.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(one.seconds), f"{one.estimate.bubble:.1%}", size_text(one.bytes))
         rows.append([*map(str, settings), *figures])
-    reasons = [f"{number}. {one.why}" for number, one in enumerate(told.best, 1) if one.why]
+    reasons = [f"{number}. {one}" for number, one in enumerate(told.best, 1) if one.sentence]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
     shown = [count, "", table(header, rows, width=width, left=3)]
     if reasons:
@@ -122,11 +122,11 @@ def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
     """Return strong and weak scaling as rows of text."""
     rows = []
     for name, points in reasons.scaling.items():
-        for point, share in points:
+        for point in points:
             cells, best = ["does not fit", "", "", ""], point.best
             if best is not None:
                 rate = f"{plan.tokens_per_second(best):,.0f}"
-                cells = [str(best.mesh), duration(best.seconds), rate, f"{share:.1%}"]
+                cells = [str(best.mesh), duration(best.seconds), rate, f"{point.efficiency:.1%}"]
             rows.append([name, str(point.devices), str(point.batch), *cells])
     return rows
 
