@@ -24,10 +24,9 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
-from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.planner import ClusterPlan, plan
-from drumline.plan.layouts.space import layouts
+from drumline.plan.layouts.space import Degrees, Pins, layouts, meshes
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why
@@ -437,7 +436,7 @@ def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatc
         formula = find("v-half").makespan
         assert formula is not None
         found = formula(Paces([pace], num_microbatches, 2))
-        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.04)
+        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches).makespan, rel=0.04)
     program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
     held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))
     assert held == max(simulate(program).peak_activations)

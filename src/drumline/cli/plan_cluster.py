@@ -17,9 +17,9 @@ from drumline.core.files import is_regular
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
     from drumline.plan.cluster.transformer import Transformer
-    from drumline.plan.layouts.degrees import Pins
     from drumline.plan.layouts.explain import Explanation
     from drumline.plan.layouts.planner import ClusterPlan
+    from drumline.plan.layouts.space import Pins
 
 _GIB = 2**30
 _DEGREES = ("tensor", "pipeline", "data", "context", "expert", "microbatch")
@@ -128,7 +128,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.layouts.degrees import Pins
+    from drumline.plan.layouts.space import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},

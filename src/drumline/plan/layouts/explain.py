@@ -7,19 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation
 from drumline.plan.advice import Remedy
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
-from drumline.plan.cluster.stages import stage_costs
+from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.survey import Choice
 from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
 from drumline.plan.layouts.why import Alternative, why_not
-from drumline.schedules import generate
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
@@ -47,20 +46,15 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawi
     if layout.pipeline == 1:
         return None
     whole = layout.num_microbatches
-    shown = whole if whole * layout.num_stages <= MOST else max(2 * layout.pipeline, 1)
-    program = generate(
-        layout.schedule,
-        num_ranks=layout.pipeline,
-        num_microbatches=min(shown, whole),
-        stages_per_rank=layout.stages_per_rank,
-    )
+    shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
     hop, _ = hop_seconds(transformer, cluster, layout)
     stages = stage_ops(transformer, cluster, layout)
+    timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
     name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
-    words = f"{name}, {counted(program.num_microbatches, 'microbatch')}"
-    if program.num_microbatches < whole:
+    words = f"{name}, {counted(min(shown, whole), 'microbatch')}"
+    if shown < whole:
         words += f" instead of {whole}, the middle of which repeats itself"
-    return Drawing(simulate(program, stage_costs(stages, hop)), words)
+    return Drawing(timeline, words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,16 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.degrees import Degrees, Pins, meshes
-from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
+from drumline.plan.layouts.space import (
+    Degrees,
+    Pins,
+    layout_of,
+    meshes,
+    microbatch_sizes,
+    recomputations,
+    schedules_of,
+    zero_stages,
+)
 from drumline.schedules import DEFAULT, find, schedules
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from drumline.core.errors import PlanError, counted
 from drumline.plan.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.layouts.degrees import Pins, tried_schedules
+from drumline.plan.layouts.space import Pins, tried_schedules
 from drumline.plan.layouts.survey import Choice, Survey
 from drumline.schedules.registry import MAX_PAIRS
 
@@ -59,22 +59,23 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
-def settings(choice: Choice, than: Choice | None = None) -> str:
+def settings(choice: Choice, than: Choice) -> str:
     """Return a layout in words, of its settings only those that differ from another's."""
-    layout, known = choice.layout, None if than is None else than.layout
-    parts = [str(choice.mesh)]
-    if layout.pipeline > 1 and (
-        known is None or (layout.schedule, layout.stages_per_rank) != (known.schedule, known.stages_per_rank)
-    ):
-        stages = f" with {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
-        parts.append(layout.schedule + stages)
-    if known is None or layout.microbatch != known.microbatch:
-        parts.append(f"microbatches of {layout.microbatch}")
-    if known is None or layout.zero != known.zero:
-        parts.append(f"ZeRO {layout.zero}")
-    if known is None or layout.recompute != known.recompute:
-        parts.append(layout.recomputation)
-    return ", ".join(parts)
+    known, parts = _settings(than), _settings(choice)
+    if choice.layout.pipeline == 1:
+        del parts["schedule"]
+    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known[name])])
+
+
+def _settings(choice: Choice) -> dict[str, str]:
+    layout = choice.layout
+    stages = f" with {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
+    return {
+        "schedule": layout.schedule + stages,
+        "microbatch": f"microbatches of {layout.microbatch}",
+        "zero": f"ZeRO {layout.zero}",
+        "recompute": layout.recomputation,
+    }
 
 
 def _as_fast(chosen: Choice, other: Choice) -> str:
