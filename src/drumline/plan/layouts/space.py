@@ -76,6 +76,27 @@ class Pins:
             if name not in tried_schedules():
                 raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
 
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        """What may be computed again, from the fastest to the smallest."""
+        return RECOMPUTE if self.recompute is None else (self.recompute,)
+
+    def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
+        """Return the ZeRO stages worth a look: with nobody to share with, only none."""
+        if self.zero is not None:
+            return (self.zero,)
+        return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
+
+    def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
+        """Return the sizes of a microbatch that divide what a data-parallel rank gets.
+
+        >>> Pins().microbatch_sizes(24, Degrees(data=2))
+        [1, 2, 4]
+        """
+        local = batch // mesh.data
+        sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
+        return [size for size in sizes if local % size == 0]
+
 
 class Degrees(NamedTuple):
     """Degrees of parallelism alone.
@@ -235,17 +256,6 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*small, *(number // one for one in reversed(small))]))
 
 
-def microbatch_sizes(batch: int, mesh: Degrees, pins: Pins) -> list[int]:
-    """Return the sizes of a microbatch that divide what a data-parallel rank gets.
-
-    >>> microbatch_sizes(24, Degrees(data=2), Pins())
-    [1, 2, 4]
-    """
-    local = batch // mesh.data
-    sizes = MICROBATCHES if pins.microbatch is None else (pins.microbatch,)
-    return [size for size in sizes if local % size == 0]
-
-
 def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:
     """Return the schedules that admit the counts, each with its stages per rank; a pipeline of one rank needs none.
 
@@ -273,18 +283,6 @@ def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_la
     return suits and schedule.admits_stages(stages)
 
 
-def zero_stages(mesh: Degrees, pins: Pins) -> tuple[int, ...]:
-    """Return the ZeRO stages worth a look: with nobody to share with, only none."""
-    if pins.zero is not None:
-        return (pins.zero,)
-    return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
-
-
-def recomputations(pins: Pins) -> tuple[str, ...]:
-    """Return what may be computed again, from the fastest to the smallest."""
-    return RECOMPUTE if pins.recompute is None else (pins.recompute,)
-
-
 def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bool:
     """Whether activations between the tensor-parallel parts are shared out over the sequence as well."""
     if mesh.tensor == 1 or pins.sequence_parallel is False:
@@ -295,10 +293,10 @@ def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bo
 def layouts(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
     """Yield every layout, one by one: what a search without any pruning would go through."""
     for mesh in meshes(transformer, cluster, batch, pins):
-        for size in microbatch_sizes(batch, mesh, pins):
+        for size in pins.microbatch_sizes(batch, mesh):
             for name, stages in schedules_of(transformer, mesh, batch // (mesh.data * size), pins):
-                for zero in zero_stages(mesh, pins):
-                    for recompute in recomputations(pins):
+                for zero in pins.zero_stages(mesh):
+                    for recompute in pins.recomputations:
                         yield layout_of(transformer, batch, pins, mesh, size, (name, stages), zero, recompute)
 
 

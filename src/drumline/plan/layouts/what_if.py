@@ -16,7 +16,7 @@ from drumline.plan.advice import Remedy
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
-from drumline.plan.layouts.space import ZERO, Pins, layouts, microbatch_sizes, schedules_of
+from drumline.plan.layouts.space import ZERO, Pins, layouts, schedules_of
 from drumline.plan.layouts.survey import Choice, Survey
 from drumline.plan.layouts.why import Alternative, settings, why_not
 
@@ -100,9 +100,7 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found: list[Choice] = [plan.chosen]
-    for limit in limits:
-        found += chosen_of(plan.survey, limit)
+    found = [plan.chosen, *(one for limit in limits for one in chosen_of(plan.survey, limit))]
     front: list[Choice] = []
     for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or one.seconds < front[-1].seconds:
@@ -131,7 +129,7 @@ def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
             words = f"{name}, {stages} stages per rank" if stages > 1 else name
             counts = layer_counts(plan.transformer, mesh.pipeline, name, stages)
             yield words, replace(layout, schedule=name, stages_per_rank=stages, counts=counts)
-    for size in microbatch_sizes(plan.batch, mesh, Pins()):
+    for size in Pins().microbatch_sizes(plan.batch, mesh):
         admitted = schedules_of(plan.transformer, mesh, plan.batch // (mesh.data * size), Pins())
         if size != layout.microbatch and (layout.schedule, layout.stages_per_rank) in admitted:
             yield f"microbatches of {size}", replace(layout, microbatch=size)
