@@ -61,21 +61,10 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
 
 def settings(choice: Choice, than: Choice) -> str:
     """Return a layout in words, of its settings only those that differ from another's."""
-    known, parts = _settings(than), _settings(choice)
+    known, parts = than.layout.settings, choice.layout.settings
     if choice.layout.pipeline == 1:
         del parts["schedule"]
     return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known[name])])
-
-
-def _settings(choice: Choice) -> dict[str, str]:
-    layout = choice.layout
-    stages = f" with {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
-    return {
-        "schedule": layout.schedule + stages,
-        "microbatch": f"microbatches of {layout.microbatch}",
-        "zero": f"ZeRO {layout.zero}",
-        "recompute": layout.recomputation,
-    }
 
 
 def _as_fast(chosen: Choice, other: Choice) -> str:

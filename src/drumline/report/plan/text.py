@@ -69,15 +69,13 @@ def headline(plan: ClusterPlan) -> list[str]:
 
 def settings_text(choice: Choice) -> str:
     """Return what a layout is besides its mesh."""
-    layout = choice.layout
-    microbatches = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
-    parts = [microbatches, f"ZeRO {layout.zero}", layout.recomputation]
-    if layout.pipeline > 1:
-        stages = layout.stages_per_rank
-        parts.insert(0, layout.schedule + (f" with {stages} stages per rank" if stages > 1 else ""))
+    layout, parts = choice.layout, choice.layout.settings
+    parts["microbatch"] = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
+    if layout.pipeline == 1:
+        del parts["schedule"]
     if layout.sequence_parallel:
-        parts.append("sequence parallelism")
-    return ", ".join(parts)
+        parts["sequence"] = "sequence parallelism"
+    return ", ".join(parts.values())
 
 
 def seconds_rows(chosen: Choice) -> list[list[str]]:
