@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import drumline as dl
-from drumline.report.advise.remedy import Remedy
+from drumline.plan.advice import Remedy
 from drumline.report.run.report import RunReport, report_of
 from drumline.report.table import table
 from measure import machine

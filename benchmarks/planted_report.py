@@ -21,7 +21,7 @@ REPORT = (
     ),
     Bug(
         "cells-as-markup",
-        "report/plan/page.py",
+        "report/draw/markup.py",
         "f'<td{kind}>{safe(cell)}</td>'",
         "f'<td{kind}>{cell}</td>'",
         "A reason in a table becomes markup of the plan's page.",

@@ -11,15 +11,7 @@ from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import Volumes
 from drumline.plan.cluster.memory import Bytes
 from drumline.plan.cluster.stages import stage_weights
-from drumline.plan.cluster.transformer import (
-    Experts,
-    Transformer,
-    dense_layer_parameters,
-    embedding_parameters,
-    expert_parameters,
-    head_parameters,
-    shared_parameters,
-)
+from drumline.plan.cluster.transformer import Experts, Transformer
 from drumline.schedules import find
 
 GIB = 2**30
@@ -48,14 +40,14 @@ def num_parameters(transformer: Transformer) -> int:
     """Return all parameters, a tied embedding once."""
     tied = transformer.hidden * transformer.vocabulary if transformer.tied else 0
     layers = sum(_layer_parameters(transformer, layer) for layer in range(transformer.num_layers))
-    return layers + embedding_parameters(transformer) + head_parameters(transformer) - tied
+    return layers + transformer.embedding_parameters + transformer.head_parameters - tied
 
 
 def _layer_parameters(transformer: Transformer, layer: int) -> int:
     """Return all parameters of one layer."""
     if layer < transformer.num_dense_layers or transformer.experts is None:
-        return dense_layer_parameters(transformer)
-    return shared_parameters(transformer) + transformer.experts.num_experts * expert_parameters(transformer)
+        return transformer.dense_layer_parameters
+    return transformer.shared_parameters + transformer.experts.num_experts * transformer.expert_parameters
 
 
 def rank_weights(transformer: Transformer, counts: Sequence[int], pipeline: int, schedule: str) -> list[float]:

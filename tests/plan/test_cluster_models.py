@@ -6,7 +6,7 @@ from cluster_models import num_parameters
 from drumline.core.errors import PlanError
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.models import MODELS, model
-from drumline.plan.cluster.transformer import Experts, Transformer, expert_parameters, model_flops
+from drumline.plan.cluster.transformer import Experts, Transformer, model_flops
 from published_runs import run_flops
 
 
@@ -41,7 +41,7 @@ def active_parameters(transformer: Transformer) -> int:
         return num_parameters(transformer)
     idle = transformer.experts.num_experts - transformer.experts.per_token
     num_layers = transformer.num_layers - transformer.num_dense_layers
-    return num_parameters(transformer) - num_layers * idle * expert_parameters(transformer)
+    return num_parameters(transformer) - num_layers * idle * transformer.expert_parameters
 
 
 @pytest.mark.parametrize(("name", "billions", "within"), [("mixtral-8x7b", 12.88, 0.005), ("deepseek-v3", 37.0, 0.02)])

@@ -53,7 +53,7 @@ def test_formulas_are_the_simulator_where_stages_are_equal(name: str, num_ranks:
     per_rank = stages_per_rank(name)
     stages = [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * (num_ranks * per_rank)
     ours = makespan(name, [Pace(num_ranks, per_rank, per_rank, per_rank)], num_microbatches, per_rank)
-    assert ours == pytest.approx(simulated(name, stages, num_ranks, num_microbatches))
+    assert ours == pytest.approx(simulated(name, stages, num_ranks, num_microbatches).makespan)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
@@ -70,13 +70,13 @@ def test_formulas_are_near_the_simulator_where_the_last_stage_is_heavier(name: s
         factor = sum(head if rank == heavy and stage == num_stages - 1 else 1.0 for stage in held)
         paces.append(Pace(1, 1.0 * factor, 1.2 * factor, 0.9 * factor))
     ours = makespan(name, paces, num_microbatches, per_rank)
-    assert ours == pytest.approx(simulated(name, stages, num_ranks, num_microbatches), rel=0.04)
+    assert ours == pytest.approx(simulated(name, stages, num_ranks, num_microbatches).makespan, rel=0.04)
 
 
 def test_latency_costs_1f1b_what_it_costs_in_the_simulator() -> None:
     stages = [Ops(Spent(10.0), Spent(), Spent(10.0), Spent(6.0))] * 8
     assert makespan("1f1b", [Pace(8, 10.0, 10.0, 6.0)], 24, hop_seconds=1.0) == pytest.approx(860, abs=2)
-    assert simulated("1f1b", stages, 8, 24, hop_seconds=1.0) == 860
+    assert simulated("1f1b", stages, 8, 24, hop_seconds=1.0).makespan == 860
 
 
 def test_a_wave_turns_around_inside_of_a_rank() -> None:
@@ -88,4 +88,4 @@ def test_a_wave_turns_around_inside_of_a_rank() -> None:
 @pytest.mark.parametrize("name", ["zb-h2", "v-half", "v-min", "chimera", "hanayo", "interleaved-zb"])
 def test_a_few_microbatches_tell_what_many_take(name: str) -> None:
     stages = [Ops(Spent(1.0), Spent(), Spent(2.1), Spent(0.9))] * (4 * stages_per_rank(name))
-    assert simulated_few(name, stages, 4, 40) == pytest.approx(simulated(name, stages, 4, 40), rel=0.01)
+    assert simulated_few(name, stages, 4, 40) == pytest.approx(simulated(name, stages, 4, 40).makespan, rel=0.01)

@@ -22,7 +22,7 @@ from drumline.plan.cluster.models import MODELS, model
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Details, Experts, Latent, Transformer
 from drumline.plan.launch.launch import Config, launch
-from drumline.plan.layouts.degrees import tried_schedules
+from drumline.plan.layouts.space import tried_schedules
 from some import some
 
 SIZES = ("num_layers", "hidden", "num_heads", "vocabulary", "sequence", "feedforward")

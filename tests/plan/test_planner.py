@@ -215,7 +215,7 @@ def test_what_is_as_fast_within_a_percent_is_chosen_by_memory() -> None:
     rival = next(
         one for one in found.candidates if one.program.name == "gpipe" and one.rows == found.best.microbatch_size
     )
-    assert "<1% faster, holds" in rival.why_not(found.chosen)
+    assert "<1% faster, holds" in rival.why_not(found.chosen).sentence
 
 
 def test_a_program_is_searched_where_that_is_better() -> None:
@@ -224,7 +224,7 @@ def test_a_program_is_searched_where_that_is_better() -> None:
     assert found.best.searched
     plain = next(one for one in found.candidates if not one.searched)
     assert found.best.step_seconds < plain.step_seconds
-    assert "bubble" in plain.why_not(found.chosen)
+    assert "bubble" in plain.why_not(found.chosen).sentence
     assert not validate(found.best.program)
 
 

@@ -24,13 +24,12 @@ from drumline.plan.cluster.models import model
 from drumline.plan.cluster.stages import layer_counts, pairs_held, simulated, stages_of
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, launch, links, place, torchrun
-from drumline.plan.layouts.degrees import Degrees, Pins, meshes
 from drumline.plan.layouts.explain import brief
 from drumline.plan.layouts.planner import ClusterPlan, plan
-from drumline.plan.layouts.space import layouts
+from drumline.plan.layouts.space import Degrees, Pins, layouts, meshes
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
-from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, strong, weak
-from drumline.plan.layouts.why import why
+from drumline.plan.layouts.what_if import against_fsdp, changes, margins, pareto, scaling
+from drumline.plan.layouts.why import Alternative, why
 from drumline.schedules import find, generate
 from drumline.schedules.formulas import Pace, Paces
 from some import some
@@ -301,19 +300,19 @@ def test_a_reason_names_the_item_that_is_lost() -> None:
 def test_changes_differ_in_one_setting_and_say_so() -> None:
     found = planned()
     rows = changes(found)
-    assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.what for one in rows}
+    assert {"full recomputation", "ZeRO 3", "1f1b", "microbatches of 1"} <= {one.kind for one in rows}
     for one in rows:
         layout, chosen = one.choice.layout, found.chosen.layout
         names = ("microbatch", "schedule", "zero", "recompute", "sequence_parallel", "stages_per_rank")
         differing = {name for name in names if getattr(layout, name) != getattr(chosen, name)}
         assert 1 <= len(differing - {"stages_per_rank"}) <= 1 or differing == {"stages_per_rank"}
-        assert ("does not fit" in one.why) == (one.choice.bytes > found.limit_bytes)
+        assert ("does not fit" in one.sentence) == (one.choice.bytes > found.limit_bytes)
 
 
 def test_margins_are_what_planning_again_gives() -> None:
     found = planned()
-    by_name = {one.what: one for one in margins(found)}
-    assert by_name["one more GPU"].best is None
+    by_name = {one.kind: one for one in margins(found)}
+    assert not isinstance(by_name["one more GPU"], Alternative)
     larger = plan(PLAIN, small_cluster(12, memory=1.2 * GIB), batch=32, evaluate=Rough())
     node = by_name["one more node"]
     assert node.gain == pytest.approx(found.chosen.seconds / larger.chosen.seconds - 1)
@@ -331,11 +330,11 @@ def test_no_point_of_the_front_beats_another_in_both() -> None:
 
 
 def test_scaling_plans_anew_at_every_size() -> None:
-    found = planned()
-    assert [one.devices for one in strong(found)] == [2, 4, 8, 16, 32]
-    assert [one.batch for one in weak(found)] == [8, 16, 32, 64, 128]
+    strong, weak = scaling(planned()).values()
+    assert [one.devices for one in strong] == [2, 4, 8, 16, 32]
+    assert [one.batch for one in weak] == [8, 16, 32, 64, 128]
     small = plan(PLAIN, small_cluster(4, memory=1.2 * GIB), batch=32, evaluate=Rough())
-    half = strong(found)[1].best
+    half = strong[1].best
     assert half is not None
     assert half.layout == small.chosen.layout
 
@@ -438,7 +437,7 @@ def test_v_half_by_formula_is_v_half_by_simulation(num_ranks: int, num_microbatc
         formula = find("v-half").makespan
         assert formula is not None
         found = formula(Paces([pace], num_microbatches, 2))
-        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches), rel=0.04)
+        assert found == pytest.approx(simulated("v-half", stages, num_ranks, num_microbatches).makespan, rel=0.04)
     program = generate("v-half", num_ranks=num_ranks, num_microbatches=num_microbatches)
     held = max(pairs_held("v-half", rank, num_ranks, num_microbatches, 2) for rank in range(num_ranks))
     assert held == max(simulate(program).peak_activations)

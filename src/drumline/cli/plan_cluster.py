@@ -16,9 +16,9 @@ from drumline.core.files import is_regular
 if TYPE_CHECKING:
     from drumline.plan.cluster.hardware import Cluster
     from drumline.plan.cluster.transformer import Transformer
-    from drumline.plan.layouts.degrees import Pins
     from drumline.plan.layouts.explain import Explanation
     from drumline.plan.layouts.planner import ClusterPlan
+    from drumline.plan.layouts.space import Pins
 
 FORMATS = TEXTS | PICTURES | {".toml": "config", ".args": "config"}
 _ENDINGS = {"drumline": ".toml", "torchtitan": ".toml", "megatron": ".args"}
@@ -127,7 +127,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _pins(args: argparse.Namespace) -> Pins:
-    from drumline.plan.layouts.degrees import Pins
+    from drumline.plan.layouts.space import Pins
 
     return Pins(
         **{name: getattr(args, name) for name in _DEGREES},

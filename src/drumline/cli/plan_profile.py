@@ -154,7 +154,7 @@ def _row(candidate: Candidate, planned: Planned) -> list[str]:
         _checkpointing(candidate.stages.recompute, short=True),
         f"{candidate.step_seconds * 1e3:.1f}",
         f"{max(candidate.cut.rank_bytes) / _MIB:.1f}",
-        "chosen" if candidate is planned.chosen else candidate.why_not(planned.chosen),
+        "chosen" if candidate is planned.chosen else str(candidate.why_not(planned.chosen)),
     ]
 
 

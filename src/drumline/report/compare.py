@@ -16,7 +16,7 @@ from drumline.core.errors import CostsError, ScheduleError
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
-from drumline.report.advise.remedy import Advice, Remedy
+from drumline.plan.advice import Advice, Remedy
 from drumline.report.summary import refused, summarize
 from drumline.report.table import table
 from drumline.schedules import DEFAULT, schedules

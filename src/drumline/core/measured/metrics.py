@@ -63,7 +63,10 @@ def _of_stages(program: Program, records: Sequence[Record]) -> dict[str, float]:
 
 
 def _of_queues(timeline: Measured) -> dict[str, float]:
-    """Return each edge's deepest queue: right behind a message, those made by then without those taken up."""
+    """Return each edge's deepest queue: right behind a message, those made by then without those taken up.
+
+    `Timeline.queue_depths` has whole curves, from transfers, and takes twenty times as long: too long for every step.
+    """
     edges = defaultdict[tuple[int, int], tuple[list[int], list[int]]](lambda: ([], []))
     exchange = RECEIVES.index(Op.REDUCE_GRAD)
     for record in timeline.records:

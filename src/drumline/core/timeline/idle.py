@@ -56,19 +56,20 @@ class Idle:
         before = self.before or "the end"
         if self.cause is Cause.OVERHEAD:
             return _OVERHEAD.get(self.kind, "the rank is busy with something that is no action")
-        if self.cause is not Cause.TRANSFER:
-            return _WHY[self.cause].format(before=before, needed=needed)
-        if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
-            return f"the rank itself is busy with {self.waits_for}"
-        if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
-            return "its gradients are being exchanged"
-        return f"{needed} is made and on its way to {before}"
+        if self.cause is Cause.TRANSFER:
+            if self.waits_for is not None and self.waits_for.op in TRANSFER_OPS:
+                return f"the rank itself is busy with {self.waits_for}"
+            if self.before is None or (self.waits_for and self.waits_for.op is Op.REDUCE_GRAD):
+                return "its gradients are being exchanged"
+        return SENTENCES[self.cause].format(before=before, needed=needed)
 
 
-_WHY = {
+# `needed` is what the action behind the interval waits for.
+SENTENCES = {
     Cause.FILL: "the pipeline fills; {before} waits for {needed}",
     Cause.DRAIN: "the pipeline drains; {needed} ends last",
     Cause.WAIT: "{before} waits for {needed}",
+    Cause.TRANSFER: "{needed} is made and on its way to {before}",
     Cause.IMBALANCE: "{before} waits for {needed}, which unequal costs delay",
     Cause.MEMORY: "{before} waits for {needed}, and the memory limit forbids running ahead",
     Cause.OUTSIDE: "the rank had not begun its step",

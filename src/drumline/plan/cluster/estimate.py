@@ -95,8 +95,8 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
     pace, busiest = max(zip(paces, loads, strict=True), key=lambda pair: pair[0].total)
     formula = find(layout.schedule).makespan
     if exact or formula is None:
-        run, stages = simulated if exact else simulated_few, stage_ops(transformer, cluster, layout)
-        taken = run(layout.schedule, stages, layout.pipeline, times, hop_seconds=hop)
+        pipeline = (layout.schedule, stage_ops(transformer, cluster, layout), layout.pipeline, times)
+        taken = simulated(*pipeline, hop_seconds=hop).makespan if exact else simulated_few(*pipeline, hop_seconds=hop)
     else:
         taken = formula(Paces(paces, times, layout.stages_per_rank, hop))
     work, again, exchange = busiest.ops.total, busiest.ops.again, busiest.exchange

@@ -27,7 +27,7 @@ from drumline.plan.cluster.kernels import (
     reduce_seconds,
 )
 from drumline.plan.cluster.layout import Layout
-from drumline.plan.cluster.transformer import Transformer, dense_layer_parameters, expert_parameters, shared_parameters
+from drumline.plan.cluster.transformer import Transformer
 
 WORD = 2  # bytes of a 16-bit number
 NUM_LAUNCHES = 12  # of kernels that pass over memory, in a layer one way
@@ -239,16 +239,13 @@ def _exchange_back(layout: Layout, exchange: float, by_weight: float) -> float:
     Each of the two blocks exchanges its input's gradient, which nothing else in the block waits for: it can hide. With
     sequence parallelism a block also begins with a gather that cannot, and gathers its stored input, which can.
     """
-    if not layout.sequence_parallel:
-        return max(2 * exchange - by_weight, 0.0) if layout.practice.overlap_tensor else 2 * exchange
-    if layout.practice.overlap_tensor:
-        return exchange + max(2 * exchange - by_weight, 0.0)
-    return 3 * exchange
+    exposed = max(2 * exchange - by_weight, 0.0) if layout.practice.overlap_tensor else 2 * exchange
+    return exposed + exchange if layout.sequence_parallel else exposed
 
 
 def _parameters(transformer: Transformer, layout: Layout, experts: bool) -> float:
     """Return how many parameters of a layer a device has."""
     if not experts or transformer.experts is None:
-        return dense_layer_parameters(transformer) / layout.tensor
-    local = transformer.experts.num_experts / layout.expert * expert_parameters(transformer)
-    return (shared_parameters(transformer) + local) / layout.tensor
+        return transformer.dense_layer_parameters / layout.tensor
+    local = transformer.experts.num_experts / layout.expert * transformer.expert_parameters
+    return (transformer.shared_parameters + local) / layout.tensor

@@ -97,6 +97,21 @@ class Layout:
         """
         return f"{'no' if self.recompute == 'none' else self.recompute} recomputation"
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return what it is besides its degrees, in words.
+
+        >>> ", ".join(Layout(batch=8, pipeline=2, schedule="zb-v", stages_per_rank=2, zero=1).settings.values())
+        'zb-v with 2 stages per rank, microbatches of 1, ZeRO 1, no recomputation'
+        """
+        stages = f" with {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
+        return {
+            "schedule": self.schedule + stages,
+            "microbatch": f"microbatches of {self.microbatch}",
+            "zero": f"ZeRO {self.zero}",
+            "recompute": self.recomputation,
+        }
+
 
 _COUNTS = ("batch", "microbatch", "tensor", "pipeline", "data", "context", "expert", "stages_per_rank")
 

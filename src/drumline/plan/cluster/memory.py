@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from drumline.plan.cluster.layers import keys_of, tokens_of
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.stages import Alike, alike, counts_of, pairs_held
-from drumline.plan.cluster.transformer import (
-    Transformer,
-    dense_layer_parameters,
-    embedding_parameters,
-    expert_parameters,
-    head_parameters,
-    shared_parameters,
-)
+from drumline.plan.cluster.transformer import Transformer
 
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 12  # the weight in 32 bits, and Adam's two averages
@@ -49,15 +42,15 @@ class Bytes:
 def device_parameters(transformer: Transformer, layout: Layout, rank: Alike) -> tuple[float, float]:
     """Return how many parameters a device of a pipeline rank has: those that all tokens use, and its experts'."""
     dense = experts = 0.0
-    shared = shared_parameters(transformer) if transformer.experts else 0
+    shared = transformer.shared_parameters
     local = transformer.experts.num_experts / layout.expert if transformer.experts else 0.0
     for slice_, _ in rank.slices:
-        dense += slice_.dense * dense_layer_parameters(transformer) + slice_.experts * shared
-        experts += slice_.experts * local * expert_parameters(transformer)
+        dense += slice_.dense * transformer.dense_layer_parameters + slice_.experts * shared
+        experts += slice_.experts * local * transformer.expert_parameters
         if slice_.is_first:
-            dense += embedding_parameters(transformer)
+            dense += transformer.embedding_parameters
         if slice_.is_last:
-            dense += head_parameters(transformer)
+            dense += transformer.head_parameters
         if slice_.is_first and slice_.is_last and transformer.tied:
             dense -= transformer.hidden * transformer.vocabulary
     return dense / layout.tensor, experts / layout.tensor
@@ -102,10 +95,10 @@ def _buffers(transformer: Transformer, layout: Layout, rank: Alike, has_experts:
     if layout.recompute == "full":
         size += tokens * (between(transformer) / along + inside(transformer, layout, has_experts) / layout.tensor)
     if layout.zero >= 3 and layout.data * layout.context > 1:
-        layer = dense_layer_parameters(transformer)
+        layer = transformer.dense_layer_parameters
         if has_experts and transformer.experts:
             local = transformer.experts.num_experts / layout.expert
-            layer = max(layer, shared_parameters(transformer) + int(local * expert_parameters(transformer)))
+            layer = max(layer, transformer.shared_parameters + int(local * transformer.expert_parameters))
         size += 2 * WEIGHT_BYTES * layer / layout.tensor
     if transformer.dropout and any(slice_.is_first for slice_, _ in rank.slices):
         size += tokens * transformer.hidden * min(layout.pipeline, layout.num_microbatches) / along

@@ -18,7 +18,7 @@ from functools import lru_cache
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, counted
 from drumline.core.simulate.memory import holdings
-from drumline.core.simulate.simulate import simulate
+from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.cluster.kernels import Ops
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.transformer import Transformer
@@ -174,28 +174,24 @@ def pairs_held(schedule: str, rank: int, num_ranks: int, num_microbatches: int, 
     return min(found, num_microbatches * stages_per_rank)
 
 
-def stage_costs(stages: Sequence[Ops], hop_seconds: float) -> Costs:
-    """Return what the simulator is told of stages; what a stage computes again counts with I."""
-    return Costs(
+def simulated(
+    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
+) -> Simulation:
+    """Return the step of the ranks by the simulator, every microbatch of it; what is computed again counts with I.
+
+    >>> from drumline.plan.cluster.kernels import Spent
+    >>> simulated("zb-h1", [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4, 4, 8).makespan
+    27.0
+    """
+    per_rank = max(len(stages) // num_ranks, 1)
+    program = generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=per_rank)
+    costs = Costs(
         forward=[one.forward.total for one in stages],
         backward_input=[one.again.total + one.backward_input.total for one in stages],
         backward_weight=[one.backward_weight.total for one in stages],
         comm=hop_seconds,
     )
-
-
-def simulated(
-    schedule: str, stages: Sequence[Ops], num_ranks: int, num_microbatches: int, *, hop_seconds: float = 0.0
-) -> float:
-    """Return how long the ranks take by the simulator, every microbatch of it.
-
-    >>> from drumline.plan.cluster.kernels import Spent
-    >>> simulated("zb-h1", [Ops(Spent(1.0), Spent(), Spent(1.0), Spent(1.0))] * 4, 4, 8)
-    27.0
-    """
-    per_rank = max(len(stages) // num_ranks, 1)
-    program = generate(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=per_rank)
-    return simulate(program, stage_costs(stages, hop_seconds)).makespan
+    return simulate(program, costs)
 
 
 def simulated_few(
@@ -203,11 +199,11 @@ def simulated_few(
 ) -> float:
     """Simulate as many microbatches as show everything, and add the others at the pace that these have at last."""
     few = _few(num_ranks, num_microbatches)
-    taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds)
+    taken = simulated(schedule, stages, num_ranks, few, hop_seconds=hop_seconds).makespan
     if few == num_microbatches:
         return taken
     fewer = few - max(num_ranks // 2 * 2, 2)
-    before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds)
+    before = simulated(schedule, stages, num_ranks, fewer, hop_seconds=hop_seconds).makespan
     return taken + (num_microbatches - few) * (taken - before) / (few - fewer)
 
 

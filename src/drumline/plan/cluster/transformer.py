@@ -3,7 +3,7 @@
 Its `Details` make it this model and no other, and decide neither seconds nor bytes here. Whoever starts a plan needs
 them: a framework that is told the sizes alone would train another model.
 
-How many parameters its parts have, and how many operations a step takes with them, stands below.
+It says how many parameters its parts have; how many operations a step takes with them stands below.
 """
 
 from __future__ import annotations
@@ -139,65 +139,54 @@ class Transformer:
                 f"{self.num_dense_layers} dense layers of {self.num_layers} in {self.name}", expected="no more than all"
             )
 
+    @property
+    def attention_parameters(self) -> int:
+        """The parameters of a layer's attention, its normalisation included."""
+        width = self.num_heads * self.head_width
+        keys = 2 * self.num_key_value_heads * self.head_width
+        biases = width + keys + self.hidden if self.biased else 0
+        return self.hidden * (2 * width + keys) + biases + self._norm
 
-def attention_parameters(transformer: Transformer) -> int:
-    """Return the parameters of a layer's attention, its normalisation included."""
-    width = transformer.num_heads * transformer.head_width
-    keys = 2 * transformer.num_key_value_heads * transformer.head_width
-    biases = width + keys + transformer.hidden if transformer.biased else 0
-    return transformer.hidden * (2 * width + keys) + biases + _norm(transformer)
+    def feedforward_parameters(self, width: int) -> int:
+        """Return the parameters of a feed-forward block of this inner width, without its normalisation."""
+        biases = width + self.hidden if self.biased else 0
+        return (3 if self.gated else 2) * self.hidden * width + biases
 
+    @property
+    def dense_layer_parameters(self) -> int:
+        """The parameters of a layer without experts.
 
-def feedforward_parameters(transformer: Transformer, width: int) -> int:
-    """Return the parameters of a feed-forward block of this inner width, without its normalisation."""
-    biases = width + transformer.hidden if transformer.biased else 0
-    return (3 if transformer.gated else 2) * transformer.hidden * width + biases
+        >>> Transformer("gpt", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8).dense_layer_parameters
+        49984
+        """
+        return self.attention_parameters + self.feedforward_parameters(self.feedforward) + self._norm
 
+    @property
+    def shared_parameters(self) -> int:
+        """What of a layer with experts every token uses: attention, the router, and the shared experts; or 0."""
+        if self.experts is None:
+            return 0
+        beside = self.hidden * self.experts.num_experts + self.experts.num_shared * self.expert_parameters
+        return self.attention_parameters + self._norm + beside
 
-def dense_layer_parameters(transformer: Transformer) -> int:
-    """Return the parameters of a layer without experts.
+    @property
+    def expert_parameters(self) -> int:
+        """The parameters of one expert, or 0."""
+        return self.feedforward_parameters(self.experts.feedforward) if self.experts else 0
 
-    >>> dense_layer_parameters(Transformer("gpt", 1, hidden=64, num_heads=4, vocabulary=10, sequence=8))
-    49984
-    """
-    return (
-        attention_parameters(transformer)
-        + feedforward_parameters(transformer, transformer.feedforward)
-        + _norm(transformer)
-    )
+    @property
+    def embedding_parameters(self) -> int:
+        """The parameters before the first layer."""
+        return self.hidden * (self.vocabulary + (self.sequence if self.learned_positions else 0))
 
+    @property
+    def head_parameters(self) -> int:
+        """The parameters after the last layer; the table of a tied one counts here only where it is a copy."""
+        return self.hidden * self.vocabulary + self._norm
 
-def shared_parameters(transformer: Transformer) -> int:
-    """Return what of a layer with experts every token uses: attention, the router, and the shared experts."""
-    experts = transformer.experts
-    assert experts is not None, "a transformer without experts"
-    return (
-        attention_parameters(transformer)
-        + _norm(transformer)
-        + transformer.hidden * experts.num_experts
-        + experts.num_shared * feedforward_parameters(transformer, experts.feedforward)
-    )
-
-
-def expert_parameters(transformer: Transformer) -> int:
-    """Return the parameters of one expert, or 0."""
-    return feedforward_parameters(transformer, transformer.experts.feedforward) if transformer.experts else 0
-
-
-def embedding_parameters(transformer: Transformer) -> int:
-    """Return the parameters before the first layer."""
-    return transformer.hidden * (
-        transformer.vocabulary + (transformer.sequence if transformer.learned_positions else 0)
-    )
-
-
-def head_parameters(transformer: Transformer) -> int:
-    """Return the parameters after the last layer; the table of a tied one counts here only where it is a copy."""
-    return transformer.hidden * transformer.vocabulary + _norm(transformer)
-
-
-def _norm(transformer: Transformer) -> int:
-    return (2 if transformer.biased else 1) * transformer.hidden
+    @property
+    def _norm(self) -> int:
+        return (2 if self.biased else 1) * self.hidden
 
 
 def model_flops(transformer: Transformer, batch: int, *, causal: bool = False) -> float:

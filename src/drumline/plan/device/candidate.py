@@ -14,12 +14,12 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.plan.advice import Remedy, lost_and_saved
 from drumline.plan.cut.peaks import PairSizes, Peaks
 from drumline.plan.cut.stages import Cut, Stages
 from drumline.plan.cut.tables import FIELD, CutTable
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
-from drumline.plan.why import lost_and_saved
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
@@ -173,8 +173,12 @@ class Candidate:
             self.searched,
         )
 
-    def why_not(self, best: Candidate) -> str:
-        """Return why another one was chosen."""
+    def why_not(self, best: Candidate) -> Remedy:
+        """Return why another one was chosen, and what of its step this one would save."""
+        gain = 1 - self.step_seconds / best.step_seconds if best.step_seconds else 0.0
+        return Remedy(self.program.name, self._against(best), gain)
+
+    def _against(self, best: Candidate) -> str:
         if not self.fits:
             rank, size = self.over
             return f"{size / _MIB:.1f} MiB too much on rank {rank}"
@@ -205,4 +209,4 @@ class Candidate:
             "rank_bytes": list(self.cut.rank_bytes),
             "sent_bytes": self.sent_bytes,
         }
-        return found if best is None or best is self else {**found, "why_not": self.why_not(best)}
+        return found if best is None or best is self else {**found, "why_not": str(self.why_not(best))}

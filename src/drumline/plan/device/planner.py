@@ -29,13 +29,13 @@ from drumline.core.program import Program
 from drumline.core.prove.validate import validate
 from drumline.core.rules import Backward
 from drumline.core.timeline.idle import Limit
+from drumline.plan.advice import less_activations
 from drumline.plan.device.candidate import EQUAL, Candidate
 from drumline.plan.device.combinations import CHECKPOINTING, Question
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.ranks import Ranks
 from drumline.plan.search.search import search
-from drumline.plan.why import less_activations
 from drumline.schedules import DEFAULT, Schedule, find, schedules
 
 _MIB = 2**20

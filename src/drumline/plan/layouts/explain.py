@@ -7,29 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drumline.core.errors import counted
-from drumline.core.simulate.simulate import Simulation, simulate
+from drumline.core.simulate.simulate import Simulation
+from drumline.plan.advice import Remedy
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import Layout
 from drumline.plan.cluster.loads import hop_seconds, stage_ops
-from drumline.plan.cluster.stages import stage_costs
+from drumline.plan.cluster.stages import simulated
 from drumline.plan.cluster.transformer import Transformer
 from drumline.plan.launch.launch import AXES, Launch, first_places, launch, links
 from drumline.plan.layouts.planner import OBJECTIVE, ClusterPlan
 from drumline.plan.layouts.survey import Choice
-from drumline.plan.layouts.what_if import (
-    Change,
-    Margin,
-    ScalePoint,
-    against_fsdp,
-    changes,
-    efficiency,
-    margins,
-    pareto,
-    strong,
-    weak,
-)
-from drumline.plan.layouts.why import why
-from drumline.schedules import generate
+from drumline.plan.layouts.what_if import ScalePoint, against_fsdp, changes, margins, pareto, scaling
+from drumline.plan.layouts.why import Alternative, why_not
 
 FORMAT = "drumline-cluster-plan"
 VERSION = 1
@@ -57,38 +46,25 @@ def drawing(transformer: Transformer, cluster: Cluster, layout: Layout) -> Drawi
     if layout.pipeline == 1:
         return None
     whole = layout.num_microbatches
-    shown = whole if whole * layout.num_stages <= MOST else max(2 * layout.pipeline, 1)
-    program = generate(
-        layout.schedule,
-        num_ranks=layout.pipeline,
-        num_microbatches=min(shown, whole),
-        stages_per_rank=layout.stages_per_rank,
-    )
+    shown = whole if whole * layout.num_stages <= MOST else 2 * layout.pipeline
     hop, _ = hop_seconds(transformer, cluster, layout)
     stages = stage_ops(transformer, cluster, layout)
+    timeline = simulated(layout.schedule, stages, layout.pipeline, min(shown, whole), hop_seconds=hop)
     name = f"{layout.schedule}: {counted(layout.pipeline, 'rank')}, {counted(layout.num_stages, 'stage')}"
-    words = f"{name}, {counted(program.num_microbatches, 'microbatch')}"
-    if program.num_microbatches < whole:
+    words = f"{name}, {counted(min(shown, whole), 'microbatch')}"
+    if shown < whole:
         words += f" instead of {whole}, the middle of which repeats itself"
-    return Drawing(simulate(program, stage_costs(stages, hop)), words)
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """A layout, and why it is not the choice; of the choice itself there is nothing to say."""
-
-    choice: Choice
-    why: str
+    return Drawing(timeline, words)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
     """What further plans say of the choice."""
 
-    changes: list[Change]
-    margins: list[Margin]
+    changes: list[Alternative]
+    margins: list[Remedy]
     pareto: list[Choice]
-    scaling: dict[str, list[tuple[ScalePoint, float | None]]]  # strong and weak, each point with its efficiency
+    scaling: dict[str, list[ScalePoint]]  # strong and weak
     traffic: list[tuple[str, Choice]]
     drawing: Drawing | None
 
@@ -98,7 +74,7 @@ class Explanation:
     """A plan: the best layout of each mesh and why it loses, how it is started, and what further plans say of it."""
 
     plan: ClusterPlan
-    best: list[Explained]
+    best: list[Alternative]
     launch: Launch
     objective: str = OBJECTIVE
     reasons: Reasons | None = None
@@ -120,7 +96,7 @@ class Explanation:
             "num_evaluated": plan.survey.num_evaluated,
             "plan_seconds": plan.seconds,
             "chosen": _layout_json(plan, plan.chosen),
-            "best": [{**_layout_json(plan, one.choice), "why": one.why} for one in self.best],
+            "best": [{**_layout_json(plan, one.choice), "why": one.sentence} for one in self.best],
             "ranks": {
                 "order": list(AXES),
                 "sizes": {axis: getattr(layout, axis) for axis in AXES},
@@ -135,7 +111,7 @@ class Explanation:
 
 def brief(plan: ClusterPlan) -> Explanation:
     """Return the plan without further ones."""
-    best = [Explained(one, "" if one is plan.chosen else why(plan.chosen, one, plan.limit_bytes)) for one in plan.best]
+    best = [why_not(plan.chosen, one, plan.limit_bytes) for one in plan.best]
     return Explanation(plan, best, launch(plan.transformer, plan.cluster, plan.chosen.layout))
 
 
@@ -145,7 +121,7 @@ def explain(plan: ClusterPlan) -> Explanation:
         changes(plan),
         margins(plan),
         pareto(plan),
-        {"strong": efficiency(strong(plan)), "weak": efficiency(weak(plan))},
+        scaling(plan),
         against_fsdp(plan),
         drawing(plan.transformer, plan.cluster, plan.chosen.layout),
     )
@@ -154,15 +130,16 @@ def explain(plan: ClusterPlan) -> Explanation:
 
 def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     return {
-        "changes": [{"what": one.what, "why": one.why, **_layout_json(plan, one.choice)} for one in reasons.changes],
+        "changes": [
+            {"what": one.kind, "why": one.sentence, **_layout_json(plan, one.choice)} for one in reasons.changes
+        ],
         "more": [
             {
-                "what": one.what,
-                "sentence": str(one),
-                "devices": one.devices,
-                "limit_bytes": one.limit_bytes,
+                "what": one.kind,
+                "sentence": one.sentence,
+                **one.settings,
                 "gain": one.gain,
-                "best": None if one.best is None else _layout_json(plan, one.best),
+                "best": _layout_json(plan, one.choice) if isinstance(one, Alternative) else None,
             }
             for one in reasons.margins
         ],
@@ -173,16 +150,16 @@ def _reasons_json(plan: ClusterPlan, reasons: Reasons) -> dict[str, Any]:
     }
 
 
-def _curve_json(plan: ClusterPlan, points: Sequence[tuple[ScalePoint, float | None]]) -> list[dict[str, Any]]:
+def _curve_json(plan: ClusterPlan, points: Sequence[ScalePoint]) -> list[dict[str, Any]]:
     return [
         {
             "devices": one.devices,
             "batch": one.batch,
             "tokens_per_second": None if one.best is None else plan.tokens_per_second(one.best),
-            "efficiency": share,
+            "efficiency": one.efficiency,
             "best": None if one.best is None else _layout_json(plan, one.best),
         }
-        for one, share in points
+        for one in points
     ]
 
 

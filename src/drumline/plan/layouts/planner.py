@@ -21,7 +21,7 @@ from drumline.plan.cluster.estimate import estimate
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.memory import peak_bytes
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.degrees import Degrees, Pins
+from drumline.plan.layouts.space import Degrees, Pins
 from drumline.plan.layouts.survey import Choice, Evaluator, Survey
 from drumline.plan.layouts.why import nothing_fits
 

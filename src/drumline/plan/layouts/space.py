@@ -1,4 +1,4 @@
-"""Every layout that a transformer admits on a cluster, and what may be decided beforehand.
+"""Every layout that a transformer admits on a cluster, and what may be decided beforehand (`Pins`).
 
 What is enumerated, unless a pin says otherwise:
 
@@ -12,32 +12,248 @@ What is enumerated, unless a pin says otherwise:
     ZeRO        1 to 3: stage 0 sends gradients back in 32 bits where stage 1 sends weights in 16, and holds more
     sequence    parallel wherever there is tensor parallelism: the same bytes sent, fewer kept
     recompute   none, selective, full
+
+Degrees of parallelism come first; where pinned ones do not go together, the error says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
+from drumline.core.errors import PlanError, counted, nearest
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import layer_counts
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.degrees import ZERO, Degrees, Pins, meshes, tried_schedules
-from drumline.schedules import DEFAULT, find
+from drumline.schedules import DEFAULT, find, schedules
 from drumline.schedules.registry import MAX_PAIRS
 
 MICROBATCHES = (1, 2, 4, 8, 16)
+SHORTEST = 8192  # tokens that a context-parallel rank keeps at least
+ZERO = (0, 1, 2, 3)
 
 
-def microbatch_sizes(batch: int, mesh: Degrees, pins: Pins) -> list[int]:
-    """Return the sizes of a microbatch that divide what a data-parallel rank gets.
+def tried_schedules() -> dict[str, tuple[int, ...]]:
+    """Return, by name, with how many stages per rank schedules are tried.
 
-    >>> microbatch_sizes(24, Degrees(data=2), Pins())
-    [1, 2, 4]
+    >>> tried_schedules()["zb-v"]
+    (2,)
     """
-    local = batch // mesh.data
-    sizes = MICROBATCHES if pins.microbatch is None else (pins.microbatch,)
-    return [size for size in sizes if local % size == 0]
+    return {name: one.planned_with for name, one in schedules().items() if one.planned_with}
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What is decided already; None leaves a choice to the planner."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    microbatch: int | None = None
+    stages_per_rank: int | None = None
+    zero: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: str | None = None
+    schedules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = ("tensor", "pipeline", "data", "context", "expert", "microbatch", "stages_per_rank")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} is pinned to {value}", expected="a whole number of 1 or more")
+        if self.zero is not None and self.zero not in ZERO:
+            raise PlanError(f"zero is pinned to {self.zero}", expected="0, 1, 2 or 3")
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute is pinned to {self.recompute!r}", fix=nearest(self.recompute, RECOMPUTE))
+        for name in self.schedules:
+            if name not in tried_schedules():
+                raise PlanError(f"schedule is pinned to {name!r}", fix=nearest(name, tried_schedules()))
+
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        """What may be computed again, from the fastest to the smallest."""
+        return RECOMPUTE if self.recompute is None else (self.recompute,)
+
+    def zero_stages(self, mesh: Degrees) -> tuple[int, ...]:
+        """Return the ZeRO stages worth a look: with nobody to share with, only none."""
+        if self.zero is not None:
+            return (self.zero,)
+        return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
+
+    def microbatch_sizes(self, batch: int, mesh: Degrees) -> list[int]:
+        """Return the sizes of a microbatch that divide what a data-parallel rank gets.
+
+        >>> Pins().microbatch_sizes(24, Degrees(data=2))
+        [1, 2, 4]
+        """
+        local = batch // mesh.data
+        sizes = MICROBATCHES if self.microbatch is None else (self.microbatch,)
+        return [size for size in sizes if local % size == 0]
+
+
+class Degrees(NamedTuple):
+    """Degrees of parallelism alone.
+
+    >>> print(Degrees(tensor=8, pipeline=16, data=16))
+    TP8 PP16 DP16
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> Degrees:
+        """Return the degrees of a layout."""
+        return cls(layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
+
+    def __str__(self) -> str:
+        context = f" CP{self.context}" if self.context > 1 else ""
+        expert = f" EP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor} PP{self.pipeline} DP{self.data}{context}{expert}"
+
+
+def meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> list[Degrees]:
+    """Return every mesh that uses all devices and admits the batch; where there is none, say what contradicts what.
+
+    >>> from drumline.plan.cluster.hardware import Cluster, Device, Link
+    >>> link = Link(1e-5, 1e11)
+    >>> cluster = Cluster(Device("fast", 1e15, 2**36, 1e12), 4, 4, link, link)
+    >>> gpt = Transformer("tiny", 2, 64, 4, vocabulary=1000, sequence=128)
+    >>> print(", ".join(map(str, meshes(gpt, cluster, 4, Pins()))))
+    TP1 PP1 DP4, TP1 PP2 DP2, TP2 PP1 DP2, TP2 PP2 DP1, TP4 PP1 DP1
+    """
+    found = list(_meshes(transformer, cluster, batch, pins))
+    if not found:
+        raise _contradiction(transformer, cluster, batch, pins)
+    return found
+
+
+def _meshes(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Degrees]:
+    for tensor in _tensor(transformer, cluster, pins):
+        for context in _context(transformer, cluster, tensor, pins):
+            rest, odd = divmod(cluster.num_devices, tensor * context)
+            if odd:
+                continue
+            for pipeline in divisors(rest) if pins.pipeline is None else (pins.pipeline,):
+                data, odd = divmod(rest, pipeline)
+                if odd or pipeline > transformer.num_layers or pins.data not in (None, data) or batch % data:
+                    continue
+                for expert in _expert(transformer, data * context, pins):
+                    yield Degrees(tensor, pipeline, data, context, expert)
+
+
+def _tensor(transformer: Transformer, cluster: Cluster, pins: Pins) -> list[int]:
+    if pins.tensor is not None:
+        if (refused := _unfit(transformer, pins.tensor)) is not None:
+            raise refused
+        return [pins.tensor]
+    inside = min(cluster.devices_per_node, cluster.num_devices)
+    return [degree for degree in divisors(inside) if _unfit(transformer, degree) is None]
+
+
+def _unfit(transformer: Transformer, tensor: int) -> PlanError | None:
+    """Return why the model cannot be cut that way, or None."""
+    parts = [
+        ("attention heads", transformer.num_heads),
+        ("key/value heads", transformer.num_key_value_heads),
+        ("feed-forward width", transformer.feedforward),
+    ]
+    if transformer.experts is not None:
+        parts.append(("width of an expert", transformer.experts.feedforward))
+    for what, number in parts:
+        if number % tensor:
+            good = [degree for degree in divisors(number) if degree < tensor]
+            return PlanError(
+                f"TP {tensor} does not divide the {what} of {transformer.name}, {number}",
+                expected="a degree that does",
+                fix=f"TP {good[-1]} would do" if good else "",
+            )
+    return None
+
+
+def _context(transformer: Transformer, cluster: Cluster, tensor: int, pins: Pins) -> list[int]:
+    if pins.context is not None:
+        if pins.context > 1 and transformer.sequence % (2 * pins.context):
+            raise PlanError(
+                f"CP {pins.context} cannot share sequences of {transformer.sequence} tokens",
+                expected=f"a sequence that is a multiple of {2 * pins.context}: every rank takes two equal pieces",
+            )
+        return [pins.context]
+    longest = transformer.sequence // SHORTEST
+    return [
+        degree
+        for degree in divisors(cluster.num_devices // tensor)
+        if degree == 1 or (degree <= longest and transformer.sequence % (2 * degree) == 0)
+    ]
+
+
+def _expert(transformer: Transformer, ranks: int, pins: Pins) -> list[int]:
+    if transformer.experts is None:
+        if pins.expert not in (None, 1):
+            raise PlanError(f"EP {pins.expert} for {transformer.name}, which has no experts", fix="leave it out")
+        return [1]
+    degrees = [degree for degree in divisors(ranks) if transformer.experts.num_experts % degree == 0]
+    return degrees if pins.expert is None else [degree for degree in degrees if degree == pins.expert]
+
+
+def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> PlanError:
+    """Return which pins cannot go together, and what would."""
+    devices = cluster.num_devices
+    named = {"TP": pins.tensor, "PP": pins.pipeline, "DP": pins.data, "CP": pins.context}
+    given = {name: degree for name, degree in named.items() if degree is not None}
+    written = " x ".join(f"{name} {degree}" for name, degree in given.items())
+    product = prod(given.values())
+    if devices % product or ({"TP", "PP", "DP"} <= given.keys() and product != devices):
+        last = list(given)[-1] if "DP" not in given else "DP"
+        others = product // given[last]
+        fix = f"{last} {devices // others} would do" if devices % others == 0 else ""
+        return PlanError(
+            f"{written} is {counted(product, 'device')}, and the cluster has {devices}",
+            expected="degrees whose product is the number of devices",
+            fix=fix,
+        )
+    if pins.pipeline is not None and pins.pipeline > transformer.num_layers:
+        return PlanError(
+            f"PP {pins.pipeline} for the {counted(transformer.num_layers, 'layer')} of {transformer.name}",
+            expected="at least one layer per stage",
+        )
+    if pins.expert is not None and transformer.experts is not None:
+        return PlanError(
+            f"EP {pins.expert} with {counted(transformer.experts.num_experts, 'expert')} on {devices} devices",
+            expected="a degree that divides both the experts and DP x CP",
+        )
+    if pins.data is not None and batch % pins.data:
+        return PlanError(
+            f"a batch of {batch} sequences does not divide among DP {pins.data}",
+            expected="a batch that is a multiple of DP",
+            fix=f"a batch of {-(-batch // pins.data) * pins.data} would do",
+        )
+    return PlanError(
+        f"no layout{f' with {written}' if written else ''} uses {counted(devices, 'device')} for a batch of {batch}",
+        expected="TP x PP x DP = devices, with DP a divisor of the batch",
+        fix="change the batch or the number of devices",
+    )
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, smallest first.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return tuple(dict.fromkeys([*small, *(number // one for one in reversed(small))]))
 
 
 def schedules_of(transformer: Transformer, mesh: Degrees, num_microbatches: int, pins: Pins) -> list[tuple[str, int]]:
@@ -67,18 +283,6 @@ def _admits(name: str, stages: int, pipeline: int, num_microbatches: int, num_la
     return suits and schedule.admits_stages(stages)
 
 
-def zero_stages(mesh: Degrees, pins: Pins) -> tuple[int, ...]:
-    """Return the ZeRO stages worth a look: with nobody to share with, only none."""
-    if pins.zero is not None:
-        return (pins.zero,)
-    return ZERO[1:] if mesh.data * mesh.context > 1 else (0,)
-
-
-def recomputations(pins: Pins) -> tuple[str, ...]:
-    """Return what may be computed again, from the fastest to the smallest."""
-    return RECOMPUTE if pins.recompute is None else (pins.recompute,)
-
-
 def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bool:
     """Whether activations between the tensor-parallel parts are shared out over the sequence as well."""
     if mesh.tensor == 1 or pins.sequence_parallel is False:
@@ -89,10 +293,10 @@ def sequence_parallel(transformer: Transformer, mesh: Degrees, pins: Pins) -> bo
 def layouts(transformer: Transformer, cluster: Cluster, batch: int, pins: Pins) -> Iterator[Layout]:
     """Yield every layout, one by one: what a search without any pruning would go through."""
     for mesh in meshes(transformer, cluster, batch, pins):
-        for size in microbatch_sizes(batch, mesh, pins):
+        for size in pins.microbatch_sizes(batch, mesh):
             for name, stages in schedules_of(transformer, mesh, batch // (mesh.data * size), pins):
-                for zero in zero_stages(mesh, pins):
-                    for recompute in recomputations(pins):
+                for zero in pins.zero_stages(mesh):
+                    for recompute in pins.recomputations:
                         yield layout_of(transformer, batch, pins, mesh, size, (name, stages), zero, recompute)
 
 

@@ -26,8 +26,7 @@ from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import even_counts, layer_counts, stage_weights
 from drumline.plan.cluster.transformer import Transformer
-from drumline.plan.layouts.degrees import Degrees, Pins, meshes
-from drumline.plan.layouts.space import layout_of, microbatch_sizes, recomputations, schedules_of, zero_stages
+from drumline.plan.layouts.space import Degrees, Pins, layout_of, meshes, schedules_of
 from drumline.schedules import DEFAULT, find, schedules
 
 Evaluator = Callable[[Transformer, Cluster, Layout], Estimate]
@@ -133,7 +132,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         self._exact: dict[Layout, Choice] = {}
-        lightest = recomputations(self.pins)[0]
+        lightest = self.pins.recomputations[0]
         self._families = sorted(self._enumerated(), key=lambda one: self._floor(one, lightest))
         # Of each mesh the family with the smallest microbatches: where that holds too much, all of them do.
         self._least: dict[Degrees, _Family] = {}
@@ -164,8 +163,8 @@ class Survey:
     @property
     def num_layouts(self) -> int:
         """Return how many layouts there are."""
-        settings = len(recomputations(self.pins))
-        return sum(len(one.schedules) * len(zero_stages(one.mesh, self.pins)) * settings for one in self._families)
+        settings = len(self.pins.recomputations)
+        return sum(len(one.schedules) * len(self.pins.zero_stages(one.mesh)) * settings for one in self._families)
 
     def best(self, limit_bytes: float, *, top: int = 1, each: int = 1) -> list[Choice]:
         """Return the best layouts of the `top` best meshes that stay within the limit, best first.
@@ -173,7 +172,7 @@ class Survey:
         Of each mesh there are `each`, which differ in their schedule or its stages per rank.
         """
         found = _Best(top, each)
-        lightest = recomputations(self.pins)[0]
+        lightest = self.pins.recomputations[0]
         for family in self._least.values():  # some layout of every mesh, so that there are bounds from the beginning
             self._search(family, family.schedules[-1], limit_bytes, found)
         for family in self._families:
@@ -185,19 +184,19 @@ class Survey:
 
     def smallest(self) -> Choice | None:
         """Return the layout that holds the least, or None where the pins admit none."""
-        most = recomputations(self.pins)[-1]
+        most = self.pins.recomputations[-1]
         every = (
             (self._bytes(family, (schedule, zero, most)), at, family, (schedule, zero, most))
             for at, family in enumerate(self._least.values())
             for schedule in family.schedules
-            for zero in zero_stages(family.mesh, self.pins)[-2:]
+            for zero in self.pins.zero_stages(family.mesh)[-2:]
         )
         found = min(every, key=lambda one: one[:2], default=None)
         return None if found is None else self._seen(found[2], found[3])
 
     def _enumerated(self) -> Iterator[_Family]:
         for mesh in meshes(self.transformer, self.cluster, self.batch, self.pins):
-            for size in microbatch_sizes(self.batch, mesh, self.pins):
+            for size in self.pins.microbatch_sizes(self.batch, mesh):
                 count = self.batch // (mesh.data * size)
                 admitted = schedules_of(self.transformer, mesh, count, self.pins)
                 if admitted:
@@ -206,7 +205,7 @@ class Survey:
     def _floor(self, family: _Family, recompute: str) -> float:
         """Return what no layout of the family can save: work on a perfectly even cut, without bubble and exchange."""
         if recompute not in family.floors:
-            zero = zero_stages(family.mesh, self.pins)[0]
+            zero = self.pins.zero_stages(family.mesh)[0]
             took = self._seen(family, ((DEFAULT, 1), zero, recompute)).estimate.seconds
             weights = stage_weights(self.transformer, layer_counts(self.transformer, family.mesh.pipeline))
             even = sum(weights) / (len(weights) * max(weights))
@@ -216,11 +215,11 @@ class Survey:
 
     def _search(self, family: _Family, schedule: tuple[str, int], limit: float, best: _Best) -> None:
         """Add what stays within the limit and may be among the best."""
-        lightest = recomputations(self.pins)[0]
+        lightest = self.pins.recomputations[0]
         larger, idle = (find(schedule[0]).saves_memory_of, schedule[1]), 1 + family.bubble(schedule)
         if self._floor(family, lightest) * idle > best.bound(family.mesh):
             return
-        for zero in zero_stages(family.mesh, self.pins):
+        for zero in self.pins.zero_stages(family.mesh):
             if larger in family.schedules and self._bytes(family, (larger, zero, lightest)) <= limit:
                 continue
             recompute = self._first_within(family, schedule, zero, limit)
@@ -236,7 +235,7 @@ class Survey:
 
     def _first_within(self, family: _Family, schedule: tuple[str, int], zero: int, limit: float) -> str | None:
         """Return the least recomputation that stays within the limit, if any does."""
-        again = recomputations(self.pins)
+        again = self.pins.recomputations
         least = self._least[family.mesh]
         for one in (least, family):
             if schedule in one.schedules and self._bytes(one, (schedule, zero, again[-1])) > limit:

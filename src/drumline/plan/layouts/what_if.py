@@ -2,7 +2,7 @@
 
 - `changes`: the chosen layout with one setting changed; `against_fsdp`: its opposite, sharded weights and no pipeline.
 - `margins`: what a GPU, a node, a larger cluster, a GiB, as much memory as pays would buy; `pareto`: speed by memory.
-- `strong` and `weak` scaling: the same question on fewer and on more devices.
+- `scaling`: the same question on fewer and on more devices.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from drumline.core.errors import PlanError
+from drumline.plan.advice import Remedy
 from drumline.plan.cluster.layout import RECOMPUTE, Layout
 from drumline.plan.cluster.stages import layer_counts
-from drumline.plan.layouts.degrees import ZERO, Pins
 from drumline.plan.layouts.planner import ClusterPlan, chosen_of
-from drumline.plan.layouts.space import layouts, microbatch_sizes, schedules_of
+from drumline.plan.layouts.space import ZERO, Pins, layouts, schedules_of
 from drumline.plan.layouts.survey import Choice, Survey
-from drumline.plan.layouts.why import settings, why
+from drumline.plan.layouts.why import Alternative, settings, why_not
 
 _GIB = 2**30
 _STEPS = (1.125, 1.25, 1.5, 2.0)  # times the nodes, until one is faster
@@ -27,26 +27,7 @@ _NOTHING = 5e-4  # of the throughput: less is no gain
 _ROOMIEST = 1.5  # times the limit, where that picture ends
 
 
-@dataclass(frozen=True, slots=True)
-class Margin:
-    """Something more, and the best plan with it; None where there is none that uses it."""
-
-    what: str
-    devices: int
-    limit_bytes: float
-    best: Choice | None
-    gain: float
-    how: str = ""
-
-    def __str__(self) -> str:
-        if self.best is None:
-            return f"{self.what}: nothing, no layout uses them all"
-        if self.gain < _NOTHING:
-            return f"{self.what}: nothing, no layout is faster then"
-        return f"{self.what}: {self.gain:.1%} more tokens a second, as {self.how}"
-
-
-def margins(plan: ClusterPlan) -> list[Margin]:
+def margins(plan: ClusterPlan) -> list[Remedy]:
     """Return what one more device, one more node, a larger cluster, and more memory would buy."""
     found = [_devices(plan, 1, "one more GPU")]
     per_node, devices = plan.cluster.devices_per_node, plan.cluster.num_devices
@@ -66,15 +47,21 @@ def margins(plan: ClusterPlan) -> list[Margin]:
     return found + _next_memory(plan)
 
 
-def _devices(plan: ClusterPlan, more: int, what: str) -> Margin:
+def _devices(plan: ClusterPlan, more: int, what: str) -> Remedy:
     """Plan on more devices; those that no layout uses stay idle."""
     devices = plan.cluster.num_devices + more
     return _margin(plan, what, devices, plan.limit_bytes, planned(plan, devices, plan.batch))
 
 
-def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Margin:
-    gain = 0.0 if best is None else max(plan.chosen.seconds / best.seconds - 1, 0.0)
-    return Margin(what, devices, limit, best, gain, "" if best is None else settings(best, plan.chosen))
+def _margin(plan: ClusterPlan, what: str, devices: int, limit: float, best: Choice | None) -> Remedy:
+    """Return what something more gains with the best plan that has it, where there is one that uses it."""
+    given = {"devices": devices, "limit_bytes": limit}
+    if best is None:
+        return Remedy(what, f"{what}: nothing, no layout uses them all", settings=given)
+    gain = max(plan.chosen.seconds / best.seconds - 1, 0.0)
+    bought = f"{gain:.1%} more tokens a second, as {settings(best, plan.chosen)}"
+    said = bought if gain >= _NOTHING else "nothing, no layout is faster then"
+    return Alternative(what, f"{what}: {said}", gain, given, choice=best)
 
 
 def planned(plan: ClusterPlan, devices: int, batch: int) -> Choice | None:
@@ -95,7 +82,7 @@ def _fastest(survey: Survey, limit: float) -> Choice | None:
     return next(iter(chosen_of(survey, limit)), None)
 
 
-def _next_memory(plan: ClusterPlan) -> list[Margin]:
+def _next_memory(plan: ClusterPlan) -> list[Remedy]:
     """Return the least memory that buys half a percent at least, where there is such a thing."""
     for point in pareto(plan):
         gain = plan.chosen.seconds / point.seconds - 1
@@ -113,9 +100,7 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     assert smallest is not None, "a plan has a layout"
     low, high = smallest.bytes, _ROOMIEST * plan.limit_bytes
     limits = [low + (high - low) * at / (_LIMITS - 1) for at in range(_LIMITS)]
-    found: list[Choice] = [plan.chosen]
-    for limit in limits:
-        found += chosen_of(plan.survey, limit)
+    found = [plan.chosen, *(one for limit in limits for one in chosen_of(plan.survey, limit))]
     front: list[Choice] = []
     for one in sorted(found, key=lambda one: (one.bytes, one.seconds)):
         if not front or one.seconds < front[-1].seconds:
@@ -123,20 +108,10 @@ def pareto(plan: ClusterPlan) -> list[Choice]:
     return front
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One setting changed, what that gives, and why it is not the choice."""
-
-    what: str
-    choice: Choice
-    why: str
-
-
-def changes(plan: ClusterPlan) -> list[Change]:
+def changes(plan: ClusterPlan) -> list[Alternative]:
     """Return the chosen layout with every single setting changed, whether it fits or not, the fastest first."""
     limit = plan.limit_bytes
-    cut = [(what, plan.survey.cut(layout, limit)) for what, layout in _changed(plan)]
-    found = [Change(what, one, why(plan.chosen, one, limit)) for what, one in cut]
+    found = [why_not(plan.chosen, plan.survey.cut(layout, limit), limit, what) for what, layout in _changed(plan)]
     return sorted(found, key=lambda one: (one.choice.bytes > limit, one.choice.seconds))
 
 
@@ -154,7 +129,7 @@ def _changed(plan: ClusterPlan) -> Iterator[tuple[str, Layout]]:
             words = f"{name}, {stages} stages per rank" if stages > 1 else name
             counts = layer_counts(plan.transformer, mesh.pipeline, name, stages)
             yield words, replace(layout, schedule=name, stages_per_rank=stages, counts=counts)
-    for size in microbatch_sizes(plan.batch, mesh, Pins()):
+    for size in Pins().microbatch_sizes(plan.batch, mesh):
         admitted = schedules_of(plan.transformer, mesh, plan.batch // (mesh.data * size), Pins())
         if size != layout.microbatch and (layout.schedule, layout.stages_per_rank) in admitted:
             yield f"microbatches of {size}", replace(layout, microbatch=size)
@@ -184,37 +159,34 @@ TIMES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4))
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """The best plan on so many devices; None where nothing fits."""
+    """The best plan on so many devices; None where nothing fits.
+
+    `efficiency` is what it reaches of the throughput per device of the smallest that fits.
+    """
 
     devices: int
     batch: int
     best: Choice | None
+    efficiency: float | None
 
 
-def strong(plan: ClusterPlan) -> list[ScalePoint]:
-    """Return the plans of the same batch on other numbers of devices."""
-    return _scaled(plan, growing=0)
-
-
-def weak(plan: ClusterPlan) -> list[ScalePoint]:
-    """Return the plans where the batch grows with the devices."""
-    return _scaled(plan, growing=1)
+def scaling(plan: ClusterPlan) -> dict[str, list[ScalePoint]]:
+    """Return plans on other numbers of devices: `strong` of the same batch, `weak` of one that grows with them."""
+    return {"strong": _scaled(plan, growing=0), "weak": _scaled(plan, growing=1)}
 
 
 def _scaled(plan: ClusterPlan, growing: int) -> list[ScalePoint]:
     """Return the plans on so many times the devices, the batch times that to the power of `growing`."""
-    found = []
+    found, first = [], 0.0
     for times in TIMES:
         devices, batch = plan.cluster.num_devices * times, plan.batch * times**growing
-        if devices.denominator == batch.denominator == 1:
-            best = plan.chosen if times == 1 else planned(plan, int(devices), int(batch))
-            found.append(ScalePoint(int(devices), int(batch), best))
+        if not devices.denominator == batch.denominator == 1:
+            continue
+        best = plan.chosen if times == 1 else planned(plan, int(devices), int(batch))
+        share = None
+        if best is not None:
+            rate = int(batch) / best.seconds / int(devices)
+            first = first or rate
+            share = rate / first
+        found.append(ScalePoint(int(devices), int(batch), best, share))
     return found
-
-
-def efficiency(points: list[ScalePoint]) -> list[tuple[ScalePoint, float | None]]:
-    """Return each point with what it reaches of the throughput per device of the smallest that fits."""
-    rates = [None if one.best is None else one.batch / one.best.seconds / one.devices for one in points]
-    first = next((rate for rate in rates if rate is not None), None)
-    shares = [None if rate is None or first is None else rate / first for rate in rates]
-    return list(zip(points, shares, strict=True))

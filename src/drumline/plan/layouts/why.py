@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from drumline.core.errors import PlanError, counted
+from drumline.plan.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.cluster.hardware import Cluster
-from drumline.plan.layouts.degrees import Pins, tried_schedules
+from drumline.plan.layouts.space import Pins, tried_schedules
 from drumline.plan.layouts.survey import Choice, Survey
-from drumline.plan.why import less_activations, lost_and_saved
 from drumline.schedules.registry import MAX_PAIRS
 
 _GIB = 2**30
@@ -26,6 +26,19 @@ _MORE_AND_LESS = {
     "bubble": ("{} more bubble", "{} less bubble"),
     "optimizer": ("its optimizer takes {} more", "{} less of the optimizer"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative(Remedy):
+    """Another layout: what it is, what it gains or why it loses, and what it takes."""
+
+    choice: Choice = field(kw_only=True)
+
+
+def why_not(chosen: Choice, other: Choice, limit_bytes: float, what: str = "") -> Alternative:
+    """Return what speaks against `other`; of the choice itself there is nothing to say."""
+    said = "" if other is chosen else why(chosen, other, limit_bytes)
+    return Alternative(what or str(other.mesh), said, chosen.seconds / other.seconds - 1, choice=other)
 
 
 def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
@@ -46,22 +59,12 @@ def why(chosen: Choice, other: Choice, limit_bytes: float) -> str:
     return f"{slower:.1%} slower: {', '.join(reasons)}"
 
 
-def settings(choice: Choice, than: Choice | None = None) -> str:
+def settings(choice: Choice, than: Choice) -> str:
     """Return a layout in words, of its settings only those that differ from another's."""
-    layout, known = choice.layout, None if than is None else than.layout
-    parts = [str(choice.mesh)]
-    if layout.pipeline > 1 and (
-        known is None or (layout.schedule, layout.stages_per_rank) != (known.schedule, known.stages_per_rank)
-    ):
-        stages = f" with {layout.stages_per_rank} stages per rank" if layout.stages_per_rank > 1 else ""
-        parts.append(layout.schedule + stages)
-    if known is None or layout.microbatch != known.microbatch:
-        parts.append(f"microbatches of {layout.microbatch}")
-    if known is None or layout.zero != known.zero:
-        parts.append(f"ZeRO {layout.zero}")
-    if known is None or layout.recompute != known.recompute:
-        parts.append(layout.recomputation)
-    return ", ".join(parts)
+    known, parts = than.layout.settings, choice.layout.settings
+    if choice.layout.pipeline == 1:
+        del parts["schedule"]
+    return ", ".join([str(choice.mesh), *(words for name, words in parts.items() if words != known[name])])
 
 
 def _as_fast(chosen: Choice, other: Choice) -> str:

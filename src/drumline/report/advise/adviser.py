@@ -9,9 +9,10 @@ A comparison of schedules (`report/compare.py`) is no step; what it comes to is 
 
 from __future__ import annotations
 
+from drumline.plan.advice import Advice
 from drumline.report.advise.cut import equal_stages, recut
+from drumline.report.advise.evidence import Evidence
 from drumline.report.advise.program import other_counts, other_schedule
-from drumline.report.advise.remedy import Advice, Evidence
 from drumline.report.advise.waits import lost_time, slow_link, time_outside
 
 _REMEDIES = (recut, equal_stages, other_counts, slow_link, other_schedule, lost_time, time_outside)

@@ -25,9 +25,10 @@ from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
+from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import TimedCuts
-from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
+from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.units import ms
 
 Counts = tuple[int, ...]

@@ -14,10 +14,11 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
-from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
-from drumline.report.recipes import made_by
+from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
+from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.units import ms
 from drumline.schedules import schedules
+from drumline.schedules.registry import made_by
 
 _FACTORS = (4, 2, 1 / 2, 1 / 4)
 _HALVES = "if W takes half of B"

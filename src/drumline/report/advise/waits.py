@@ -10,7 +10,8 @@ from drumline.core.files import MIB
 from drumline.core.measured.measured import Measured
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Cause
-from drumline.report.advise.remedy import LEAST_GAIN, Evidence, Remedy, predicted
+from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
+from drumline.report.advise.evidence import Evidence
 from drumline.report.units import duration, ms
 
 _EDGES = 8  # those with the slowest messages

@@ -24,7 +24,7 @@ from drumline.core.placement import Placement
 from drumline.core.simulate.graph import OPS as ALL_OPS
 from drumline.core.simulate.graph import Columns as ActionColumns
 from drumline.core.simulate.graph import Flags, Ints
-from drumline.core.timeline.idle import Cause, Idle
+from drumline.core.timeline.idle import SENTENCES, Cause, Idle
 from drumline.core.timeline.timeline import SpanLane, Timeline, Track
 from drumline.report.draw.packed import PageTime, packed
 from drumline.report.draw.palette import IDLE, SHADES
@@ -32,13 +32,7 @@ from drumline.report.draw.palette import IDLE, SHADES
 Columns = dict[str, Any]
 
 # What the page says of an idle interval whose words are empty; `needed` is the latest input of the action behind it.
-SENTENCES = {
-    Cause.FILL: "the pipeline fills; {before} waits for {needed}",
-    Cause.WAIT: "{before} waits for {needed}",
-    Cause.TRANSFER: "{needed} is made and on its way to {before}",
-    Cause.IMBALANCE: "{before} waits for {needed}, which unequal costs delay",
-    Cause.MEMORY: "{before} waits for {needed}, and the memory limit forbids running ahead",
-}
+_SAID_BY_PAGE = {cause: sentence for cause, sentence in SENTENCES.items() if "{before}" in sentence}
 _CODES = {cause: code for code, cause in enumerate(Cause)}
 
 
@@ -98,7 +92,7 @@ def document(
         ],
         "causes": [cause.value for cause in Cause],
         "hatches": {cause.value: hatch.lines for cause, hatch in IDLE.items()},
-        "sentences": {cause.value: sentence for cause, sentence in SENTENCES.items()},
+        "sentences": {cause.value: sentence for cause, sentence in _SAID_BY_PAGE.items()},
         "points": [_point(row) for row in rows or ()],
         "timelines": scenes,
     }
@@ -237,7 +231,7 @@ def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: PageTime)
 
 def _words(timeline: Timeline, idle: Idle) -> str:
     """Return the cause in words, or nothing where the page says the same by itself; most need no text of their own."""
-    template = SENTENCES.get(idle.cause)
+    template = _SAID_BY_PAGE.get(idle.cause)
     if template is None or idle.before is None:
         return idle.why
     place = timeline.located.get(idle.before[:3])

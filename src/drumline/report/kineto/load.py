@@ -26,7 +26,7 @@ from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
 from drumline.report.kineto.steps import LABELS, HostStep, found_by, steps_of
 from drumline.report.kineto.timeline import Traced
-from drumline.report.recipes import recipe_of
+from drumline.schedules.registry import recipe_of
 
 
 @dataclass(frozen=True, repr=False)

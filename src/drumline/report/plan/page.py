@@ -112,7 +112,7 @@ def _best(told: Explanation) -> str:
     for number, one in enumerate(told.best, 1):
         choice = one.choice
         took = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
-        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.why or "chosen"])
+        rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.sentence or "chosen"])
     survey = told.plan.survey
     note = (
         f'<p class="note">The best layout of each mesh, out of {counted(survey.num_layouts, "layout")}; '
@@ -123,7 +123,9 @@ def _best(told: Explanation) -> str:
 
 
 def _changes(reasons: Reasons) -> str:
-    rows = [[one.what, duration(one.choice.seconds), size_text(one.choice.bytes), one.why] for one in reasons.changes]
+    rows = [
+        [one.kind, duration(one.choice.seconds), size_text(one.choice.bytes), one.sentence] for one in reasons.changes
+    ]
     listed = table_html(["change", "a step", "a device", "result"], rows, words=(3,))
     return card("The choice with one setting changed", listed, wide=True)
 
@@ -217,7 +219,7 @@ def scaling_chart(reasons: Reasons, *, width: int = 720) -> str:
     """Return strong and weak scaling: throughput per device as a share of the smallest cluster's."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):
-        points = [(float(one.devices), share) for one, share in reasons.scaling[name] if share is not None]
+        points = [(float(one.devices), one.efficiency) for one in reasons.scaling[name] if one.efficiency is not None]
         if points:
             series.append(Series(words, points))
     return chart(

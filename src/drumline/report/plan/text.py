@@ -69,15 +69,13 @@ def headline(plan: ClusterPlan) -> list[str]:
 
 def settings_text(choice: Choice) -> str:
     """Return what a layout is besides its mesh."""
-    layout = choice.layout
-    microbatches = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
-    parts = [microbatches, f"ZeRO {layout.zero}", layout.recomputation]
-    if layout.pipeline > 1:
-        stages = layout.stages_per_rank
-        parts.insert(0, layout.schedule + (f" with {stages} stages per rank" if stages > 1 else ""))
+    layout, parts = choice.layout, choice.layout.settings
+    parts["microbatch"] = f"{counted(layout.num_microbatches, 'microbatch')} of {layout.microbatch}"
+    if layout.pipeline == 1:
+        del parts["schedule"]
     if layout.sequence_parallel:
-        parts.append("sequence parallelism")
-    return ", ".join(parts)
+        parts["sequence"] = "sequence parallelism"
+    return ", ".join(parts.values())
 
 
 def seconds_rows(chosen: Choice) -> list[list[str]]:
@@ -110,7 +108,7 @@ def _best(told: Explanation, width: int) -> str:
         settings = (number, one.mesh, schedule, layout.microbatch, layout.zero, layout.recompute)
         figures = (duration(one.seconds), f"{one.estimate.bubble:.1%}", size_text(one.bytes))
         rows.append([*map(str, settings), *figures])
-    reasons = [f"{number}. {one.why}" for number, one in enumerate(told.best, 1) if one.why]
+    reasons = [f"{number}. {one}" for number, one in enumerate(told.best, 1) if one.sentence]
     count = f"The best layout of each mesh, out of {counted(told.plan.survey.num_layouts, 'layout')}:"
     shown = [_wrapped([count], width), "", table(header, rows, width=width, left=3, keep=("mesh", "a step"))]
     if reasons:
@@ -122,11 +120,11 @@ def scaling_rows(plan: ClusterPlan, reasons: Reasons) -> list[list[str]]:
     """Return strong and weak scaling as rows of text."""
     rows = []
     for name, points in reasons.scaling.items():
-        for point, share in points:
+        for point in points:
             cells, best = ["does not fit", "", "", ""], point.best
             if best is not None:
                 rate = f"{plan.tokens_per_second(best):,.0f}"
-                cells = [str(best.mesh), duration(best.seconds), rate, f"{share:.1%}"]
+                cells = [str(best.mesh), duration(best.seconds), rate, f"{point.efficiency:.1%}"]
             rows.append([name, str(point.devices), str(point.batch), *cells])
     return rows
 

@@ -18,8 +18,9 @@ from drumline.core.measured.measured import Measured
 from drumline.core.measured.run import Run
 from drumline.core.measured.steadiness import Steadiness, spread_of
 from drumline.core.timeline.timeline import Timeline
+from drumline.plan.advice import Advice
 from drumline.report.advise.adviser import advise
-from drumline.report.advise.remedy import OPS, Advice, Evidence
+from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.summary import peak_queues, summarize
 
 MAKESPAN = "pp/makespan_seconds"

@@ -1,4 +1,4 @@
-"""What could be changed about a step, and what that is predicted to gain: the evidence, remedies, advice.
+"""What is known of a step that could be changed: the evidence that predictions of a gain rest on.
 
 A prediction is the difference of two simulations with the step's own seconds, as a part of the measured makespan. What
 the simulator does not know, the executor's own time, is taken to stay with every action.
@@ -10,7 +10,7 @@ the simulator does not know, the executor's own time, is taken to stay with ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,6 @@ from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.timeline import Timeline
 
-LEAST_GAIN = 0.01  # of the makespan; less is no reason to change anything
 OPS = ("forward", "backward_input", "backward_weight")
 
 
@@ -73,66 +72,3 @@ class Evidence:
             for rank in ranks:
                 found[rank] += seconds / len(ranks)
         return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """One change: a sentence, the share of the makespan it is predicted to save, and what to pass to `Pipeline`.
-
-    `assumes` is what the prediction takes for true beyond what was measured.
-    """
-
-    kind: str
-    sentence: str
-    gain: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    assumes: str = ""
-
-    @property
-    def weight(self) -> float:
-        """How much it counts against others: a gain that rests on an assumption counts half."""
-        return self.gain / 2 if self.assumes else self.gain
-
-    def __str__(self) -> str:
-        return self.sentence + (f" ({self.assumes})" if self.assumes else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """Remedies, the one that counts most first; `nothing` is what to say where none gains the `least` of all."""
-
-    remedies: tuple[Remedy, ...]
-    least: float = LEAST_GAIN
-    nothing: str = f"No change that was tried is predicted to gain {LEAST_GAIN:.0%} or more."
-
-    @property
-    def best(self) -> Remedy | None:
-        """The one to take first; None where nothing is predicted to gain."""
-        first = self.remedies[0] if self.remedies else None
-        return first if first is not None and first.gain >= self.least else None
-
-    @property
-    def sentence(self) -> str:
-        """What to do."""
-        return self.nothing if self.best is None else f"{self.best}."
-
-    @property
-    def others(self) -> tuple[Remedy, ...]:
-        """What else there is to say."""
-        return self.remedies if self.best is None else self.remedies[1:]
-
-    def __str__(self) -> str:
-        return " ".join([self.sentence, *(f"{one}." for one in self.others)])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as an object for JSON."""
-        return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
-
-
-def predicted(gain: float) -> str:
-    """Return a gain as it is written: how the step's seconds change.
-
-    >>> predicted(0.137)
-    'predicted -14%'
-    """
-    return f"predicted {-gain:+.0%}"

@@ -1,0 +1,102 @@
+"""What to change and why that gains, or why a choice loses: one set of values for runs, traces, comparisons and plans.
+
+What something takes is a dataclass of numbers, one for each item; two of them are held against each other item by item,
+whether they are of programs on ranks or of layouts on clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+LEAST_GAIN = 0.01  # of the makespan; less is no reason to change anything
+Items = list[tuple[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One change: a sentence, the share of the makespan it is predicted to save, and what to pass to `Pipeline`.
+
+    `assumes` is what the prediction takes for true beyond what was measured. Of a plan the gain is in throughput, and
+    the settings are what it was planned with.
+    """
+
+    kind: str
+    sentence: str
+    gain: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    assumes: str = ""
+
+    @property
+    def weight(self) -> float:
+        """How much it counts against others: a gain that rests on an assumption counts half."""
+        return self.gain / 2 if self.assumes else self.gain
+
+    def __str__(self) -> str:
+        return self.sentence + (f" ({self.assumes})" if self.assumes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Remedies, the one that counts most first; `nothing` is what to say where none gains the `least` of all."""
+
+    remedies: tuple[Remedy, ...]
+    least: float = LEAST_GAIN
+    nothing: str = f"No change that was tried is predicted to gain {LEAST_GAIN:.0%} or more."
+
+    @property
+    def best(self) -> Remedy | None:
+        """The one to take first; None where nothing is predicted to gain."""
+        first = self.remedies[0] if self.remedies else None
+        return first if first is not None and first.gain >= self.least else None
+
+    @property
+    def sentence(self) -> str:
+        """What to do."""
+        return self.nothing if self.best is None else f"{self.best}."
+
+    @property
+    def others(self) -> tuple[Remedy, ...]:
+        """What else there is to say."""
+        return self.remedies if self.best is None else self.remedies[1:]
+
+    def __str__(self) -> str:
+        return " ".join([self.sentence, *(f"{one}." for one in self.others)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object for JSON."""
+        return {"sentence": self.sentence, "remedies": [asdict(one) for one in self.remedies]}
+
+
+def predicted(gain: float) -> str:
+    """Return a gain as it is written: how the step's seconds change.
+
+    >>> predicted(0.137)
+    'predicted -14%'
+    """
+    return f"predicted {-gain:+.0%}"
+
+
+def lost_and_saved(chosen: Any, other: Any, least: float = 0.0) -> tuple[Items, Items]:
+    """Return what `other` loses against `chosen` and what it saves, item by item, the largest first.
+
+    Differences up to `least` are none; where it loses nothing, the item by which it saves least stands for that.
+
+    >>> from drumline.plan.cluster.loads import Volumes
+    >>> lost_and_saved(Volumes(1, 2, 0, 0, 0), Volumes(4, 0, 0, 1, 0))
+    ([('tensor', 3), ('pipeline', 1)], [('context', 2)])
+    """
+    mine, theirs = asdict(chosen), asdict(other)
+    by = sorted(((item, theirs[item] - mine[item]) for item in mine), key=lambda one: -one[1])
+    lost = [(item, more) for item, more in by if more > least]
+    return lost or by[:1], [(item, -more) for item, more in reversed(by) if more < -least]
+
+
+def less_activations(over: float, activations: float) -> str | None:
+    """Return which part of the activations has to go where so many bytes are too much; None if even all are too few.
+
+    >>> less_activations(1.0, 4.0), less_activations(5.0, 4.0)
+    ('25% less activation memory', None)
+    """
+    return f"{over / activations:.0%} less activation memory" if over < activations else None
