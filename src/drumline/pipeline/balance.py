@@ -27,13 +27,13 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
 from drumline.pipeline.programs import program_for
-from drumline.plan.cut.chain import Partition
-from drumline.plan.cut.partition import TimedCuts
+from drumline.plan.cut.partition import Partition
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.stages import split_share
+from drumline.plan.cut.timed import TimedCuts, simulated
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
+from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.report.table import table
@@ -208,14 +208,10 @@ def _balanced(
     wanted = microbatch if intake.own else None if target[0] is None else first(*target)
     max_bytes, states, num_runs, seconds = limits
     found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
-    cuts = TimedCuts(
-        found.blocks(split=_splits(program), optimizer_states=states),
-        program,
-        [block.trains for block in blocks],
-        partial(found.costs, optimizer_states=states, placement=program.placement, split=_splits(program)),
-        max_bytes,
-    )
-    chosen = cuts.best()
+    split = _splits(program)
+    costs = partial(found.costs, optimizer_states=states, placement=program.placement, split=split)
+    cuts = TimedCuts(found.blocks(split=split, optimizer_states=states), program, simulated(costs))
+    chosen = cuts.best(max_bytes)
     return Balance(cuts.pruned(chosen.counts), found, chosen, states)
 
 

@@ -135,7 +135,7 @@ class Profile:
         )
 
     def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
-        """Return the blocks as `partition` takes them, their backwards whole or split."""
+        """Return the blocks as they are cut, their backwards whole or split."""
         return [
             BlockCosts(
                 one.times.total(split=split),
@@ -144,6 +144,10 @@ class Profile:
                 one.start_bytes,
                 one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
                 tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in one.tied),
+                one.output_bytes,
+                one.checkpoint_bytes,
+                one.again_bytes,
+                one.trains,
             )
             for one in self.layers
         ]
