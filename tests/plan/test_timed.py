@@ -14,14 +14,14 @@ from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.timed import TimedCuts, simulated
+from drumline.plan.cut.timed import TimedCuts, steps_of
 from programs import build, programs
 
 
 def timed(chain: list[BlockCosts], program: Program) -> TimedCuts:
     """Return the cuts of a chain whose backward takes twice its forward, half of it for I."""
 
-    return TimedCuts(chain, program, simulated(lambda counts: costs_of(chain, counts)))
+    return TimedCuts(chain, program, steps_of(lambda counts: costs_of(chain, counts)))
 
 
 def costs_of(chain: list[BlockCosts], counts: tuple[int, ...]) -> Costs:
@@ -72,7 +72,7 @@ def test_what_is_frozen_is_timed_without_its_backward_and_held_less() -> None:
         )
 
     chain = [BlockCosts(3.0 if trained else 1.0, trains=trained) for trained in trains]
-    found = TimedCuts(chain, program, simulated(costs))
+    found = TimedCuts(chain, program, steps_of(costs))
     assert found.best().counts == (6, 2)
     assert not any(action.op.value == "B" and action.stage == 0 for action in found.pruned((6, 2)).work())
 

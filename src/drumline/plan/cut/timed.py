@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from drumline.core.simulate.graph import Floats
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Limit
 from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
-from drumline.plan.cut.cuts import Counts, by_training, climb, neighbours, trained
+from drumline.plan.cut.cuts import Counts, climb, ends_of, neighbours
 from drumline.plan.cut.partition import Partition, partition, partition_at
 from drumline.plan.cut.peaks import held_by
 
@@ -48,7 +49,7 @@ class Cut:
         return self.excess, self.seconds
 
 
-def simulated(costs: Callable[[Counts], Costs]) -> Steps:
+def steps_of(costs: Callable[[Counts], Costs]) -> Steps:
     """Return how long steps take by the simulator, where `costs` returns what the stages of a cut take."""
     return lambda program, many: makespans(program, [costs(counts) for counts in many])
 
@@ -82,19 +83,26 @@ class TimedCuts:
 
     def pruned(self, counts: Counts) -> Program:
         """Return the program without the backwards that stages of this cut do not need."""
-        return _pruned(self.program, trained(self._trains, counts))
+        return _pruned(self.program, self._trained(counts))
+
+    def _trained(self, counts: Counts) -> tuple[bool, ...]:
+        """Return which stages have anything to train."""
+        return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 
     def timed(self, many: Sequence[Counts]) -> list[Cut]:
         """Return what each of these cuts takes, all timed at once."""
-        found: dict[int, Cut] = {}
+        alike: dict[tuple[bool, ...], list[Counts]] = {}
+        for counts in many:
+            alike.setdefault(self._trained(counts), []).append(counts)
+        found: dict[Counts, Cut] = {}
         limits = np.array(self.limits or [np.inf])
-        for stages, places in by_training(self._trains, many).items():
-            program, here = _pruned(self.program, stages), [many[at] for at in places]
-            seconds, sizes = self.steps(program, here), self.chain(program).rank_bytes(here)
+        for trained, cuts in alike.items():
+            program = _pruned(self.program, trained)
+            seconds, sizes = self.steps(program, cuts), self.chain(program).rank_bytes(cuts)
             over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
-            for at, one, size, excess in zip(places, seconds.tolist(), sizes.tolist(), over.tolist(), strict=True):
-                found[at] = Cut(many[at], one, tuple(size), excess)
-        return [found[at] for at in range(len(many))]
+            each = zip(cuts, seconds.tolist(), map(tuple, sizes.tolist()), over.tolist(), strict=True)
+            found.update((counts, Cut(counts, *taken)) for counts, *taken in each)
+        return [found[counts] for counts in many]
 
     def moved(self, starts: Sequence[Counts], value: Callable[[Cut], Any], **how: Any) -> Cut:
         """Return the cut with the least value that is reached from the best of `starts`; `how` is for `climb`."""
@@ -111,7 +119,7 @@ class TimedCuts:
         r"""Return the cut with the shortest simulated step that was found, every rank within `max_bytes`.
 
         >>> program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
-        >>> steps = simulated(lambda counts: Costs(forward=counts, backward=counts))
+        >>> steps = steps_of(lambda counts: Costs(forward=counts, backward=counts))
         >>> TimedCuts([BlockCosts(3.0)] * 4, program, steps).best().counts
         (2, 2)
         """

@@ -26,7 +26,7 @@ from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.timed import TimedCuts, simulated
+from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.report.advise.remedy import LEAST_GAIN, OPS, Evidence, Remedy, predicted
 from drumline.report.units import ms
 
@@ -48,7 +48,7 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
     each = [BlockCosts(sum(seconds)) for seconds in zip(*blocks.seconds.values(), strict=True)]
-    cuts = TimedCuts(each, program, simulated(blocks.costs))
+    cuts = TimedCuts(each, program, steps_of(blocks.costs))
     try:
         found = cuts.best().counts
     except PlanError:
