@@ -87,6 +87,8 @@ class TimedCuts:
 
     def _trained(self, counts: Counts) -> tuple[bool, ...]:
         """Return which stages have anything to train."""
+        if all(self._trains):
+            return (True,) * len(counts)
         return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
 
     def timed(self, many: Sequence[Counts]) -> list[Cut]:

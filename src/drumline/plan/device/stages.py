@@ -24,7 +24,7 @@ from drumline.core.simulate.simulate import makespans
 from drumline.plan.cut.chain import sums
 from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
 from drumline.plan.cut.timed import Cut, TimedCuts
-from drumline.plan.device.blocks import Profile, Times
+from drumline.plan.device.blocks import Profile
 from drumline.plan.device.overheads import Line, Numbers, Overheads
 from drumline.plan.device.ranks import Ranks
 
@@ -112,12 +112,8 @@ class Stages:
 
     def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
         """Return the seconds of an op, with what calling a stage adds; `split` is the share of backwards in halves."""
-
-        def taken(times: Times) -> float:
-            return times.forward_for(split=split) if op is Op.FORWARD else float(getattr(times, FIELD[op]))
-
-        whole = sums([taken(one.times) for one in self.profile.layers])
-        found: Floats = whole[ends] - whole[firsts] + taken(self.profile.overhead)
+        whole = sums([one.times.of(FIELD[op], split=split) for one in self.profile.layers])
+        found: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
         return found
 
     def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
