@@ -224,7 +224,7 @@ class Search:
 
     def _least(self, loads: Floats, stage: int, ends: Ints) -> Floats:
         """Return what the largest rank takes at least: what it has, one more stage, or its share of what is left."""
-        least = np.maximum(loads.max(axis=1), self.bounds.largest[stage + 1][ends])
+        least: Floats = np.maximum(loads.max(axis=1), self.bounds.largest[stage + 1][ends])
         if open_ranks := self._open[stage]:
             left = self.chain.table.seconds[-1] - self.chain.table.seconds[ends]
             least = np.maximum(least, (loads[:, open_ranks].sum(axis=1) + left) / len(open_ranks))

@@ -121,7 +121,7 @@ class Stages:
         ends = np.array([ends_of(counts) for counts in many])
         gradients = np.diff(sums([one.gradient_bytes for one in self.profile.layers])[ends], axis=1)
         held = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
-        around = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
+        around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
         if self.ranks.edges:
             return makespans(program, [self.costs(counts) for counts in many]) + around
         ops, stages = _work(program)
