@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from drumline.plan.cut.cuts import Counts
-from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import OPTIMIZERS
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.planner import Planned
 from drumline.plan.device.ranks import Ranks
+from drumline.plan.device.stages import Stages
 from drumline.schedules import generate
 
 RANKS = 2
@@ -76,9 +76,9 @@ def predicted(profile: ModelProfile, name: str, microbatches: int, batch: int, *
     stages = Stages(profile.at(rows), program, Ranks.of(RANKS), profile.overheads, again, OPTIMIZERS["adam"])
     cut = stages.best()[0]
     if "counts" in choice:
-        cut = stages.cuts([choice["counts"]])[0]
+        cut = stages.cuts.timed([choice["counts"]])[0]
     if "shifted" in choice:
-        cut = stages.cuts([_shifted(cut.counts, choice["shifted"])])[0]
+        cut = stages.cuts.timed([_shifted(cut.counts, choice["shifted"])])[0]
     return Candidate(stages, cut, rows, batch)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 
-from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.peaks import HeldPairs
 from names import NAMES
 
 FLUSHED = tuple(name for name in NAMES if not name.startswith("pipedream"))
@@ -19,3 +20,8 @@ def cuts(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 def stage_seconds(chain: Sequence[BlockCosts], counts: tuple[int, ...]) -> tuple[float, ...]:
     ends = list(accumulate(counts, initial=0))
     return tuple(sum(one.seconds for one in chain[i:j]) for i, j in pairwise(ends))
+
+
+def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:
+    """Return every rank's peak under a given cut."""
+    return tuple(Chain(BlockTable(blocks), len(counts), held).rank_bytes([tuple(counts)])[0].tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,7 +234,7 @@ def test_what_a_rank_holds_is_counted_alike_for_cutting(name: str) -> None:
         until = [float(2 + stage % 2) for stage in range(program.num_stages)]
         costs = Costs(activation_bytes=full, held_until_weight_bytes=until)
         counted = [
-            rank.bytes([full[s] for s in rank.stages], [until[s] for s in rank.stages], [0.0] * len(rank.stages))
+            float(rank.stash(np.array([(full[stage], 0.0, until[stage]) for stage in rank.stages])))
             for rank in held_by(program)
         ]
         assert simulate(program, costs).peak_bytes == pytest.approx(counted)

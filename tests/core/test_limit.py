@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drumline.core.costs import Costs
@@ -50,7 +51,7 @@ def test_a_limit_that_is_no_number_is_refused(name: str, value: Any) -> None:
 
 
 def test_a_cut_is_not_proven_to_fit_a_limit_that_is_no_number() -> None:
-    alone = [HeldPairs(stages=(0,), moments=(((1, 0),),))]
+    alone = [HeldPairs(stages=(0,), moments=np.ones((1, 1, 3)))]
     with pytest.raises(CostsError, match="max_bytes is nan"):
         partition([BlockCosts(1.0, activation_bytes=1)], 1, held=alone, max_bytes=math.nan)
 

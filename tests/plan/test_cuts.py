@@ -4,10 +4,15 @@ import math
 import random
 
 import numpy as np
+import pytest
 
 from chains import cuts
 from drumline.core.simulate.graph import Floats
-from drumline.plan.cut.cuts import shortest_largest, shortest_step
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.cuts import dealt, shortest_largest, shortest_step
+from drumline.plan.cut.partition import partition
+from drumline.plan.cut.peaks import held_by
+from names import build
 
 Tables = list[Floats]
 
@@ -71,3 +76,23 @@ def test_with_one_microbatch_a_slow_rank_gets_less_than_would_be_even() -> None:
     assert shortest_largest(tables) == (4, 2)  # 8 and 8
     assert shortest_step(tables, 1) == (5, 1)  # 10 and 4: the sum is shorter
     assert shortest_step(tables, 100) == (4, 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "hanayo"])
+def test_equal_blocks_that_are_dealt_leave_no_rank_longer_than_the_exact_cut(name: str) -> None:
+    rng = random.Random(0)
+    for _ in range(12):
+        program = build(name, rng.choice([2, 3]), 6)
+        homes, num_blocks = program.placement.homes, program.num_stages + rng.randint(0, 9)
+        extra = [0.0] * program.num_stages
+        extra[0], extra[-1] = rng.choice([0.0, 0.001, 1.5]), rng.choice([0.0, 0.6, 3.0])
+        blocks = [1.0] * num_blocks
+        blocks[0], blocks[-1] = blocks[0] + extra[0], blocks[-1] + extra[-1]
+        exact = partition([BlockCosts(one) for one in blocks], program.num_stages, held=held_by(program))
+        assert exact.is_exact
+        stages = [count + more for count, more in zip(dealt(num_blocks, homes, extra), extra, strict=True)]
+        largest = [
+            max(sum(one for one, home in zip(each, homes, strict=True) if home == rank) for rank in set(homes))
+            for each in (stages, exact.seconds)
+        ]
+        assert largest[0] == pytest.approx(largest[1])

@@ -6,8 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from chains import rank_bytes
 from cluster_models import small_cluster, small_transformer
 from drumline.core.costs import Costs, Edge
 from drumline.core.errors import PlanError
@@ -19,7 +21,7 @@ from drumline.plan.cluster.layout import Layout, Practice
 from drumline.plan.cluster.stages import slices_of
 from drumline.plan.cluster.transformer import Experts, model_flops
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.cut.partition import partition
 from drumline.plan.cut.peaks import HeldPairs
 from drumline.plan.device.blocks import Profile, Times
 from drumline.plan.device.combinations import reordered
@@ -110,13 +112,13 @@ def test_a_backward_stays_behind_the_one_of_its_rank_that_it_needs(kind: int, fa
 def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
     tied = BlockCosts(1.0, static_bytes=100, tied=(("table", 90.0),))
     blocks = [tied, BlockCosts(1.0, static_bytes=10), tied]
-    one_rank = HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),))
+    one_rank = HeldPairs(stages=(0, 1), moments=np.zeros((1, 2, 3)))
     assert rank_bytes(blocks, [2, 1], [one_rank]) == (210 - 90,)
-    alone = [HeldPairs(stages=(stage,), moments=(((0, 0),),)) for stage in (0, 1)]
+    alone = [HeldPairs(stages=(stage,), moments=np.zeros((1, 1, 3))) for stage in (0, 1)]
     assert rank_bytes(blocks, [2, 1], alone) == (110, 100)
-    assert partition(blocks, 1, held=[HeldPairs((0,), (((0, 0),),))], max_bytes=120).counts == (3,)
+    assert partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=120).counts == (3,)
     with pytest.raises(PlanError, match="max_bytes=120 or more"):
-        partition(blocks, 1, held=[HeldPairs((0,), (((0, 0),),))], max_bytes=119)
+        partition(blocks, 1, held=[HeldPairs((0,), np.zeros((1, 1, 3)))], max_bytes=119)
     # Within 110 bytes only a cut that leaves the table once on either side fits.
     found = partition(blocks, 2, held=alone, max_bytes=110)
     assert found.rank_bytes in ((110, 100), (100, 110))
@@ -124,7 +126,7 @@ def test_a_tied_weight_counts_once_in_a_stage_and_on_a_rank() -> None:
 
 def test_what_a_stage_received_is_held_with_every_pair() -> None:
     blocks = [BlockCosts(1.0, activation_bytes=10, start_bytes=start) for start in (0, 7, 3)]
-    held = [HeldPairs(stages=(stage,), moments=(((2, 0),),)) for stage in (0, 1)]
+    held = [HeldPairs(stages=(stage,), moments=np.array([[[2.0, 0.0, 0.0]]])) for stage in (0, 1)]
     assert rank_bytes(blocks, [1, 2], held) == (2 * 10, 2 * (20 + 7))
     assert rank_bytes(blocks, [2, 1], held) == (2 * 20, 2 * (10 + 3))
 
@@ -137,8 +139,8 @@ def test_of_equal_largest_stages_the_evenest_cut_is_taken() -> None:
 def test_of_two_copies_the_one_with_more_microbatches_decides() -> None:
     # Three of four microbatches go down: rank 0 runs most of stage 0, rank 1 most of stage 1.
     held = [
-        HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.75, 0.25)),
-        HeldPairs(stages=(0, 1), moments=(((0, 0), (0, 0)),), shares=(0.25, 0.75)),
+        HeldPairs(stages=(0, 1), moments=np.zeros((1, 2, 3)), shares=(0.75, 0.25)),
+        HeldPairs(stages=(0, 1), moments=np.zeros((1, 2, 3)), shares=(0.25, 0.75)),
     ]
     blocks = [BlockCosts(seconds) for seconds in (4, 1, 1, 1, 1)]
     found = partition(blocks, 2, held=held)

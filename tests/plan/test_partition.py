@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chains import FLUSHED, cuts, stage_seconds
+from chains import FLUSHED, cuts, rank_bytes, stage_seconds
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import simulate
-from drumline.plan.cut.chain import BlockCosts, Partition
-from drumline.plan.cut.partition import partition, rank_bytes
+from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.partition import Partition, partition
 from drumline.plan.cut.peaks import held_by
 from matrices import examples
 from programs import build, programs
@@ -167,7 +167,7 @@ def test_a_tied_weight_counts_once_on_every_rank() -> None:
 def test_a_search_that_is_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     held = held_by(build("interleaved-1f1b", 2, 2, 2))
     chain = [BlockCosts(1.0, static_bytes=size) for size in (6, 1, 6, 1, 6, 1)]
-    monkeypatch.setattr("drumline.plan.cut.chain._MAX_NODES", 5)
+    monkeypatch.setattr("drumline.plan.cut.partition._MAX_NODES", 5)
     found = partition(chain, 4, held=held, max_bytes=12)
     assert not found.is_exact
     assert_covers(found, chain, 4)

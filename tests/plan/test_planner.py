@@ -15,7 +15,6 @@ from drumline.core.errors import PlanError, ScheduleError
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import simulate
 from drumline.plan.cut.cuts import every_cut
-from drumline.plan.cut.stages import Stages, split_share
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.combinations import reordered
 from drumline.plan.device.model_profile import ModelProfile
@@ -23,6 +22,7 @@ from drumline.plan.device.overheads import Line, Overheads
 from drumline.plan.device.plan import Plan
 from drumline.plan.device.planner import plan
 from drumline.plan.device.ranks import Ranks
+from drumline.plan.device.stages import Stages, split_share
 from matrices import examples
 from names import build
 from profiles import NONE, SOME, model_profile
@@ -68,9 +68,9 @@ def test_cuts_timed_at_once_take_what_the_simulator_says(name: str, frozen: int,
     profile = model_profile([1, 4, 4, 4, 6], overheads=handled, frozen=frozen, tape=0.2, **sizes)
     stages = stages_for(profile, name, 4, 2, rank_speeds=speeds)
     stages = replace(stages, recompute=tuple(stage % 2 == 0 for stage in range(stages.program.num_stages)))
-    found = stages.cuts(every_cut(5, stages.program.num_stages))
+    found = stages.cuts.timed(every_cut(5, stages.program.num_stages))
     for one in found:
-        program, costs = stages.pruned(one.counts), stages.costs(one.counts)
+        program, costs = stages.cuts.pruned(one.counts), stages.costs(one.counts)
         for op, seconds in some(with_handling(stages, one.counts).items()):
             assert costs.per_stage(op, program.num_stages) == pytest.approx(seconds)
         simulated = simulate(program, costs)
@@ -101,7 +101,7 @@ def test_a_message_is_priced_at_the_boundary_that_it_crosses(again: tuple[bool, 
     wanted = [max(one - gone, 0.0) for one, gone in zip(handled, less, strict=True)]
     assert costs.per_stage("backward", 3) == pytest.approx(wanted)
     assert costs.per_stage("checkpoint_bytes", 3) == ((0.0, 1000.0, 300.0) if any(again) else (0.0, 0.0, 0.0))
-    (cut,) = stages.cuts([(1, 2, 2)])
+    (cut,) = stages.cuts.timed([(1, 2, 2)])
     assert Candidate(stages, cut, 1, 4).sent_bytes == 2 * 4 * (1000 + 300)
     plain = stages.profile.costs((1, 2, 2))
     assert plain.per_stage("message_bytes", 3) == (1000.0, 300.0, 0.0)
@@ -301,7 +301,7 @@ def test_many_blocks_are_cut_by_the_exact_cuts_and_their_neighbours() -> None:
     stages = stages_for(profile, "1f1b", found.num_microbatches, found.microbatch_size, num_ranks=4)
     largest = max(sum(1.0 + at % 5 for at in range(i, j)) for i, j in _runs(found.counts))
     assert largest <= 1.2 * 120 / 4
-    assert found.step_seconds <= stages.cuts([(10, 10, 10, 10)])[0].seconds
+    assert found.step_seconds <= stages.cuts.timed([(10, 10, 10, 10)])[0].seconds
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from chains import rank_bytes
 from counted_time import counted_time
 from drumline.core.errors import BatchError, ModelError
 from drumline.core.simulate.simulate import simulate
 from drumline.pipeline.pipeline import Pipeline
-from drumline.plan.cut.partition import rank_bytes
 from drumline.plan.cut.peaks import held_by
 from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.profile.blocks import _told_apart, profile

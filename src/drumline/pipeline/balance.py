@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,13 +27,13 @@ from drumline.pipeline.intake import Intake
 from drumline.pipeline.model.blocks import blocks_for, example_inputs
 from drumline.pipeline.options import Options
 from drumline.pipeline.programs import program_for
-from drumline.plan.cut.chain import Partition
-from drumline.plan.cut.partition import TimedCuts
+from drumline.plan.cut.partition import Partition
 from drumline.plan.cut.peaks import held_by
-from drumline.plan.cut.stages import split_share
+from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.plan.device.blocks import Profile
 from drumline.plan.device.model_profile import refuse_other
 from drumline.plan.device.plan import Plan
+from drumline.plan.device.stages import split_share
 from drumline.profile.blocks import profile
 from drumline.profile.identity import identity_of
 from drumline.report.table import table
@@ -174,20 +174,12 @@ def balance(
 
     def measured() -> Balance:
         blocks = blocks_for(model, batch, intake.device, num_microbatches=program.num_microbatches)
-        inputs, limits = example_inputs(model, batch), _Limits(max_bytes, optimizer_states, num_runs)
+        given = (example_inputs(model, batch), "the batch"), (target, "the target")
         loss_fn = intake.loss if intake.has_loss else None
-        return _balanced(blocks, program, intake, (inputs, "the batch"), (target, "the target"), loss_fn, limits)
+        how: Any = {"max_bytes": max_bytes, "optimizer_states": optimizer_states, "num_runs": num_runs}
+        return _balanced(blocks, program, intake, *given, loss_fn, **how)
 
     return _of_rank_0(measured, _gathered) if transports.started_by_launcher() else measured()
-
-
-class _Limits(NamedTuple):
-    """What a rank may hold, with which optimizer, and how long to measure."""
-
-    max_bytes: float | None = None
-    optimizer_states: int = 2
-    num_runs: int = 10
-    seconds: float | None = None
 
 
 def _balanced(
@@ -197,26 +189,26 @@ def _balanced(
     batch: tuple[Any, str],
     target: tuple[Any, str],
     loss_fn: Loss | None,
-    limits: _Limits,
+    *,
+    max_bytes: float | None = None,
+    optimizer_states: int = 2,
+    **how_long: Any,
 ) -> Balance:
-    """Measure blocks with the first microbatch of what is given by its name, and return the best cut for a program."""
+    """Measure blocks with the first microbatch of what is given by its name, and return the best cut for a program.
+
+    `max_bytes` is what a rank may hold, with an optimizer of so many states; `how_long` to measure is for `profile`.
+    """
 
     def first(value: Any, what: str) -> Any:
         return moved(intake.cut_batch(value, what=what)[0], intake.device)
 
     microbatch = first(*batch)
     wanted = microbatch if intake.own else None if target[0] is None else first(*target)
-    max_bytes, states, num_runs, seconds = limits
-    found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, num_runs=num_runs, max_seconds=seconds)
-    cuts = TimedCuts(
-        found.blocks(split=_splits(program), optimizer_states=states),
-        program,
-        [block.trains for block in blocks],
-        partial(found.costs, optimizer_states=states, placement=program.placement, split=_splits(program)),
-        max_bytes,
-    )
-    chosen = cuts.best()
-    return Balance(cuts.pruned(chosen.counts), found, chosen, states)
+    found = profile(blocks, microbatch, target=wanted, loss_fn=loss_fn, **how_long)
+    how: Any = {"split": _splits(program), "optimizer_states": optimizer_states}
+    cuts = TimedCuts(found.blocks(**how), program, steps_of(partial(found.costs, placement=program.placement, **how)))
+    chosen = cuts.best(max_bytes)
+    return Balance(cuts.pruned(chosen.counts), found, chosen, optimizer_states)
 
 
 def _gathered(value: object) -> list[Any]:
@@ -298,7 +290,7 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
         (example_inputs(given.model, given.example), "the example"),
         (given.example_target, "the example's target"),
         intake.loss if has_loss else None,
-        _Limits(seconds=_SECONDS_TO_MEASURE),
+        max_seconds=_SECONDS_TO_MEASURE,
     )
     found = _of_rank_0(measured, lambda value: crew.all_told("balance", [value] * len(crew.channels)))
     if crew.rank == 0:

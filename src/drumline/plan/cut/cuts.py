@@ -192,22 +192,3 @@ def every_cut(num_blocks: int, num_stages: int) -> list[Counts]:
     """
     inner = combinations(range(1, num_blocks), num_stages - 1)
     return [tuple(j - i for i, j in pairwise((0, *one, num_blocks))) for one in inner]
-
-
-def by_training(trains: Sequence[bool], many: Sequence[Counts]) -> dict[tuple[bool, ...], list[int]]:
-    """Return the places of cuts in `many` by which of their stages have anything to train: each has a program.
-
-    >>> by_training([False, True, True], [(1, 2), (2, 1), (1, 1, 1)])
-    {(False, True): [0], (True, True): [1], (False, True, True): [2]}
-    """
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    for at, counts in enumerate(many):
-        groups.setdefault(trained(trains, counts), []).append(at)
-    return groups
-
-
-def trained(trains: Sequence[bool], counts: Counts) -> tuple[bool, ...]:
-    """Return which stages have anything to train, given which blocks have."""
-    if all(trains):
-        return (True,) * len(counts)
-    return tuple(any(trains[i:j]) for i, j in pairwise(ends_of(counts)))

@@ -14,37 +14,50 @@ and a limit only forbids some (stage, i, j). Several stages on one rank share it
 Then the boundaries of that cut are moved until nothing gets better, and from there all cuts are searched, with the
 table and the share of what is left as bounds. The search is exact unless it runs out of nodes, and says so
 (`Partition.is_exact`).
-
-Even ranks are where to begin, not what is wanted: a stage that is late fills others' bubbles, and what a cut takes is
-known by running its program. So `TimedCuts` moves boundaries for as long as the simulator says less. Where blocks are
-frozen, the program has fewer backwards, and a rank holds less, depending on where the cut is; every number of stages
-without any backward is tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from drumline.core.costs import Costs
 from drumline.core.errors import PlanError, counted
-from drumline.core.program import Program
-from drumline.core.prove.frozen import prune
-from drumline.core.simulate.simulate import makespans
+from drumline.core.simulate.graph import Floats, Ints
 from drumline.core.timeline.idle import Limit
-from drumline.plan.cut.chain import BlockCosts, Bounds, Chain, Partition, Search
-from drumline.plan.cut.cuts import Counts, by_training, climb, ends_of, even_cut, neighbours, trained
-from drumline.plan.cut.peaks import HeldPairs, held_by
+from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.cuts import (
+    SLACK,
+    Counts,
+    Values,
+    climb,
+    ends_of,
+    even_cut,
+    neighbours,
+    shortest_largest,
+    suffixes,
+)
+from drumline.plan.cut.peaks import HeldPairs
 
 _MAX_MOVES = 20_000  # a second or two
+_MAX_NODES = 100_000  # a few seconds
 _REACH = 3  # blocks that a boundary moves at once
-_GAIN = 1e-3  # what a move has to gain, as a part of the step: less is no reason to leave even ranks
-_MAX_TIMED = 2_000_000  # actions timed in all: about a second
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A cut: how many blocks each stage gets, its seconds per microbatch, and each rank's peak where it is known.
+
+    `is_exact` is False where a search over stages that share ranks ran out of nodes: then a better one may exist.
+    """
+
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    rank_bytes: tuple[float, ...] | None = None
+    is_exact: bool = True
 
 
 def partition(
@@ -62,49 +75,63 @@ def partition(
         )
     if max_bytes is not None and not held:
         raise PlanError("max_bytes without held", expected="what every rank holds, as held_by(program) tells")
-    chain = Chain(blocks, num_stages, held)
-    limit = Limit(max_bytes=max_bytes).most_bytes
-    found = Bounds(chain, limit).best_cut()
+    chain = Chain(BlockTable(blocks), num_stages, held)
+    counts, is_exact = _best(chain, Limit(max_bytes=max_bytes).most_bytes)
+    return partition_at(chain, counts, is_exact, knows_bytes=bool(held))
+
+
+def partition_at(chain: Chain, counts: Counts, is_exact: bool, *, knows_bytes: bool = True) -> Partition:
+    """Return a cut as a result, having checked that every block is in exactly one stage."""
+    assert len(counts) == chain.num_stages, "a stage is missing"
+    assert min(counts) >= 1, "a stage is empty"
+    assert sum(counts) == chain.table.num_blocks, "the cut misses a block"
+    seconds = np.diff(chain.table.seconds[ends_of(counts)])
+    sizes = tuple(chain.rank_bytes([counts])[0].tolist()) if knows_bytes else None
+    return Partition(counts, tuple(seconds.tolist()), sizes, is_exact)
+
+
+def _best(chain: Chain, limit: float) -> tuple[Counts, bool]:
+    """Return the best cut within the limit, and whether that is proven."""
+    bounds = Bounds(chain, limit)
+    found = bounds.best_cut()
     if found is not None and not chain.shares_ranks:
-        return chain.partition(ends_of(found), True)
-    even = even_cut(chain.num_blocks, num_stages)
-    least = even if limit == math.inf else _climbed(even, chain.sizes)
+        return found, True
+    even = even_cut(chain.table.num_blocks, chain.num_stages)
+
+    def sizes(many: Sequence[Counts]) -> list[Any]:
+        """Return the ranks' peaks, largest first: the smaller, the less memory a cut needs."""
+        return [sorted(peaks, reverse=True) for peaks in chain.rank_bytes(many).tolist()]
+
+    def fitting(many: Sequence[Counts]) -> list[Any]:
+        """Return by how much each cut exceeds the limit, then how good it is: the smaller, the better."""
+        excess = np.maximum(chain.rank_bytes(many) - limit, 0.0).sum(axis=1).tolist()
+        return list(zip(excess, chain.quality(many), strict=True))
+
+    least = even if limit == math.inf else _climbed(even, sizes)
     if found is not None:
-        value = partial(chain.fitting, limit)
-        begun = min((ends_of(_climbed(one, value)) for one in (found, least)), key=value)
-        fits = limit == math.inf or max(chain.rank_bytes(begun)) <= limit
-        search = Search(chain, limit, begun if fits else None)
+        begun = [_climbed(one, fitting) for one in (found, least)]
+        (excess, _), start = min(zip(fitting(begun), begun, strict=True), key=lambda pair: pair[0])
+        search = Search(bounds, None if excess > 0 else start)
         if search.best is not None:
-            return chain.partition(search.best, search.is_exact)
-    smallest = Search(chain, math.inf, ends_of(least), smallest=True)
+            return search.best, search.is_exact
+    smallest = Search(Bounds(chain, math.inf), least, smallest=True)
     assert smallest.best is not None, "without a limit something fits"
-    if max(chain.rank_bytes(smallest.best)) <= limit:
-        return chain.partition(smallest.best, False)  # the search for a fast one gave up before it found any
-    raise _too_small(chain, limit, smallest)
+    size = float(chain.rank_bytes([smallest.best]).max())
+    if size <= limit:
+        return smallest.best, False  # the search for a fast one gave up before it found any
+    raise _too_small(chain, limit, math.ceil(size), smallest.is_exact)
 
 
-def _climbed(begun: Counts, value: Callable[[list[int]], tuple[float, ...]]) -> Counts:
+def _climbed(begun: Counts, values: Values) -> Counts:
     """Return the cut at which no move of one or two boundaries makes the value smaller any more."""
     rounds = _MAX_MOVES // max(sum(1 for _ in neighbours(begun, reach=_REACH)), 1)
-    return climb([begun], lambda many: [value(ends_of(one)) for one in many], rounds=rounds, reach=_REACH)
+    return climb([begun], values, rounds=rounds, reach=_REACH)
 
 
-def rank_bytes(blocks: Sequence[BlockCosts], counts: Sequence[int], held: Sequence[HeldPairs]) -> tuple[float, ...]:
-    """Return every rank's peak under a given cut.
-
-    >>> rank = HeldPairs(stages=(0,), moments=(((2, 0),),))
-    >>> rank_bytes([BlockCosts(1.0, activation_bytes=10, static_bytes=5)] * 3, [3], [rank])
-    (75.0,)
-    """
-    return Chain(blocks, len(counts), held).rank_bytes(ends_of(counts))
-
-
-def _too_small(chain: Chain, limit: float, least: Search) -> PlanError:
+def _too_small(chain: Chain, limit: float, smallest: int, is_exact: bool) -> PlanError:
     """Return the error that names the smallest limit that would do."""
-    assert least.best is not None
-    smallest = math.ceil(max(chain.rank_bytes(least.best)))
     error = PlanError(
-        f"no cut {'of' if least.is_exact else 'was found of'} {counted(chain.num_blocks, 'block')} into"
+        f"no cut {'of' if is_exact else 'was found of'} {counted(chain.table.num_blocks, 'block')} into"
         f" {counted(chain.num_stages, 'stage')} that keeps every rank within {limit:,.0f} bytes",
         expected=f"max_bytes={smallest} or more",
         fix="use more ranks, smaller microbatches, or a schedule that holds fewer of them",
@@ -113,85 +140,111 @@ def _too_small(chain: Chain, limit: float, least: Search) -> PlanError:
     return error
 
 
-@dataclass(frozen=True)
-class TimedCuts:
-    """Cuts of one chain for one schedule; `trains` says of each block whether any of its parameters is trained.
+class Bounds:
+    """For every (stage, first block): the best that this and later stages can do, each with its ranks to itself."""
 
-    `costs` returns what the stages of a cut take.
+    def __init__(self, chain: Chain, limit: float) -> None:
+        self.chain, self.limit = chain, limit
+        firsts, ends = chain.table.grid
+        self.seconds = np.where(firsts < ends, chain.table.seconds[ends] - chain.table.seconds[firsts], np.inf)
+        sizes = [chain.stage_bytes(stage) for stage in range(chain.num_stages)]
+        allowed = [np.where(size <= limit, self.seconds, np.inf) for size in sizes]
+        self._on_ranks = [part * seconds for part, seconds in zip(chain.shares.max(axis=0), allowed, strict=True)]
+        self._squared = [seconds**2 for seconds in allowed]
+        self.largest = suffixes(self._on_ranks, np.maximum)
+        self.squares = suffixes(self._squared, np.add)
+        self.sizes = suffixes(sizes, np.maximum)
+
+    def best_cut(self) -> Counts | None:
+        """Return the best cut if no stages shared a rank; None where no cut has every stage within the limit."""
+        return shortest_largest(self._on_ranks, self._squared)
+
+
+@dataclass
+class Search:
+    """Depth first over where each stage ends, the most promising first, leaving out what cannot beat the best so far.
+
+    With `smallest` the objective is the largest rank's bytes in place of the seconds.
     """
 
-    blocks: Sequence[BlockCosts]
-    program: Program
-    trains: Sequence[bool]
-    costs: Callable[[Counts], Costs]
-    max_bytes: float | None = None
+    bounds: Bounds
+    best: Counts | None = None  # what it begins with, which fits
+    smallest: bool = False
+    value: tuple[float, float] = (math.inf, math.inf)
+    nodes: int = 0
+    chain: Chain = field(init=False)
 
-    def best(self) -> Partition:
-        r"""Return the cut with the shortest simulated step that was found, every rank within `max_bytes`.
+    def __post_init__(self) -> None:
+        self.chain = chain = self.bounds.chain
+        stages = range(chain.num_stages)
+        # The ranks that have each stage, with what they have been given so far.
+        self._holders = [
+            [rank.only([one for one in rank.stages if one <= stage]) for rank in chain.held if stage in rank.stages]
+            for stage in stages
+        ]
+        # The ranks that have a stage behind each one: what is left to deal goes to them.
+        self._open = [
+            [at for at, rank in enumerate(chain.held) if any(one > stage for one in rank.stages)] for stage in stages
+        ]
+        if self.best is not None:
+            largest = float(chain.rank_bytes([self.best]).max())
+            self.value = (largest, 0.0) if self.smallest else chain.quality([self.best])[0]
+        self._extend([0], np.zeros(len(chain.held)), 0.0, 0.0)
 
-        >>> program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
-        >>> cuts = TimedCuts(
-        ...     [BlockCosts(3.0)] * 4, program, [True] * 4, lambda counts: Costs(forward=counts, backward=counts)
-        ... )
-        >>> cuts.best().counts
-        (2, 2)
-        """
-        begun, problem = self._evenest()
-        fitting = [one for one in begun if self._fits(one.counts)]
-        if not fitting:
-            assert problem is not None, "the evenest cut fits, or is refused"
-            raise problem
-        start = fitting[int(np.argmin(self.makespans([one.counts for one in fitting])))]
-        actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start.counts))
-        rounds = _MAX_TIMED // max(actions, 1)
-        counts = climb([start.counts], self._within, rounds=rounds, better=lambda one, now: one < now * (1 - _GAIN))
-        return replace(
-            start,
-            counts=counts,
-            seconds=tuple(sum(one.seconds for one in self.blocks[i:j]) for i, j in pairwise(ends_of(counts))),
-            rank_bytes=self.rank_bytes(counts),
-        )
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything was looked at, or the largest rank cannot be shorter by the bound alone."""
+        if self.nodes <= _MAX_NODES:
+            return True
+        least = max(float(self.bounds.largest[0][0]), float(self.chain.table.seconds[-1]) / len(self.chain.held))
+        return not self.smallest and self.value[0] <= least * (1 + SLACK)
 
-    def _within(self, cuts: Sequence[Counts]) -> list[float]:
-        """Return what a step takes with each of these cuts; infinitely long where a rank is over the limit."""
-        fitting = [one for one in cuts if self._fits(one)]
-        seconds = dict(zip(fitting, self.makespans(fitting), strict=True))
-        return [seconds.get(one, np.inf) for one in cuts]
+    def _extend(self, ends: list[int], loads: Floats, squares: float, size: float) -> None:
+        stage, first, num_blocks = len(ends) - 1, ends[-1], self.chain.table.num_blocks
+        if stage == self.chain.num_stages:
+            self.best = tuple(np.diff(ends).tolist())
+            self.value = (size, 0.0) if self.smallest else (float(loads.max()), squares)
+            return
+        after = self.chain.num_stages - stage - 1
+        nexts = np.arange(first + 1 if after else num_blocks, num_blocks - after + 1)
+        now = np.maximum(size, self._rank_sizes(ends, nexts))
+        allowed = int((now <= self.bounds.limit).sum())  # a longer slice takes no less
+        self.nodes += min(allowed + 1, len(nexts))
+        nexts = nexts[: max(allowed - max(self.nodes - _MAX_NODES, 0), 0)]
+        now, seconds = now[: len(nexts)], self.bounds.seconds[first, nexts]
+        more = loads + seconds[:, None] * self.chain.shares[:, stage]
+        even = squares + seconds**2
+        if self.smallest:
+            bounds = np.maximum(now, self.bounds.sizes[stage + 1][nexts]), np.zeros(len(nexts))
+        else:
+            bounds = self._least(more, stage, nexts), even + self.bounds.squares[stage + 1][nexts]
+        for at in np.lexsort(bounds[::-1]):
+            if self._beats(float(bounds[0][at]), float(bounds[1][at])):
+                self._extend([*ends, int(nexts[at])], more[at], float(even[at]), float(now[at]))
 
-    def makespans(self, cuts: Sequence[Counts]) -> list[float]:
-        """Return what a step takes with each of these cuts."""
-        found = [0.0] * len(cuts)
-        for stages, places in by_training(self.trains, cuts).items():
-            times = makespans(prune(self.program, stages), [self.costs(cuts[at]) for at in places])
-            for at, seconds in zip(places, times.tolist(), strict=True):
-                found[at] = seconds
+    def _least(self, loads: Floats, stage: int, ends: Ints) -> Floats:
+        """Return what the largest rank takes at least: what it has, one more stage, or its share of what is left."""
+        least: Floats = np.maximum(loads.max(axis=1), self.bounds.largest[stage + 1][ends])
+        if open_ranks := self._open[stage]:
+            left = self.chain.table.seconds[-1] - self.chain.table.seconds[ends]
+            least = np.maximum(least, (loads[:, open_ranks].sum(axis=1) + left) / len(open_ranks))
+        return least
+
+    def _beats(self, first: float, second: float) -> bool:
+        """Whether something this good would be better than the best; sums that differ by rounding are equal."""
+        best, evenness = self.value
+        if first == math.inf or first > best * (1 + SLACK):
+            return False
+        return first < best * (1 - SLACK) or second < evenness * (1 - SLACK)
+
+    def _rank_sizes(self, ends: list[int], nexts: Ints) -> Floats:
+        """Return the largest peak of the ranks that hold the stage that begins last, for each of its next ends."""
+        if self.bounds.limit == math.inf and not self.smallest:
+            return np.zeros(len(nexts))
+        placed = np.array([[*ends, end] for end in nexts])
+        peaks = [
+            self.chain.table.rank_bytes(rank, placed[:, np.array(rank.stages)], placed[:, np.array(rank.stages) + 1])
+            for rank in self._holders[len(ends) - 1]
+        ]
+        found: Floats = np.max(peaks, axis=0)
         return found
-
-    def pruned(self, counts: Counts) -> Program:
-        """Return the program without the backwards that stages of this cut do not need."""
-        return prune(self.program, trained(self.trains, counts))
-
-    def rank_bytes(self, counts: Counts) -> tuple[float, ...]:
-        """Return every rank's peak under this cut."""
-        return rank_bytes(self.blocks, counts, _held_by(self.pruned(counts)))
-
-    def _fits(self, counts: Counts) -> bool:
-        return self.max_bytes is None or Limit(max_bytes=self.max_bytes).admits_bytes(max(self.rank_bytes(counts)))
-
-    def _evenest(self) -> tuple[list[Partition], PlanError | None]:
-        """Return the cut with the evenest ranks, for each number of stages without a backward; and why none is."""
-        stages = self.program.num_stages
-        frozen = 0 if any(self.trains) and self.trains[0] else stages - 1
-        found, problem = [], None
-        for number in range(frozen + 1) if any(self.trains) else [0]:
-            held = _held_by(prune(self.program, [False] * number + [True] * (stages - number)))
-            try:
-                found.append(partition(self.blocks, stages, held=held, max_bytes=self.max_bytes))
-            except PlanError as error:
-                problem = problem or error
-        return found, problem
-
-
-@lru_cache(maxsize=64)
-def _held_by(program: Program) -> tuple[HeldPairs, ...]:
-    return held_by(program)

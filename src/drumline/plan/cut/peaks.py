@@ -6,7 +6,7 @@
 A rank with several stages peaks at different moments for different sizes, so every moment that could be the peak is
 kept. A stage that is recomputed holds less, and while its backward runs one microbatch's whole: so each moment counts
 pairs held since F, those of them whose backward runs, and those between I and W. With a cut's bytes put in, the largest
-sum is the simulator's peak: `Peaks` does so for many cuts at once, `HeldPairs` for one, without recomputation.
+sum is the simulator's peak, for many cuts at once.
 """
 
 from __future__ import annotations
@@ -19,105 +19,58 @@ from itertools import product
 import numpy as np
 
 from drumline.core.action import TIMED_OPS, Action, Op
-from drumline.core.program import Program
+from drumline.core.program import Program, once_per_program
 from drumline.core.rules import Backward
 from drumline.core.simulate.graph import Floats
 
 _Moment = tuple[int, ...]  # (held since F, of them in their backward, between I and W) of each stage in turn
 
 
-@dataclass(frozen=True, slots=True)
-class PairSizes:
-    """Bytes of a pair of each stage, (cuts, stages): as it is kept, in its backward, and between I and W."""
-
-    kept: Floats
-    full: Floats
-    until_weight: Floats
-
-
-class Peaks:
-    """The moments of every rank that could be its peak."""
-
-    def __init__(self, program: Program) -> None:
-        self.stages = [program.placement.stages_of(rank) for rank in range(program.num_ranks)]
-        self.moments = [
-            np.array(_largest(_moments(row, stages, program.backwards)) or [(0,) * 3 * len(stages)], dtype=float)
-            for row, stages in zip(program.rows, self.stages, strict=True)
-        ]
-
-    def stash(self, sizes: PairSizes) -> Floats:
-        """Return every rank's peak of activations, (cuts, ranks).
-
-        >>> from drumline.schedules import generate
-        >>> one, none = np.ones((1, 2)), np.zeros((1, 2))
-        >>> Peaks(generate("1f1b", num_ranks=2, num_microbatches=4)).stash(PairSizes(one, 10 * one, none)).tolist()
-        [[11.0, 10.0]]
-        """
-        columns = []
-        for stages, moments in zip(self.stages, self.moments, strict=True):
-            here = list(stages)
-            kept, until = sizes.kept[:, here], sizes.until_weight[:, here]
-            bytes_of = np.stack([kept, sizes.full[:, here] - kept, until], axis=2).reshape(len(kept), -1)
-            columns.append((bytes_of @ moments.T).max(axis=1))
-        return np.stack(columns, axis=1)
-
-    def of_stage(self, stage: int) -> Floats:
-        """Return what the rank with most of it holds of one stage alone, moment by moment: (moments, 3)."""
-        found = [
-            moments[:, 3 * stages.index(stage) : 3 * stages.index(stage) + 3]
-            for stages, moments in zip(self.stages, self.moments, strict=True)
-            if stage in stages
-        ]
-        return np.concatenate(found)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HeldPairs:
-    """One rank: its stages, and for each moment that could be the peak what it holds of each of them.
+    """One rank: its stages, and for each moment that could be the peak what it holds of each: (moments, stages, 3).
 
-    That is how many pairs between F and I (or B), and how many between I and W. `shares` says what part of each stage's
-    microbatches the rank runs: less than all where a stage has two copies.
+    That is how many pairs between F and I (or B), how many of them are in their backward, and how many between I and W.
+    `shares` says what part of each stage's microbatches the rank runs: less than all where a stage has two copies.
     """
 
     stages: tuple[int, ...]
-    moments: tuple[tuple[tuple[int, int], ...], ...]
+    moments: Floats
     shares: tuple[float, ...] = ()  # all of them, unless given
 
-    @property
-    def parts(self) -> tuple[tuple[int, float], ...]:
-        """Its stages, each with the part of its microbatches that runs here."""
-        return tuple(zip(self.stages, self.shares or (1.0,) * len(self.stages), strict=True))
+    def stash(self, pairs: Floats) -> Floats:
+        """Return the rank's peak of activations, given the bytes of a pair of each of its stages, (..., stages, 3).
 
-    def bytes(self, full: Sequence[float], until_weight: Sequence[float], static: Sequence[float]) -> float:
-        """Return the rank's peak, given each of its stages' bytes."""
-        held = (
-            sum(f * a + u * b for (f, u), a, b in zip(moment, full, until_weight, strict=True))
-            for moment in self.moments
-        )
-        return max(held, default=0.0) + sum(static)
+        They are those of a pair as it is kept, what its backward adds to that, and between I and W.
+
+        >>> from drumline.schedules import generate
+        >>> ranks = held_by(generate("1f1b", num_ranks=2, num_microbatches=4))
+        >>> [float(rank.stash(np.array([[1.0, 9.0, 0.0]]))) for rank in ranks]
+        [11.0, 10.0]
+        """
+        flat = pairs.reshape(*pairs.shape[:-2], -1)
+        found: Floats = (flat @ self.moments.reshape(len(self.moments), -1).T).max(axis=-1)
+        return found
+
+    def only(self, stages: Sequence[int]) -> HeldPairs:
+        """Return what the rank holds of some of its stages alone."""
+        return HeldPairs(tuple(stages), self.moments[:, [self.stages.index(stage) for stage in stages]])
 
 
+@once_per_program
 def held_by(program: Program) -> tuple[HeldPairs, ...]:
     r"""Return what every rank holds.
 
-    >>> [rank.moments for rank in held_by(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))]
-    [(((2, 0),),), (((1, 0),),)]
+    >>> [rank.moments.tolist() for rank in held_by(Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))]
+    [[[[2.0, 1.0, 0.0]]], [[[1.0, 1.0, 0.0]]]]
     """
     found = []
     for rank, row in enumerate(program.rows):
         stages = program.placement.stages_of(rank)
-        moments = _moments(row, stages, program.backwards)
-        pairs = _largest(
-            tuple(one for at in range(0, len(each), 3) for one in each[at : at + 3 : 2]) for each in moments
-        )
+        moments = _largest(_moments(row, stages, program.backwards)) or [(0,) * 3 * len(stages)]
         forwards = Counter(part.stage for action in row for part in action.work if part.op is Op.FORWARD)
-        found.append(
-            HeldPairs(
-                stages,
-                tuple(tuple(zip(one[::2], one[1::2], strict=True)) for one in pairs),
-                tuple(forwards[stage] / program.num_microbatches for stage in stages),
-            )
-        )
+        shares = tuple(forwards[stage] / program.num_microbatches for stage in stages)
+        found.append(HeldPairs(stages, np.array(moments, dtype=float).reshape(-1, len(stages), 3), shares))
     return tuple(found)
 
 

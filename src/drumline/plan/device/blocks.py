@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from drumline.core.costs import Costs
 from drumline.core.errors import ModelError, PlanError
@@ -13,6 +13,7 @@ from drumline.core.files import Kind, parse_object
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.placement import Placement
 from drumline.plan.cut.chain import BlockCosts
+from drumline.plan.cut.cuts import ends_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class Times:
         2.5
         """
         return self.forward if self.taped is None else (1 - split) * self.forward + split * self.taped
+
+    def of(self, op: str, *, split: float) -> float:
+        """Return the seconds of an op by its name, where this share of the backwards is in halves."""
+        return self.forward_for(split=split) if op == "forward" else float(getattr(self, op))
 
     def total(self, *, split: float) -> float:
         """Return the seconds of a microbatch, where this share of the backwards is in halves."""
@@ -97,13 +102,14 @@ class Profile:
         Stages named by `recompute` hold what they received instead, and run F again before their backward. The share
         `split` of forwards keeps a tape, as those do whose backwards are I and W.
         """
-        ends = list(accumulate(counts, initial=0))
+        ends = ends_of(counts)
         if ends[-1] != len(self.layers) or min(counts) < 1:
             raise ModelError(f"counts are {list(counts)}", expected=f"1 or more each, {len(self.layers)} in all")
         stages = [self.layers[i:j] for i, j in pairwise(ends)]
 
         def seconds(op: str) -> list[float]:
-            return [getattr(self.overhead, op) + sum(getattr(one.times, op) for one in stage) for stage in stages]
+            own = self.overhead.of(op, split=split)
+            return [own + sum(one.times.of(op, split=split) for one in stage) for stage in stages]
 
         def size(what: str) -> list[float]:
             return [sum(getattr(one, what) for one in stage) for stage in stages]
@@ -114,10 +120,7 @@ class Profile:
         twice = [stage[-1].again_bytes if one else 0 for one, stage in zip(again, stages, strict=True)]
         received = [0.0, *(float(self.layers[end - 1].output_bytes) for end in ends[1:-1])]
         return Costs(
-            forward=[
-                self.overhead.forward_for(split=split) + sum(one.times.forward_for(split=split) for one in stage)
-                for stage in stages
-            ],
+            forward=seconds("forward"),
             backward=seconds("backward"),
             backward_input=seconds("backward_input"),
             backward_weight=seconds("backward_weight"),
@@ -135,7 +138,7 @@ class Profile:
         )
 
     def blocks(self, *, split: float, optimizer_states: int = 2) -> list[BlockCosts]:
-        """Return the blocks as `partition` takes them, their backwards whole or split."""
+        """Return the blocks as they are cut, their backwards whole or split."""
         return [
             BlockCosts(
                 one.times.total(split=split),
@@ -144,6 +147,10 @@ class Profile:
                 one.start_bytes,
                 one.weight_bytes + (1 + optimizer_states) * one.gradient_bytes,
                 tuple((name, weight + (1 + optimizer_states) * gradient) for name, weight, gradient in one.tied),
+                one.output_bytes,
+                one.checkpoint_bytes,
+                one.again_bytes,
+                one.trains,
             )
             for one in self.layers
         ]

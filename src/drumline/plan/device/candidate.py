@@ -15,11 +15,12 @@ from drumline.core.costs import Costs
 from drumline.core.program import Program
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.plan.advice import Remedy, lost_and_saved
-from drumline.plan.cut.peaks import PairSizes, Peaks
-from drumline.plan.cut.stages import Cut, Stages
-from drumline.plan.cut.tables import FIELD, CutTable
+from drumline.plan.cut.cuts import ends_of
+from drumline.plan.cut.peaks import held_by
+from drumline.plan.cut.timed import Cut
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan, RankBytes, StepSeconds
+from drumline.plan.device.stages import FIELD, Stages
 
 EQUAL = 0.01  # steps or peaks that differ by a smaller share count as equal
 _MIB = 2**20
@@ -65,7 +66,7 @@ class Candidate:
 
     def timeline(self) -> Simulation:
         """Return the step as it is predicted."""
-        return simulate(self.stages.pruned(self.cut.counts), self.costs)
+        return simulate(self.stages.cuts.pruned(self.cut.counts), self.costs)
 
     @cached_property
     def makespan(self) -> float:
@@ -104,7 +105,7 @@ class Candidate:
     def seconds(self) -> StepSeconds:
         """The step, item by item."""
         counts, ranks = self.cut.counts, self.program.num_ranks
-        program = self.stages.pruned(counts)
+        program = self.stages.cuts.pruned(counts)
         work = Counter((part.op, part.stage) for part in program.work())
         plain = replace(self.stages, overheads=type(self.stages.overheads)()).costs(counts)
 
@@ -134,11 +135,14 @@ class Candidate:
     def rank_bytes(self) -> tuple[RankBytes, ...]:
         """Every rank's peak, item by item."""
         counts, stages = self.cut.counts, self.program.num_stages
-        program = self.stages.pruned(counts)
-        table, peaks = CutTable(self.stages.profile, program, [counts]), Peaks(program)
-        sizes, received = table.sizes(self.stages.recompute), table.runs.received
-        bare = PairSizes(*(np.maximum(one - received, 0.0) for one in (sizes.kept, sizes.full, sizes.until_weight)))
-        whole, own = peaks.stash(sizes)[0].tolist(), peaks.stash(bare)[0].tolist()
+        program, table = self.stages.cuts.pruned(counts), self.stages.cuts.table
+        ends, held = np.array(ends_of(counts)), held_by(program)
+        pairs = table.pairs(ends[:-1], ends[1:], np.array(self.stages.recompute))
+        received = table.received(ends[:-1])[:, None]
+        kept, running, until = np.split(pairs, 3, axis=-1)
+        bare = [np.maximum(one - received, 0.0) for one in (kept, kept + running, until)]
+        own_pairs = np.concatenate([bare[0], bare[1] - bare[0], bare[2]], axis=-1)
+        whole, own = ([float(rank.stash(one[list(rank.stages)])) for rank in held] for one in (pairs, own_pairs))
         trained = [kind.name == "WHOLE" for kind in program.backwards]
         weight, gradient, optimizer = (
             self.costs.per_stage(f"{name}_bytes", stages) for name in ("weight", "gradient", "optimizer")
@@ -151,7 +155,7 @@ class Candidate:
                 own[rank],
                 whole[rank] - own[rank],
             )
-            for rank, here in enumerate(peaks.stages)
+            for rank, here in enumerate(each.stages for each in held)
         )
 
     def plan(self, profile: ModelProfile, optimizer: str) -> Plan:

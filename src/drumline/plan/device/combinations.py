@@ -8,10 +8,10 @@ from itertools import product
 
 from drumline.core.errors import PlanError, ScheduleError, nearest
 from drumline.core.program import Program
-from drumline.plan.cut.stages import Stages
 from drumline.plan.device.candidate import Candidate
 from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.ranks import Ranks
+from drumline.plan.device.stages import Stages
 from drumline.schedules import find
 
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}  # tensors of the weights' size that each keeps

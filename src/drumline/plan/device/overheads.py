@@ -22,7 +22,7 @@ from drumline.core.measured.costs import Handling
 from drumline.core.parsed import LARGEST, Parsed
 from drumline.core.simulate.graph import Floats
 
-_Bytes = TypeVar("_Bytes", float, Floats)
+Numbers = TypeVar("Numbers", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Line:
     seconds: float = 0.0
     seconds_per_byte: float = 0.0
 
-    def at(self, num_bytes: _Bytes) -> _Bytes:
+    def at(self, num_bytes: Numbers) -> Numbers:
         """Return the seconds of so many bytes."""
         return self.seconds + self.seconds_per_byte * num_bytes
 

@@ -149,7 +149,7 @@ def _searched(question: Question, start: Candidate, seconds: float) -> Candidate
     assert not validate(found.program), "the search returns programs that can run"
     program = Program(found.program.rows, f"searched, {placement.name}")
     stages = replace(start.stages, program=program)
-    candidate = Candidate(stages, stages.cuts([start.cut.counts])[0], start.rows, question.batch, searched=True)
+    candidate = Candidate(stages, stages.cuts.timed([start.cut.counts])[0], start.rows, question.batch, searched=True)
     return candidate if candidate.fits and candidate.step_seconds < start.step_seconds * (1 - 1e-6) else None
 
 
@@ -186,7 +186,7 @@ def _chosen(fitting: Sequence[Candidate]) -> Candidate:
 
 def _is_whole(candidate: Candidate) -> bool:
     """Whether every stage has a whole backward: others the search does not know."""
-    return all(kind is Backward.WHOLE for kind in candidate.stages.pruned(candidate.cut.counts).backwards)
+    return all(kind is Backward.WHOLE for kind in candidate.stages.cuts.pruned(candidate.cut.counts).backwards)
 
 
 def _nothing_fits(question: Question, rejected: Sequence[Candidate]) -> PlanError:

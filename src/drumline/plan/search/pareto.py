@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.core.costs import Costs, cut_finer
-from drumline.core.errors import PlanError
 from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
-from drumline.plan.search.search import PLACEMENTS, placement_named, search
+from drumline.plan.search.search import PLACEMENTS, admitted, search
 from drumline.plan.search.starts import starts
 
 _MOST_LIMITS = 12
@@ -115,7 +114,15 @@ def pareto(
     [(1.0, 0.4), (2.0, 0.077)]
     """
     names = PLACEMENTS if placement is None else (placement,)
-    instances, left_out = _instances(costs, num_ranks, num_microbatches, names, stages_per_rank)
+    placements, refused = admitted(names, num_ranks, num_microbatches, stages_per_rank)
+    if not placements:
+        raise refused[names[0]]
+    # Where there are several placements, stages are cut finer where a rank holds several.
+    parts = [one.num_stages // num_ranks if placement is None else 1 for one in placements.values()]
+    instances = [
+        Instance(cut_finer(costs, part), one, num_microbatches)
+        for part, one in zip(parts, placements.values(), strict=True)
+    ]
     in_bytes = costs.activation_bytes is not None
     known = [(one, start) for one in instances for start in starts(one, Objective(one, objective))]
     hand_made = []
@@ -147,29 +154,8 @@ def pareto(
         peak = _peak(instance, found.program, in_bytes)
         searched.append(Point("searched", instance.placement.name, peak, bubble, memory, max(bound, 0.0)))
     unit = "bytes" if in_bytes else "activations"
+    left_out = {name: str(error) for name, error in refused.items()}
     return Pareto(num_ranks, num_microbatches, objective, unit, tuple(searched), tuple(hand_made), left_out)
-
-
-def _instances(
-    costs: Costs, num_ranks: int, num_microbatches: int, names: Sequence[str], per_rank: int | None
-) -> tuple[list[Instance], dict[str, str]]:
-    """Return the instance of every placement, without a limit, and why placements have none.
-
-    Where there are several placements, stages are cut finer where a rank holds several.
-    """
-    found, left_out = [], {}
-    for name in names:
-        try:
-            stages = None if name in ("linear", "bidirectional") else per_rank
-            placement = placement_named(name, num_ranks, num_microbatches, stages)
-        except PlanError as error:
-            if len(names) == 1:
-                raise
-            left_out[name] = str(error)
-            continue
-        share = placement.num_stages // num_ranks
-        found.append(Instance(cut_finer(costs, share) if len(names) > 1 else costs, placement, num_microbatches))
-    return found, left_out
 
 
 def _limits(instance: Instance, in_bytes: bool, peaks: Sequence[float]) -> list[float]:

@@ -164,6 +164,20 @@ def placement_named(name: str, num_ranks: int, num_microbatches: int, stages_per
     return maker(num_ranks, stages_per_rank=stages_per_rank or 2)
 
 
+def admitted(
+    names: Iterable[str], num_ranks: int, num_microbatches: int, stages_per_rank: int | None
+) -> tuple[dict[str, Placement], dict[str, PlanError]]:
+    """Return the placements that the counts admit, by their names, and why the others are left out."""
+    found, left_out = {}, {}
+    for name in names:
+        try:
+            per_rank = None if name in ("linear", "bidirectional") else stages_per_rank
+            found[name] = placement_named(name, num_ranks, num_microbatches, per_rank)
+        except PlanError as error:
+            left_out[name] = error
+    return found, left_out
+
+
 class Everywhere(list[Found]):
     """What was found on every placement, the best first, and why placements were left out, by their name."""
 
@@ -190,27 +204,17 @@ def search_all(
     >>> [found.placement for found in search_all(Costs(), 2, num_microbatches=4, seconds=2)]
     ['bidirectional', 'loop', 'v', 'linear']
     """
-    found: list[Found] = []
-    left_out: dict[str, PlanError] = {}
+    found, options = [], {"num_microbatches": num_microbatches, "seconds": seconds / len(PLACEMENTS), **options}
+    placements, left_out = admitted(PLACEMENTS, num_ranks, num_microbatches, stages_per_rank)
     limit = limit or Limit()
-    for name in PLACEMENTS:
+    for name, placement in placements.items():
+        share = placement.num_stages // num_ranks
+        pairs = None if limit.max_activations is None else limit.max_activations * share
         try:
-            per_rank = None if name in ("linear", "bidirectional") else stages_per_rank
-            placement = placement_named(name, num_ranks, num_microbatches, per_rank)
-            share = placement.num_stages // num_ranks
-            pairs = None if limit.max_activations is None else limit.max_activations * share
-            found.append(
-                search(
-                    cut_finer(costs, share),
-                    placement,
-                    num_microbatches=num_microbatches,
-                    limit=Limit(pairs, limit.max_bytes),
-                    seconds=seconds / len(PLACEMENTS),
-                    **options,
-                )
-            )
+            found.append(search(cut_finer(costs, share), placement, limit=Limit(pairs, limit.max_bytes), **options))
         except PlanError as error:
             left_out[name] = error
+    in_order = {name: left_out[name] for name in PLACEMENTS if name in left_out}
     if not found:
-        raise next(iter(left_out.values()))
-    return Everywhere(sorted(found, key=lambda one: one.value), left_out)
+        raise next(iter(in_order.values()))
+    return Everywhere(sorted(found, key=lambda one: one.value), in_order)

@@ -27,7 +27,7 @@ from drumline.core.program import Program
 from drumline.core.rules import Backward
 from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
 from drumline.plan.cut.chain import BlockCosts
-from drumline.plan.cut.partition import TimedCuts
+from drumline.plan.cut.timed import TimedCuts, steps_of
 from drumline.report.advise.evidence import OPS, Evidence
 from drumline.report.units import ms
 
@@ -49,12 +49,12 @@ def recut(seen: Evidence) -> Iterator[Remedy]:
     if blocks is None or set(program.backwards) != {Backward.WHOLE}:
         return
     each = [BlockCosts(sum(seconds)) for seconds in zip(*blocks.seconds.values(), strict=True)]
-    cuts = TimedCuts(each, program, [True] * len(each), blocks.costs)
+    cuts = TimedCuts(each, program, steps_of(blocks.costs))
     try:
         found = cuts.best().counts
     except PlanError:
         return
-    before, after = cuts.makespans([blocks.counts, found])
+    before, after = (cut.seconds for cut in cuts.timed([blocks.counts, found]))
     gain = (before - after) / seen.measured.makespan
     if gain < LEAST_GAIN:
         return

@@ -1,6 +1,6 @@
 """Cuts of a profiled model for one program and one size of microbatch: what each takes, and the best that fits.
 
-Where there are few cuts, all are simulated. Otherwise the cuts of `exact` are where to begin (the shortest largest
+Where there are few cuts, all are simulated. Otherwise the exact cuts of `cuts` are where to begin (the shortest largest
 stage, and the shortest sum + (M - 1) x largest, of those whose every stage fits its rank), and boundaries are moved for
 as long as that makes the simulated step shorter.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,42 +19,20 @@ import numpy as np
 from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.program import Program, once_per_program
-from drumline.core.prove.frozen import prune
-from drumline.core.simulate.graph import Floats
+from drumline.core.simulate.graph import Floats, Ints
 from drumline.core.simulate.simulate import makespans
-from drumline.plan.cut.cuts import (
-    Counts,
-    by_training,
-    climb,
-    even_cut,
-    every_cut,
-    shortest_largest,
-    shortest_step,
-    trained,
-)
-from drumline.plan.cut.peaks import Peaks
-from drumline.plan.cut.tables import FIELD, OPS, CutTable, RunTable, crossings
+from drumline.plan.cut.chain import sums
+from drumline.plan.cut.cuts import Counts, ends_of, even_cut, every_cut, shortest_largest, shortest_step
+from drumline.plan.cut.timed import Cut, TimedCuts
 from drumline.plan.device.blocks import Profile
-from drumline.plan.device.overheads import Line, Overheads
+from drumline.plan.device.overheads import Line, Numbers, Overheads
 from drumline.plan.device.ranks import Ranks
+
+OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+FIELD = dict(zip(OPS, ("forward", "backward", "backward_input", "backward_weight"), strict=True))
 
 _EVERY = 130  # so many cuts are all simulated
 _ROUNDS = 12  # of moving boundaries
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A cut, the seconds of its step, every rank's peak, and by how much of the limits ranks are over it, summed."""
-
-    counts: Counts
-    seconds: float
-    rank_bytes: tuple[float, ...]
-    excess: float
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """Less is better: what is over the limits first, then seconds."""
-        return self.excess, self.seconds
 
 
 @dataclass(frozen=True)
@@ -65,6 +45,12 @@ class Stages:
     overheads: Overheads
     recompute: tuple[bool, ...]
     optimizer_states: int = 2
+
+    @cached_property
+    def cuts(self) -> TimedCuts:
+        """The cuts of the blocks, timed with everything that was measured."""
+        blocks = self.profile.blocks(split=split_share(self.program), optimizer_states=self.optimizer_states)
+        return TimedCuts(blocks, self.program, self._steps, self.ranks.limits, self.recompute)
 
     def costs_for_search(self, counts: Counts) -> Costs:
         """Return what the stages of a cut take where it is open which backwards are split: the tape counts with I."""
@@ -83,9 +69,8 @@ class Stages:
         overheads = self.overheads
         if not messages:
             overheads = replace(overheads, send=Line(), take=Line(), flight=0.0)
-        table = CutTable(self.profile, self.program, [counts])
-        share = split_share(self.program) if split is None else split
-        each = table.seconds(overheads, self._speeds, self.recompute, split=share)[:, 0]
+        ends = np.array(ends_of(counts))
+        each = self._seconds(ends[:-1], ends[1:], overheads=overheads, split=split)
         seconds: dict[str, Any] = dict(zip(FIELD.values(), each.tolist(), strict=True))
         for name in ("backward", "backward_input"):  # here the simulator adds the F that runs again, handling and all
             less = zip(seconds[name], seconds["forward"], self.recompute, strict=True)
@@ -99,37 +84,49 @@ class Stages:
         edges = {ends: replace(edge, latency=edge.latency + costs.comm) for ends, edge in self.ranks.edges.items()}
         return replace(costs, edges=edges)
 
-    @property
-    def _speeds(self) -> Floats:
-        """The speed of every stage's rank."""
-        return np.array([self.ranks.speeds[home] for home in self.program.placement.homes])
+    def _seconds(
+        self,
+        firsts: Ints,
+        ends: Ints,
+        stage: int | slice = slice(None),
+        *,
+        overheads: Overheads | None = None,
+        split: float | None = None,
+    ) -> Floats:
+        """Return the seconds of each op with its handling, and of F where a backward runs it again, ops first.
 
-    def pruned(self, counts: Counts) -> Program:
-        """Return the program without the backwards that stages of this cut do not need."""
-        return _pruned(self.program, trained([one.trains for one in self.profile.layers], counts))[0]
+        Runs of blocks from `firsts` to before `ends` are all of one stage, or along their last axis of all stages.
+        """
+        share = split_share(self.program) if split is None else split
+        own, homes = overheads or self.overheads, self.program.placement.homes
+        speed = np.array([self.ranks.speeds[home] for home in homes])[stage]
+        earlier, later = (crossed[stage] for crossed in crossings(self.program))
+        plain = {op: self._plain(op, firsts, ends, split=share) / speed for op in OPS}
+        sent, received = self.cuts.table.sent(ends), self.cuts.table.received(firsts)
+        # A stage sends its gradient where its input came from.
+        back = plain[Op.FORWARD] * np.array(self.recompute)[stage]
+        back = back + own.take.at(sent) * later + own.send.at(received) * earlier
+        ahead = own.send.at(sent) * later + own.take.at(received) * earlier
+        extra = dict(zip(OPS, (ahead, back, back, np.zeros_like(back)), strict=True))
+        return np.stack([plain[op] + extra[op] + own.action for op in OPS])
 
-    def cuts(self, many: Sequence[Counts]) -> list[Cut]:
-        """Return what each of these cuts takes, all timed at once."""
-        found: dict[int, Cut] = {}
-        limits = np.array(self.ranks.limits)
-        for stages, places in by_training([one.trains for one in self.profile.layers], many).items():
-            program, peaks = _pruned(self.program, stages)
-            table = CutTable(self.profile, program, [many[at] for at in places])
-            seconds = self._makespans(program, table) + [self._around(one) for one in table.gradients.max(axis=1)]
-            sizes = peaks.stash(table.sizes(self.recompute)) + table.static(self.optimizer_states)
-            over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
-            for at, one, size, excess in zip(places, seconds.tolist(), sizes.tolist(), over.tolist(), strict=True):
-                found[at] = Cut(many[at], one, tuple(size), excess)
-        return [found[at] for at in range(len(many))]
+    def _plain(self, op: Op, firsts: Ints, ends: Ints, *, split: float) -> Floats:
+        """Return the seconds of an op, with what calling a stage adds; `split` is the share of backwards in halves."""
+        whole = sums([one.times.of(FIELD[op], split=split) for one in self.profile.layers])
+        found: Floats = whole[ends] - whole[firsts] + self.profile.overhead.of(FIELD[op], split=split)
+        return found
 
-    def _makespans(self, program: Program, table: CutTable) -> Floats:
-        """Return the simulated step of every cut."""
+    def _steps(self, program: Program, many: Sequence[Counts]) -> Floats:
+        """Return the predicted step of every cut: as it is simulated, and what comes before and behind that."""
+        ends = np.array([ends_of(counts) for counts in many])
+        gradients = np.diff(sums([one.gradient_bytes for one in self.profile.layers])[ends], axis=1)
+        held = (list(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
+        around: Floats = self._around(np.max([gradients[:, stages].sum(axis=1) for stages in held], axis=0))
         if self.ranks.edges:
-            return makespans(program, [self.costs(counts) for counts in table.many])
-        seconds = table.seconds(self.overheads, self._speeds, self.recompute, split=split_share(self.program))
+            return makespans(program, [self.costs(counts) for counts in many]) + around
         ops, stages = _work(program)
         unit = Costs(backward=1.0, comm=self.overheads.flight)
-        return makespans(program, unit, factors=seconds[ops, :, stages].T)
+        return makespans(program, unit, factors=self._seconds(ends[:, :-1], ends[:, 1:])[ops, :, stages].T) + around
 
     def around(self, costs: Costs, program: Program) -> float:
         """Return what a step takes before its first action and behind its last one."""
@@ -137,7 +134,7 @@ class Stages:
         held = (program.placement.stages_of(rank) for rank in range(program.num_ranks))
         return self._around(max(sum(gradients[stage] for stage in stages) for stages in held))
 
-    def _around(self, gradient_bytes: float) -> float:
+    def _around(self, gradient_bytes: Numbers) -> Numbers:
         return self.overheads.begin + self.overheads.end.at(gradient_bytes)
 
     def best(self) -> tuple[Cut, Cut]:
@@ -147,53 +144,30 @@ class Stages:
         """
         num_blocks, num_stages = len(self.profile.layers), self.program.num_stages
         if math.comb(num_blocks - 1, num_stages - 1) <= _EVERY:
-            found = self.cuts(every_cut(num_blocks, num_stages))
+            found = self.cuts.timed(every_cut(num_blocks, num_stages))
             return min(found, key=lambda one: one.order), min(found, key=lambda one: one.seconds)
-        free = self._climbed(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda one: one.seconds)
+        free = self._moved(even_cut(num_blocks, num_stages), self.tables(limited=False), lambda one: one.seconds)
         if free.excess == 0:
             return free, free
-        return self._climbed(free.counts, self.tables(), lambda one: one.order), free
+        return self._moved(free.counts, self.tables(), lambda one: one.order), free
 
-    def _climbed(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
+    def _moved(self, begun: Counts, tables: Sequence[Floats], value: Callable[[Cut], Any]) -> Cut:
         """Return the best cut from the exact ones on, moving to the best neighbour for as long as that helps."""
         exact = shortest_largest(tables), shortest_step(tables, self.program.num_microbatches)
-        tried: dict[Counts, Cut] = {}
-
-        def values(many: Sequence[Counts]) -> list[Any]:
-            found = self.cuts(many)
-            tried.update((one.counts, one) for one in found)
-            return [value(one) for one in found]
-
         starts = dict.fromkeys(one for one in (begun, *exact) if one is not None)
-        return tried[climb(list(starts), values, rounds=_ROUNDS, singly=True)]
+        return self.cuts.moved(list(starts), value, rounds=_ROUNDS, singly=True)
 
     def tables(self, *, limited: bool = True) -> list[Floats]:
         """Return the seconds of every run of blocks as each stage, [first, end]; infinite where it does not fit."""
-        program, num_blocks = self.program, len(self.profile.layers)
-        firsts, ends = np.arange(num_blocks)[:, None], np.arange(num_blocks + 1)[None, :]
-        runs = RunTable(self.profile, firsts, ends)
-        (_, peaks), split = _pruned(program, (True,) * program.num_stages), split_share(program)
-        homes, crossed = program.placement.homes, list(zip(*crossings(program), strict=True))
+        split, chain = split_share(self.program), self.cuts.chain(self.program)
         found = []
-        for stage, home in enumerate(homes):
-            again, (earlier, later) = self.recompute[stage], crossed[stage]
-            forward, backward, by_input, by_weight = runs.handled(
-                self.overheads, self.ranks.speeds[home], again, earlier=earlier, later=later, split=split
-            )
+        for stage, home in enumerate(self.program.placement.homes):
+            forward, backward, by_input, by_weight = self._seconds(*chain.table.grid, stage)
             seconds = forward + (1 - split) * backward + split * (by_input + by_weight)
-            size = runs.kept(again), runs.full(again), runs.until_weight
-            moments = peaks.of_stage(stage).tolist()
-            held = np.max([a * size[0] + b * (size[1] - size[0]) + c * size[2] for a, b, c in moments], axis=0)
-            fits = held + runs.static(self.optimizer_states) <= (self.ranks.limits[home] if limited else math.inf)
-            found.append(np.where(fits & (firsts < ends), seconds, np.inf))
+            limit = self.ranks.limits[home] if limited else math.inf
+            size = chain.stage_bytes(stage)
+            found.append(np.where((size <= limit) & (size < math.inf), seconds, np.inf))
         return found
-
-
-@once_per_program
-def _pruned(program: Program, trained: tuple[bool, ...]) -> tuple[Program, Peaks]:
-    """Return the program for stages of which these are trained, and its peaks."""
-    pruned = prune(program, trained)
-    return pruned, Peaks(pruned)
 
 
 @once_per_program
@@ -209,3 +183,14 @@ def split_share(program: Program) -> float:
     ops = [part.op for part in program.work()]
     halves = ops.count(Op.BACKWARD_INPUT)
     return halves / max(halves + ops.count(Op.BACKWARD), 1)
+
+
+def crossings(program: Program) -> tuple[Floats, Floats]:
+    """Return for every stage whether messages between it and the stage before it, and behind it, change ranks.
+
+    >>> from drumline.schedules import generate
+    >>> [ends.tolist() for ends in crossings(generate("zb-v", num_ranks=2, num_microbatches=2))]
+    [[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    """
+    crossed = np.array([a != b for a, b in pairwise(program.placement.homes)], dtype=float)
+    return np.append(0.0, crossed), np.append(crossed, 0.0)

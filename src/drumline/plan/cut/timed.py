@@ -1,0 +1,162 @@
+"""Cuts moved by simulation: what each takes with its program, and boundaries moved for as long as a step gets shorter.
+
+Even ranks are where to begin, not what is wanted: a stage that is late fills others' bubbles, and what a cut takes is
+known by running its program. So `TimedCuts` moves boundaries for as long as the simulator says less. Where blocks are
+frozen, the program has fewer backwards, and a rank holds less, depending on where the cut is; every number of stages
+without any backward is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from drumline.core.costs import Costs
+from drumline.core.errors import PlanError
+from drumline.core.program import Program, once_per_program
+from drumline.core.prove.frozen import prune
+from drumline.core.simulate.graph import Floats
+from drumline.core.simulate.simulate import makespans
+from drumline.core.timeline.idle import Limit
+from drumline.plan.cut.chain import BlockCosts, BlockTable, Chain
+from drumline.plan.cut.cuts import Counts, climb, ends_of, neighbours
+from drumline.plan.cut.partition import Partition, partition, partition_at
+from drumline.plan.cut.peaks import held_by
+
+_GAIN = 1e-3  # what a move has to gain, as a part of the step: less is no reason to leave even ranks
+_MAX_TIMED = 2_000_000  # actions timed in all: about a second
+
+Steps = Callable[[Program, Sequence[Counts]], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A cut, the seconds of its step, every rank's peak, and by how much of the limits ranks are over it, summed."""
+
+    counts: Counts
+    seconds: float
+    rank_bytes: tuple[float, ...]
+    excess: float
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Less is better: what is over the limits first, then seconds."""
+        return self.excess, self.seconds
+
+
+def steps_of(costs: Callable[[Counts], Costs]) -> Steps:
+    """Return how long steps take by the simulator, where `costs` returns what the stages of a cut take."""
+    return lambda program, many: makespans(program, [costs(counts) for counts in many])
+
+
+@dataclass(frozen=True)
+class TimedCuts:
+    """Cuts of one chain for one schedule; `steps` returns the seconds of a step of a program with each of some cuts.
+
+    The program has the backwards that these cuts need. `limits` are what each rank may hold, `recompute` says which
+    stages compute again; no limit and none unless given.
+    """
+
+    blocks: Sequence[BlockCosts]
+    program: Program
+    steps: Steps
+    limits: Sequence[float] = ()
+    recompute: Sequence[bool] = ()
+
+    @cached_property
+    def table(self) -> BlockTable:
+        """The blocks as prefix sums."""
+        return BlockTable(self.blocks)
+
+    @cached_property
+    def _trains(self) -> list[bool]:
+        return [one.trains for one in self.blocks]
+
+    def chain(self, program: Program) -> Chain:
+        """Return the blocks on the ranks of a program."""
+        return Chain(self.table, program.num_stages, held_by(program), self.recompute)
+
+    def pruned(self, counts: Counts) -> Program:
+        """Return the program without the backwards that stages of this cut do not need."""
+        return _pruned(self.program, self._trained(counts))
+
+    def _trained(self, counts: Counts) -> tuple[bool, ...]:
+        """Return which stages have anything to train."""
+        if all(self._trains):
+            return (True,) * len(counts)
+        return tuple(any(self._trains[i:j]) for i, j in pairwise(ends_of(counts)))
+
+    def timed(self, many: Sequence[Counts]) -> list[Cut]:
+        """Return what each of these cuts takes, all timed at once."""
+        alike: dict[tuple[bool, ...], list[Counts]] = {}
+        for counts in many:
+            alike.setdefault(self._trained(counts), []).append(counts)
+        found: dict[Counts, Cut] = {}
+        limits = np.array(self.limits or [np.inf])
+        for trained, cuts in alike.items():
+            program = _pruned(self.program, trained)
+            seconds, sizes = self.steps(program, cuts), self.chain(program).rank_bytes(cuts)
+            over = (np.maximum(sizes - limits, 0.0) / np.where(np.isfinite(limits), limits, 1.0)).max(axis=1)
+            each = zip(cuts, seconds.tolist(), map(tuple, sizes.tolist()), over.tolist(), strict=True)
+            found.update((counts, Cut(counts, *taken)) for counts, *taken in each)
+        return [found[counts] for counts in many]
+
+    def moved(self, starts: Sequence[Counts], value: Callable[[Cut], Any], **how: Any) -> Cut:
+        """Return the cut with the least value that is reached from the best of `starts`; `how` is for `climb`."""
+        tried: dict[Counts, Cut] = {}
+
+        def values(many: Sequence[Counts]) -> list[Any]:
+            found = self.timed(many)
+            tried.update((one.counts, one) for one in found)
+            return [value(one) for one in found]
+
+        return tried[climb(starts, values, **how)]
+
+    def best(self, max_bytes: float | None = None) -> Partition:
+        r"""Return the cut with the shortest simulated step that was found, every rank within `max_bytes`.
+
+        >>> program = Program.parse("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+        >>> steps = steps_of(lambda counts: Costs(forward=counts, backward=counts))
+        >>> TimedCuts([BlockCosts(3.0)] * 4, program, steps).best().counts
+        (2, 2)
+        """
+        limit = Limit(max_bytes=max_bytes)
+
+        def seconds(cut: Cut) -> float:
+            return cut.seconds if limit.admits_bytes(max(cut.rank_bytes)) else np.inf
+
+        begun, problem = self._evenest(max_bytes)
+        fitting = [one for one in self.timed([one.counts for one in begun]) if seconds(one) < np.inf]
+        if not fitting:
+            assert problem is not None, "the evenest cut fits, or is refused"
+            raise problem
+        start = min(fitting, key=seconds).counts
+        actions = sum(map(len, self.program.rows)) * sum(1 for _ in neighbours(start))
+        rounds = _MAX_TIMED // max(actions, 1)
+        found = self.moved([start], seconds, rounds=rounds, better=lambda one, now: one < now * (1 - _GAIN)).counts
+        is_exact = next(one.is_exact for one in begun if one.counts == start)
+        return partition_at(self.chain(self.pruned(found)), found, is_exact)
+
+    def _evenest(self, max_bytes: float | None) -> tuple[list[Partition], PlanError | None]:
+        """Return the cut with the evenest ranks, for each number of stages without a backward; and why none is."""
+        stages = self.program.num_stages
+        frozen = 0 if any(self._trains) and self._trains[0] else stages - 1
+        found, problem = [], None
+        for number in range(frozen + 1) if any(self._trains) else [0]:
+            held = held_by(_pruned(self.program, (False,) * number + (True,) * (stages - number)))
+            try:
+                found.append(partition(self.blocks, stages, held=held, max_bytes=max_bytes))
+            except PlanError as error:
+                problem = problem or error
+        return found, problem
+
+
+@once_per_program
+def _pruned(program: Program, trained: tuple[bool, ...]) -> Program:
+    """Return the program for stages of which these are trained."""
+    return prune(program, trained)
