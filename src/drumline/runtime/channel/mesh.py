@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed
 from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Wait, give_up
-from drumline.runtime.channel.link import Handler
-from drumline.runtime.channel.pump import Pump, milliseconds
+from drumline.runtime.channel.link import Handler, Pump, milliseconds
 from drumline.runtime.channel.rendezvous import connect
 
 WORD = 2
