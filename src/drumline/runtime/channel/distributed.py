@@ -179,8 +179,6 @@ class DistributedChannel(MeshChannel[_Coming]):
             except RuntimeError as error:
                 raise self.explain(target, error) from error
             edge.under_way[number] = _Sent(key, flat, work)
-        if len(edge.under_way) > self.peak_open_sends:
-            self.peak_open_sends = len(edge.under_way)
         self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:

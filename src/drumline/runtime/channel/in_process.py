@@ -70,7 +70,6 @@ class InProcessChannel(Channel):
         self.rank = rank
         self.num_ranks = hub.num_ranks
         self.step = 0
-        self._open: dict[int, int] = defaultdict(int)
 
     def begin(self, step: int, *, train: bool = True) -> None:
         """Start a step."""
@@ -81,9 +80,8 @@ class InProcessChannel(Channel):
         num_bytes = sum(one.numel() * one.element_size() for one in tensors)
         now = self.hub.now()
         exchange = receive.op is Op.REDUCE_GRAD
-        sends = self.hub.edges[self.rank, target, exchange].sends
-        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, now, num_bytes)))
-        self.peak_open_sends = max(self.peak_open_sends, len(sends))
+        delivery = Delivery(tuple(tensors), form, now, now, now, num_bytes)
+        self.hub.edges[self.rank, target, exchange].sends.append(((self.step, receive), delivery))
         self.hub.activity += 1
         self.hub.match(self.rank, target, exchange)
 
@@ -91,8 +89,6 @@ class InProcessChannel(Channel):
         """Make room for the edge's next message."""
         exchange = receive.op is Op.REDUCE_GRAD
         self.hub.edges[source, self.rank, exchange].posts.append((self.step, receive))
-        self._open[source] += 1
-        self.peak_open_receives = max(self.peak_open_receives, self._open[source])
         self.hub.activity += 1
         self.hub.match(source, self.rank, exchange)
 
@@ -104,7 +100,6 @@ class InProcessChannel(Channel):
         delivery = arrived[key].popleft()
         if not arrived[key]:
             del arrived[key]
-        self._open[source] -= 1
         self.hub.activity += 1
         return delivery
 
@@ -135,7 +130,6 @@ class InProcessChannel(Channel):
         self.hub.edges.clear()
         for arrived in self.hub.arrived:
             arrived.clear()
-        self._open.clear()
 
     def close(self) -> None:
         """Let go of everything."""

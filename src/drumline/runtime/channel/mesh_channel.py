@@ -76,7 +76,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
         self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(num_ranks)]
-        self._num_open = [0] * num_ranks
         self._layouts = {peer: MessageLayouts() for peer in self.links}
         self._peer_layouts: dict[int, dict[int, MessageLayout]] = {peer: {} for peer in self.links}
         self.on(self.layout_kind, self._on_layout)
@@ -117,8 +116,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             again, self._again[source] = self._again[source], deque()
             for other, later in again:
                 self._arrive(source, other, later)
-        if self._num_open[source]:
-            self._num_open[source] -= 1
         return message
 
     def begin(self, step: int, *, train: bool = True) -> None:
@@ -131,12 +128,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                     raise MismatchError(
                         f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
                     )
-
-    def post(self, receive: Action, source: int) -> None:
-        """Count a receive as open."""
-        self._num_open[source] += 1
-        if self._num_open[source] > self.peak_open_receives:
-            self.peak_open_receives = self._num_open[source]
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there."""

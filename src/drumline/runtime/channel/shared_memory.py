@@ -220,9 +220,6 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
             edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
             self._num_parked += 1
-        num_open = len(edge.parked) + edge.slots.num_busy
-        if num_open > self.peak_open_sends:
-            self.peak_open_sends = num_open
 
     def _dispatch(
         self, target: int, edge: _Edge, layout: MessageLayout, key: bytes, tensors: Sequence[Tensor], made_ns: int
