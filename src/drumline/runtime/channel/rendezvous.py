@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -204,17 +204,13 @@ def _own_addresses(store: Store) -> list[str]:
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    lookups: list[Callable[[], str]] = [lambda: socket.gethostbyname(socket.gethostname())]
     if hasattr(inner, "host"):
-        lookups.insert(0, lambda: _address_towards(inner.host))
-    for lookup in lookups:
-        try:
-            names.append(lookup())
-        except OSError:
-            continue
+        with suppress(OSError):
+            names.append(_address_towards(inner.host))
+    with suppress(OSError):
+        names.append(socket.gethostbyname(socket.gethostname()))
     # A loopback address is of use only if there is no other (tests; several namespaces cannot meet anyway).
-    outer = [name for name in dict.fromkeys(names) if not name.startswith("127.")]
-    return outer + [name for name in dict.fromkeys([*names, "127.0.0.1"]) if name.startswith("127.")]
+    return sorted(dict.fromkeys([*names, "127.0.0.1"]), key=lambda name: name.startswith("127."))
 
 
 def _address_towards(host: str) -> str:
