@@ -72,6 +72,7 @@ class ControlMesh(Pump):
         self._num_comparisons = 0
         self._quickest: dict[int, tuple[int, int]] = {}  # by source: when a packet left, and when it was read here
         self._failure: tuple[int, str] | None = None
+        self._has_failed = False  # whether it was this rank that failed, or failed of another
         self._lost: list[int] = []
         self._departed: set[int] = set()
         self._closed = False
@@ -202,6 +203,7 @@ class ControlMesh(Pump):
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
+        self._has_failed = True
         if isinstance(error, RankFailed):
             rank, text = error.rank, error.error
         else:
