@@ -226,8 +226,8 @@ RUNTIME = (
     Bug(
         "packets-overtake",
         "runtime/channel/link.py",
-        "if not self._outbox and self._try(packet, fds):",
-        "if self._try(packet, fds):",
+        "sent = 0 if self._outbox else self._try(data, fds)",
+        "sent = self._try(data, fds)",
         "A packet goes ahead of those that wait for the socket.",
     ),
     Bug(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drumline.runtime.clock import Clock
+from drumline.runtime.draft import Clock
 
 MICROSECOND = 1000
 

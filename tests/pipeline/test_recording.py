@@ -23,8 +23,7 @@ import drumline as dl
 from drumline.core.errors import RunError, UsageError
 from drumline.core.measured.account import account, parts_of, summed_parts
 from drumline.pipeline.pipeline import Pipeline
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Clock, Draft
 from some import some
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]  # starts processes, which takes long on a busy machine

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from drumline.runtime.capture.cuda import EventClock
-from drumline.runtime.clock import Clock, NoClock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Clock, Draft, NoClock
 from some import some
 
 pytestmark = pytest.mark.torch

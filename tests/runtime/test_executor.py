@@ -12,8 +12,7 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub, take_turns
-from drumline.runtime.clock import NoClock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.randomness import Randomness

@@ -18,7 +18,7 @@ from drumline.runtime.backward.tape import Tape, accumulate, merged
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.channel.in_process import Hub
 from drumline.runtime.channel.layout import MessageLayouts
-from drumline.runtime.channel.link import UnixLink
+from drumline.runtime.channel.link import Link
 from drumline.runtime.channel.shared_memory import Slot, new_memory
 from drumline.runtime.follow.attributes import BETWEEN, Attributes
 from drumline.runtime.gradients import clip
@@ -204,9 +204,7 @@ def test_forms_that_are_equal_and_not_the_same_have_layouts_of_their_own() -> No
 
 
 def test_packets_arrive_in_the_order_in_which_they_were_sent() -> None:
-    left, right = (
-        UnixLink(peer, end) for peer, end in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    )
+    left, right = (Link(peer, end) for peer, end in enumerate(socket.socketpair()))
     heard: list[int] = []
 
     def note(peer: int, packet: bytes, fds: list[int]) -> None:

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore, Store
 from drumline.core.errors import RankFailed, RunError, WaitTimeout
 from drumline.runtime.channel import mesh as mesh_module
 from drumline.runtime.channel import rendezvous
-from drumline.runtime.channel.link import TcpLink, UnixLink
 from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
 from drumline.runtime.channel.rendezvous import connect, exchange
 from drumline.runtime.channel.shared_memory import SharedMemoryChannel
@@ -92,10 +91,9 @@ def wait_for_ever(mesh: ControlMesh) -> None:
 
 def test_ranks_of_one_host_are_joined_by_unix_sockets_and_others_by_tcp(meshes: Meshes) -> None:
     first, second, third = meshes(hosts=("one", "one", "two"))
-    assert isinstance(first.links[1], UnixLink)
-    assert isinstance(first.links[2], TcpLink)
-    assert isinstance(second.links[2], TcpLink)
-    assert {peer: type(link) for peer, link in third.links.items()} == {0: TcpLink, 1: TcpLink}
+    families = [{peer: link._socket.family for peer, link in mesh.links.items()} for mesh in (first, second, third)]
+    unix, tcp = socket.AF_UNIX, socket.AF_INET
+    assert families == [{1: unix, 2: tcp}, {0: unix, 2: tcp}, {0: tcp, 1: tcp}]
 
 
 @pytest.mark.parametrize("hosts", [(None,) * 3, TCP])
@@ -143,6 +141,23 @@ def test_descriptors_travel_and_are_closed_by_the_sender(meshes: Meshes) -> None
     assert os.read(read, 100) == b"through the copy"
     assert os.read(read, 100) == b"", "somebody still holds the other end"
     os.close(read)
+
+
+def test_descriptors_come_with_their_own_packet_however_much_waits_before_it(meshes: Meshes) -> None:
+    first, second, _ = meshes()
+    came: list[tuple[int, list[int]]] = []
+    second.on(OWN, lambda source, packet, fds: came.append((len(packet), fds)))
+    sent = [(1_000_000, 0), (2, 1), (3, 0), (500_000, 2), (4, 1)]
+    for length, num_fds in sent:
+        first.send_packet(
+            1, bytes((OWN,)) + bytes(length - 1), [os.open(os.devnull, os.O_RDONLY) for _ in range(num_fds)]
+        )
+    while len(came) < len(sent):
+        first.pump()
+        second.pump()
+    assert [(length, len(fds)) for length, fds in came] == sent
+    for fd in (fd for _, fds in came for fd in fds):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("hosts", [(None,) * 3, TCP])
@@ -349,7 +364,7 @@ def test_a_stranger_is_turned_away() -> None:
         cards = exchange(store, 1, 2, "drumline/address", mine, timeout=200)
         answers = []
         for token in (b"?" * 16, cards[0].token):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            with socket.socket(socket.AF_UNIX) as caller:
                 caller.connect(cards[0].unix)
                 caller.sendall(rendezvous._HELLO.pack(token, 1))
                 answers.append(caller.recv(16))

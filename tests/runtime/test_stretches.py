@@ -9,7 +9,7 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.runtime.capture.captured import Stretch, stretches
 from drumline.runtime.channel.in_process import Hub
-from drumline.runtime.clock import Clock
+from drumline.runtime.draft import Clock
 from drumline.runtime.executor import Executor, Job
 from drumline.schedules import find, generate
 from some import some

@@ -21,8 +21,7 @@ from drumline.pipeline.programs import forwards_of
 from drumline.runtime.capture.capture import Capture
 from drumline.runtime.capture.cuda import clock_for, recorder_for
 from drumline.runtime.channel.channel import Channel
-from drumline.runtime.clock import NoClock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Draft, NoClock
 from drumline.runtime.executor import Executor, Step
 from drumline.runtime.stage import Stage
 from drumline.runtime.stash import Scale

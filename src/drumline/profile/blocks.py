@@ -27,8 +27,7 @@ from drumline.core.rules import Backward
 from drumline.plan.device.blocks import Layer, Profile, Times
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.capture.cuda import clock_for
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.randomness import Randomness
 from drumline.runtime.recomputing import Buffers
 from drumline.runtime.stage import Loss, Stage

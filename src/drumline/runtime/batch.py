@@ -11,7 +11,7 @@ do those with one row among others with more, such as positions of the shape (1,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -137,11 +137,8 @@ def _parts(
             f" {counted(len(each), 'row')}",
             expected=f"{counted(rows, 'count')}, one for each row, that sum to {tensor.shape[0]}",
         )
-    ends = [0]
-    for count in rows_of_each(rows, num_parts):
-        ends.append(ends[-1] + count)
-    sizes = [sum(each[start:end]) for start, end in pairwise(ends)]
-    return torch.split(tensor, [int(one) for one in sizes])
+    bounds = [0, *accumulate(rows_of_each(rows, num_parts))]
+    return torch.split(tensor, [int(sum(each[start:end])) for start, end in pairwise(bounds)])
 
 
 def counted_in(batch: Any) -> tuple[int, int]:

@@ -24,8 +24,7 @@ from drumline.core.errors import ProgramError
 from drumline.core.program import Program
 from drumline.core.rules import Backward
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import BEGIN, NOTE, POST, Draft
+from drumline.runtime.draft import BEGIN, NOTE, POST, Clock, Draft
 from drumline.runtime.gradients.clip import Witness
 from drumline.runtime.gradients.exchange import GradientExchange
 from drumline.runtime.stage import Stage

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from drumline.runtime.patches import put_in
 
 # Layers of torch.nn that may draw random numbers; all others of torch.nn draw none.
 _DRAWING = (
@@ -172,14 +174,9 @@ class Randomness:
         finally:
             self._drawing = self._seeded = None
 
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def silenced(self) -> AbstractContextManager[None]:
         """Seed nothing, for blocks that are known to draw nothing."""
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
+        return put_in([(vars(self), "_silent", True)])
 
     @contextmanager
     def kept_aside(self) -> Iterator[None]:

@@ -31,8 +31,7 @@ from drumline.pipeline.observer import Observer
 from drumline.pipeline.record.run_folder import RunFolder, config_of, environment_of, plan_of, problem
 from drumline.pipeline.record.tally import Ledger, Tally, Told
 from drumline.pipeline.state.tensors import Holdings
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import END, LEAVE, Draft
+from drumline.runtime.draft import END, LEAVE, Clock, Draft
 from drumline.runtime.executor import Step
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from drumline.core.errors import ModelError
 from drumline.runtime.capture.captured import Recorder
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Clock, Draft
 
 # How old an anchor gets: by then the time since it is known to a tenth of a microsecond.
 _ANCHOR_NS = 1_000_000_000

@@ -78,10 +78,6 @@ class Channel(ABC):
     rank: int
     num_ranks: int
 
-    # The most receives of one edge that were ever open (posted and not taken up) at once, and sends under way.
-    peak_open_receives: int = 0
-    peak_open_sends: int = 0
-
     def connect(self, edges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - most connect all ranks from the start
         """Make more directed edges (source, target) ready for use; to be called alike on all ranks."""
 
@@ -93,8 +89,7 @@ class Channel(ABC):
     def send(self, receive: Action, target: int, tensors: Sequence[Tensor], form: Any) -> None:
         """Hand a message over, to be received there as `receive`; the tensors must not be changed afterwards."""
 
-    @abstractmethod
-    def post(self, receive: Action, source: int) -> None:
+    def post(self, receive: Action, source: int) -> None:  # noqa: B027 - most make room without being told
         """Say that the next message of the edge from `source` will be `receive`, and that there is room for it."""
 
     @abstractmethod

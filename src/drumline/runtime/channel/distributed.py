@@ -36,11 +36,10 @@ from drumline.core.action import Action
 from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import GRACE, SPIN, Delivery, Wait
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND
-from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
+from drumline.runtime.channel.mesh_channel import FIRST_MESSAGE_KIND, KEY_BYTES, MeshChannel
 from drumline.runtime.channel.waiter import Waiter
 
-_MESSAGE, _SMALL_MESSAGE, _DONE, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
+_MESSAGE, _SMALL_MESSAGE, _DONE = range(FIRST_MESSAGE_KIND, FIRST_MESSAGE_KIND + 3)
 _HEADER = struct.Struct(f"<BxHQ{KEY_BYTES}sq")  # kind, layout, number, key, made
 _NUMBER = struct.Struct("<BQ")  # kind, number
 
@@ -92,8 +91,6 @@ class DistributedChannel(MeshChannel[_Coming]):
     told.
     """
 
-    layout_kind = _LAYOUT
-
     def __init__(
         self,
         rank: int,
@@ -119,7 +116,6 @@ class DistributedChannel(MeshChannel[_Coming]):
         self._small_bytes = small_bytes if self._by_host else 0
         self._at = torch.device("cpu") if self._by_host else self._device
         self._edges = {peer: _Edge() for peer in self.links}
-        self._has_failed = False
         self._waiter = Waiter()
         self.listen(self._waiter.fd, self._waiter.finished)
         self.on(_MESSAGE, self._on_message)
@@ -179,8 +175,6 @@ class DistributedChannel(MeshChannel[_Coming]):
             except RuntimeError as error:
                 raise self.explain(target, error) from error
             edge.under_way[number] = _Sent(key, flat, work)
-        if len(edge.under_way) > self.peak_open_sends:
-            self.peak_open_sends = len(edge.under_way)
         self.send_packet(target, _HEADER.pack(_MESSAGE, layout.number, number, key, made_ns))
 
     def take(self, receive: Action, source: int) -> Delivery | None:
@@ -266,11 +260,6 @@ class DistributedChannel(MeshChannel[_Coming]):
             for sent in edge.under_way.values():
                 return target, sent.key
         return None
-
-    def abort(self, error: BaseException, during: str) -> None:
-        """Tell every rank of a failure and its origin."""
-        self._has_failed = True
-        super().abort(error, during)
 
     def close(self) -> None:
         """Say goodbye and let go of the groups; after a failure transfers that cannot end any more are cut off."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,21 +21,17 @@ from drumline.runtime.channel.channel import Channel, Delivery, Wait
 Key = tuple[int, Action]
 
 
-@dataclass
-class _Edge:
-    """One direction between two ranks: sends and receives that have not met."""
-
-    sends: deque[tuple[Key, Delivery]] = field(default_factory=deque)
-    posts: deque[Key] = field(default_factory=deque)
-
-
 class Hub:
-    """What the channels of one process share."""
+    """What the channels of one process share: of each direction between two ranks, sends and posts that have not met.
+
+    Exchanges of gradients have edges of their own.
+    """
 
     def __init__(self, num_ranks: int, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.num_ranks = num_ranks
         self.now = now
-        self.edges: dict[tuple[int, int, bool], _Edge] = defaultdict(_Edge)
+        self.sends: dict[tuple[int, int, bool], deque[tuple[Key, Delivery]]] = defaultdict(deque)
+        self.posts: dict[tuple[int, int, bool], deque[Key]] = defaultdict(deque)
         # Per rank and by source; what comes again under the same key waits behind it.
         self.arrived: list[dict[tuple[int, Key], deque[Delivery]]] = [defaultdict(deque) for _ in range(num_ranks)]
         self.words: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -48,9 +43,10 @@ class Hub:
 
     def match(self, source: int, target: int, exchange: bool) -> None:
         """Let sends and receives of an edge meet, first with first."""
-        edge = self.edges[source, target, exchange]
-        while edge.sends and edge.posts:
-            (sent, delivery), posted = edge.sends.popleft(), edge.posts.popleft()
+        self.activity += 1
+        sends, posts = self.sends[source, target, exchange], self.posts[source, target, exchange]
+        while sends and posts:
+            (sent, delivery), posted = sends.popleft(), posts.popleft()
             if sent != posted:
                 raise RunError(
                     f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
@@ -70,7 +66,6 @@ class InProcessChannel(Channel):
         self.rank = rank
         self.num_ranks = hub.num_ranks
         self.step = 0
-        self._open: dict[int, int] = defaultdict(int)
 
     def begin(self, step: int, *, train: bool = True) -> None:
         """Start a step."""
@@ -81,19 +76,14 @@ class InProcessChannel(Channel):
         num_bytes = sum(one.numel() * one.element_size() for one in tensors)
         now = self.hub.now()
         exchange = receive.op is Op.REDUCE_GRAD
-        sends = self.hub.edges[self.rank, target, exchange].sends
-        sends.append(((self.step, receive), Delivery(tuple(tensors), form, now, now, now, num_bytes)))
-        self.peak_open_sends = max(self.peak_open_sends, len(sends))
-        self.hub.activity += 1
+        delivery = Delivery(tuple(tensors), form, now, now, now, num_bytes)
+        self.hub.sends[self.rank, target, exchange].append(((self.step, receive), delivery))
         self.hub.match(self.rank, target, exchange)
 
     def post(self, receive: Action, source: int) -> None:
         """Make room for the edge's next message."""
         exchange = receive.op is Op.REDUCE_GRAD
-        self.hub.edges[source, self.rank, exchange].posts.append((self.step, receive))
-        self._open[source] += 1
-        self.peak_open_receives = max(self.peak_open_receives, self._open[source])
-        self.hub.activity += 1
+        self.hub.posts[source, self.rank, exchange].append((self.step, receive))
         self.hub.match(source, self.rank, exchange)
 
     def take(self, receive: Action, source: int) -> Delivery | None:
@@ -104,7 +94,6 @@ class InProcessChannel(Channel):
         delivery = arrived[key].popleft()
         if not arrived[key]:
             del arrived[key]
-        self._open[source] -= 1
         self.hub.activity += 1
         return delivery
 
@@ -132,10 +121,10 @@ class InProcessChannel(Channel):
 
         Words stay: what was told of earlier steps may not have been heard yet.
         """
-        self.hub.edges.clear()
+        self.hub.sends.clear()
+        self.hub.posts.clear()
         for arrived in self.hub.arrived:
             arrived.clear()
-        self._open.clear()
 
     def close(self) -> None:
         """Let go of everything."""

@@ -1,71 +1,134 @@
-"""A connection to one other rank that carries whole packets and never blocks.
+"""Connections to other ranks that carry whole packets and never block, and one pump for all of them.
 
     rank 0                                                 rank 1
     send(packet) ──► outbox, only if full ──► socket ──► read(): a handler per packet
 
-Between ranks of one host it is a Unix socket that keeps packets apart and carries file descriptors; between hosts it is
-TCP with the length before each packet. Both hand over, in order, exactly what was sent, and say when the peer is gone.
+Between ranks of one host it is a Unix socket, which carries file descriptors too; between hosts it is TCP. Either way
+each packet goes with its length before it. A link hands over, in order, exactly what was sent, and says when the peer
+is gone. The pump reads whatever comes, and pushes what the kernel did not take:
+
+    link 1 ──┐                      ┌──► a handler per kind of packet
+    link 2 ──┼── poll ──► _serve ───┤
+    bell   ──┘                      └──► a bell: something else that became readable
+
+There are no threads: packets are read when a rank looks, or waits.
 """
 
 from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import struct
+import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
 
-# The first byte of a packet is its kind; these two belong to the links, the others to whoever sends.
-FRAGMENT = 0
-LAST_FRAGMENT = 1
+from drumline.runtime.channel.channel import LINGER
 
-# The kernel takes no packet larger than the send buffer (208 KiB unless set): longer ones go in pieces.
-_PIECE = 32 * 1024
+_HEADER = struct.Struct("<IB")  # the packet's length, and how many file descriptors come along
+_AHEAD = _HEADER.size
+_READ_BYTES = 1 << 16
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-_LENGTH = struct.Struct("<I")
+_IN, _OUT = select.POLLIN, select.POLLOUT
 
 # Called with the peer, the packet and the file descriptors that came along; a table has one for each of 256 kinds.
+# The first byte of a packet is its kind.
 Handler = Callable[[int, bytes, list[int]], None]
 
 
-class Link(ABC):
-    """One end of the connection to `peer`."""
+class Link:
+    """One end of the connection to `peer`; file descriptors travel within a host alone.
 
-    carries_fds: ClassVar[bool]
+    >>> left, right = (Link(1 - rank, end) for rank, end in enumerate(socket.socketpair()))
+    >>> left.send(b"hello") and left.send(b"world")
+    True
+    >>> right.read([print] * 256)
+    0 b'hello' []
+    0 b'world' []
+    True
+    >>> left.close()
+    >>> right.read([print] * 256)
+    False
+    >>> right.close()
+    """
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.peer = peer
         self.fd = connection.fileno()
+        self.carries_fds = connection.family == socket.AF_UNIX
         self._socket = connection
         self._broken = False
-        self._outbox: deque[tuple[bytes | memoryview, Sequence[int]]] = deque()
+        self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._inbox = bytearray()
+        self._fds: list[int] = []  # those of packets that are not complete
         _open_links.add(self)
 
-    @abstractmethod
     def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
         """Hand a packet over and own its file descriptors; return whether all has left for the kernel."""
+        assert self.carries_fds or not fds, "file descriptors do not travel between hosts"
+        data = _HEADER.pack(len(packet), len(fds)) + packet
+        sent = 0 if self._outbox else self._try(data, fds)
+        if sent < len(data):
+            self._outbox.append((memoryview(data)[sent:], () if sent else fds))
+        return sent == len(data)
 
     def push(self) -> bool:
         """Try again to get rid of what waits; return whether all has left."""
         while self._outbox:
-            if not self._try(*self._outbox[0]):
+            data, fds = self._outbox[0]
+            sent = self._try(data, fds)
+            if sent < len(data):
+                self._outbox[0] = data[sent:], () if sent else fds
                 return False
             self._outbox.popleft()
         return True
 
-    @abstractmethod
-    def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> bool:
-        """Send what the kernel takes; return whether that is all."""
+    def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
+        """Send what the kernel takes, the descriptors with the first byte; return how much that is."""
+        sent = len(data)
+        try:
+            if self._broken:
+                pass
+            elif fds:
+                sent = self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+            else:
+                sent = self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._broken = True  # reading will find the end, after what the peer still had to say
+        for fd in fds:
+            os.close(fd)
+        return sent
 
-    @abstractmethod
     def read(self, handlers: Sequence[Handler]) -> bool:
-        """Hand on some of what is there, if anything; return False at the end of the connection."""
+        """Hand on every packet that is complete, if any; return False at the end of the connection."""
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, _FD_SPACE)
+        except (BlockingIOError, ConnectionResetError):
+            return True  # a reset says that the peer left packets of ours unread; what it sent is still to be read
+        except OSError:
+            return False
+        if not data:
+            return False
+        if ancillary:
+            self._fds += _descriptors(ancillary)
+        inbox = self._inbox
+        if not inbox and data[:_AHEAD] == _HEADER.pack(len(data) - _AHEAD, 0):  # one packet, as most come
+            handlers[data[_AHEAD]](self.peer, data[_AHEAD:], [])
+            return True
+        inbox += data
+        while len(inbox) >= _AHEAD and len(inbox) >= (end := _AHEAD + _HEADER.unpack_from(inbox)[0]):
+            num_fds, packet = inbox[_AHEAD - 1], bytes(inbox[_AHEAD:end])
+            del inbox[:end]
+            fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
+            handlers[packet[0]](self.peer, packet, fds)
+        return True
 
     def end_sending(self) -> None:
         """Tell the peer that nothing more comes."""
@@ -75,146 +138,13 @@ class Link(ABC):
             self._broken = True
 
     def close(self) -> None:
-        """Let go of the socket and of descriptors that did not leave; closing twice is fine."""
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
+        """Let go of the socket and of descriptors that did not get through; closing twice is fine."""
+        for fd in [*self._fds, *(fd for _, fds in self._outbox for fd in fds)]:
+            os.close(fd)
+        self._fds.clear()
+        self._outbox.clear()
         _open_links.discard(self)
         self._socket.close()
-
-
-class UnixLink(Link):
-    """Between ranks of one host.
-
-    >>> import socket
-    >>> ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    >>> left, right = UnixLink(1, ends[0]), UnixLink(0, ends[1])
-    >>> left.send(b"hello")
-    True
-    >>> right.read([print] * 256)
-    0 b'hello' []
-    True
-    >>> left.close()
-    >>> right.read([print] * 256)
-    False
-    >>> right.close()
-    """
-
-    carries_fds = True
-
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        super().__init__(peer, connection)
-        self._pieces: list[bytes] = []
-
-    def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Hand a packet over, in pieces if it is long."""
-        if len(packet) > _PIECE:
-            pieces = [packet[at : at + _PIECE] for at in range(0, len(packet), _PIECE)]
-            self._outbox.extend((bytes((FRAGMENT,)) + piece, ()) for piece in pieces[:-1])
-            self._outbox.append((bytes((LAST_FRAGMENT,)) + pieces[-1], fds))
-            return self.push()
-        if not self._outbox and self._try(packet, fds):
-            return True
-        self._outbox.append((packet, fds))
-        return False
-
-    def _try(self, packet: bytes | memoryview, fds: Sequence[int]) -> bool:
-        try:
-            if self._broken:
-                pass
-            elif fds:
-                self._socket.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
-            else:
-                self._socket.send(packet)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._broken = True  # reading will find the end, after what the peer still had to say
-        for fd in fds:
-            os.close(fd)
-        return True
-
-    def read(self, handlers: Sequence[Handler]) -> bool:
-        """Hand on one packet."""
-        try:
-            packet, ancillary, _, _ = self._socket.recvmsg(_PIECE + 1, _FD_SPACE)
-        except (BlockingIOError, ConnectionResetError):
-            return True  # a reset says that the peer left packets of ours unread; what it sent is still to be read
-        if not packet:
-            return False
-        fds = _descriptors(ancillary) if ancillary else []
-        kind = packet[0]
-        if kind > LAST_FRAGMENT:
-            handlers[kind](self.peer, packet, fds)
-            return True
-        self._pieces.append(packet[1:])
-        if kind == LAST_FRAGMENT:
-            packet = b"".join(self._pieces)
-            self._pieces.clear()
-            handlers[packet[0]](self.peer, packet, fds)
-        return True
-
-
-class TcpLink(Link):
-    """Between hosts; file descriptors do not travel.
-
-    >>> import socket
-    >>> ends = socket.socketpair()
-    >>> left, right = TcpLink(1, ends[0]), TcpLink(0, ends[1])
-    >>> left.send(b"hello") and left.send(b"world")
-    True
-    >>> right.read([print] * 256)
-    0 b'hello' []
-    0 b'world' []
-    True
-    >>> left.close(); right.close()
-    """
-
-    carries_fds = False
-
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        super().__init__(peer, connection)
-        self._inbox = bytearray()
-
-    def send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Hand a packet over, its length first."""
-        assert not fds, "file descriptors do not travel between hosts"
-        self._outbox.append((memoryview(_LENGTH.pack(len(packet)) + packet), ()))
-        return self.push()
-
-    def _try(self, data: bytes | memoryview, fds: Sequence[int]) -> bool:
-        try:
-            sent = len(data) if self._broken else self._socket.send(data)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._broken = True
-            return True
-        self._outbox[0] = data[sent:], ()
-        return sent == len(data)
-
-    def read(self, handlers: Sequence[Handler]) -> bool:
-        """Hand on every packet that is complete."""
-        try:
-            data = self._socket.recv(1 << 16)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not data:
-            return False
-        inbox = self._inbox
-        inbox += data
-        start, end = 0, len(inbox)
-        while end - start >= _LENGTH.size:
-            stop = start + _LENGTH.size + _LENGTH.unpack_from(inbox, start)[0]
-            if stop > end:
-                break
-            packet = bytes(inbox[start + _LENGTH.size : stop])
-            handlers[packet[0]](self.peer, packet, [])
-            start = stop
-        del inbox[:start]
-        return True
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -236,3 +166,107 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class Pump:
+    """This rank's links to all others, by peer."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self._handlers: list[Handler] = [_refuse] * 256
+        self._backed_up: set[int] = set()
+        self._poller = select.poll()
+        self.links = {link.peer: link for link in links}
+        self._by_fd = {link.fd: link for link in self.links.values()}
+        self._bells: dict[int, Callable[[], None]] = {}
+        for fd in self._by_fd:
+            self._poller.register(fd, _IN)
+
+    def listen(self, fd: int, bell: Callable[[], None]) -> None:
+        """Have `bell` called when the descriptor is readable, along with the packets."""
+        self._bells[fd] = bell
+        self._poller.register(fd, _IN)
+
+    def send_packet(self, target: int, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a packet; returns at once, and keeps what the kernel does not take yet."""
+        if not self.links[target].send(packet, fds) and target not in self._backed_up:
+            self._backed_up.add(target)
+            self._watch(self.links[target], _IN | _OUT)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the kernel has taken every packet."""
+        return not self._backed_up
+
+    def pump(self) -> None:
+        """Read everything that is there and call the handlers; never blocks."""
+        while self.look():
+            pass
+
+    def look(self) -> bool:
+        """Read a packet from every rank that sent some, and return whether there was any; never blocks."""
+        events = self._poller.poll(0)
+        if events:
+            self._serve(events)
+            return True
+        return False
+
+    def _serve_while(self, going_on: Callable[[], bool], seconds: float) -> None:
+        """Read what comes as long as something goes on, and no longer than so many seconds."""
+        deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
+        while going_on() and (left := deadline_ns - time.perf_counter_ns()) > 0:
+            self._serve(self._poller.poll(milliseconds(left)))
+
+    def _serve(self, events: list[tuple[int, int]]) -> None:
+        for fd, event in events:
+            link = self._by_fd.get(fd)
+            if link is None:
+                self._bells[fd]()
+                continue
+            if event & _OUT and link.push():
+                self._backed_up.discard(link.peer)
+                self._watch(link, _IN)
+            if event != _OUT and not link.read(self._handlers):
+                self._end(link)
+
+    def _watch(self, link: Link, events: int) -> None:
+        if link.fd in self._by_fd:
+            self._poller.modify(link.fd, events)
+
+    def _end(self, link: Link) -> None:
+        self._poller.unregister(link.fd)
+        del self._by_fd[link.fd]
+        self._backed_up.discard(link.peer)
+        self._ended(link.peer)
+
+    def _ended(self, peer: int) -> None:
+        """Note that a peer's connection has ended."""
+
+    def _let_go(self) -> None:
+        """Let the last packets leave, read no more, and close the sockets."""
+        for fd in self._bells:
+            self._poller.unregister(fd)
+        self._handlers = [_ignore] * 256
+        deadline = time.perf_counter_ns() + int(LINGER * 1e9)
+        self._serve_while(lambda: bool(self._backed_up), LINGER)
+        for link in self.links.values():
+            link.end_sending()
+        # Over TCP a close with unread packets would destroy those on their way to the peer: wait for its end too.
+        left = (deadline - time.perf_counter_ns()) / 1e9
+        self._serve_while(lambda: any(not link.carries_fds for link in self._by_fd.values()), left)
+        for link in self.links.values():
+            link.close()
+        self._by_fd.clear()
+
+
+def _refuse(source: int, packet: bytes, fds: list[int]) -> None:
+    raise AssertionError(f"rank {source} sent a packet of the unknown kind {packet[0]}")
+
+
+def _ignore(source: int, packet: bytes, fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def milliseconds(nanoseconds: int) -> int:
+    """Return a time to poll for: rounded up, and in pieces that fit the kernel's int."""
+    return min(-(-nanoseconds // 1_000_000), 3_600_000)

@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import Store
 
 from drumline.core.errors import RankFailed
 from drumline.runtime.channel.channel import GRACE, SPIN, TIMEOUT, Wait, give_up
-from drumline.runtime.channel.link import Handler
-from drumline.runtime.channel.pump import Pump, milliseconds
+from drumline.runtime.channel.link import Handler, Pump, milliseconds
 from drumline.runtime.channel.rendezvous import connect
 
 WORD = 2
@@ -73,6 +72,7 @@ class ControlMesh(Pump):
         self._num_comparisons = 0
         self._quickest: dict[int, tuple[int, int]] = {}  # by source: when a packet left, and when it was read here
         self._failure: tuple[int, str] | None = None
+        self._has_failed = False  # whether it was this rank that failed, or failed of another
         self._lost: list[int] = []
         self._departed: set[int] = set()
         self._closed = False
@@ -203,6 +203,7 @@ class ControlMesh(Pump):
 
     def abort(self, error: BaseException, during: str) -> None:
         """Tell everybody that this rank failed, or, if it only failed of another one, which one that was."""
+        self._has_failed = True
         if isinstance(error, RankFailed):
             rank, text = error.rank, error.error
         else:

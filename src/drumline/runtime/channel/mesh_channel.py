@@ -12,10 +12,12 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError
 from drumline.runtime.channel.channel import Channel, Wait, step_topic
 from drumline.runtime.channel.layout import MessageLayout, MessageLayouts
-from drumline.runtime.channel.mesh import ControlMesh
+from drumline.runtime.channel.mesh import FIRST_OWN_KIND, ControlMesh
 
 Arrived = TypeVar("Arrived")
 
+_LAYOUT = FIRST_OWN_KIND
+FIRST_MESSAGE_KIND = FIRST_OWN_KIND + 1  # the subclass's kinds start here
 _STEP = struct.Struct("<q")
 _ACTION = struct.Struct("<iiB")
 KEY_BYTES = _STEP.size + _ACTION.size
@@ -60,10 +62,9 @@ def action_code(action: Action) -> bytes:
 class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
     """A mesh as a channel: headers travel over its links; how the payload travels is the subclass's.
 
-    Its messages' layouts travel in packets of the kind `layout_kind`, each once, before the first message that has it.
+    Its messages' layouts travel in packets of their own kind, each once, before the first message that has it.
     """
 
-    layout_kind: int
     looks_every_ms: int | None = None  # how often `_unsent` has to be asked while nothing arrives
 
     def __init__(self, rank: int, num_ranks: int, **connecting: Any) -> None:
@@ -76,10 +77,9 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
         self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(num_ranks)]
-        self._num_open = [0] * num_ranks
         self._layouts = {peer: MessageLayouts() for peer in self.links}
         self._peer_layouts: dict[int, dict[int, MessageLayout]] = {peer: {} for peer in self.links}
-        self.on(self.layout_kind, self._on_layout)
+        self.on(_LAYOUT, self._on_layout)
 
     @abstractmethod
     def _unsent(self) -> tuple[int, bytes] | None:
@@ -95,7 +95,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         """Let a peer know a layout, if it does not."""
         if not layout.is_told:
             layout.is_told = True
-            self.send_packet(target, bytes((self.layout_kind,)) + layout.text())
+            self.send_packet(target, bytes((_LAYOUT,)) + layout.text())
 
     def _on_layout(self, source: int, packet: bytes, fds: list[int]) -> None:
         layout = MessageLayout.parse(memoryview(packet)[1:])
@@ -117,8 +117,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             again, self._again[source] = self._again[source], deque()
             for other, later in again:
                 self._arrive(source, other, later)
-        if self._num_open[source]:
-            self._num_open[source] -= 1
         return message
 
     def begin(self, step: int, *, train: bool = True) -> None:
@@ -131,12 +129,6 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                     raise MismatchError(
                         f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
                     )
-
-    def post(self, receive: Action, source: int) -> None:
-        """Count a receive as open."""
-        self._num_open[source] += 1
-        if self._num_open[source] > self.peak_open_receives:
-            self.peak_open_receives = self._num_open[source]
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Return once the message is there."""

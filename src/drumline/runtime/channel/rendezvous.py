@@ -17,7 +17,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import too_late
-from drumline.runtime.channel.link import Link, TcpLink, UnixLink
+from drumline.runtime.channel.link import Link
 
 _HELLO = struct.Struct("<16sI")
 
@@ -89,7 +89,7 @@ class _Rendezvous:
     deadline: float
 
     def links(self) -> list[Link]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unix, socket.socket() as tcp:
+        with socket.socket(socket.AF_UNIX) as unix, socket.socket() as tcp:
             cards = self._cards(unix, tcp)
             links: list[Link] = []
             try:
@@ -133,12 +133,7 @@ class _Rendezvous:
         ways: list[Any] = [card.unix] if card.host == self.host else list(card.tcp)
         problems = []
         for way in ways:
-            family, kind = (
-                (socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                if isinstance(way, bytes)
-                else (socket.AF_INET, socket.SOCK_STREAM)
-            )
-            connection = socket.socket(family, kind)
+            connection = socket.socket(socket.AF_UNIX if isinstance(way, bytes) else socket.AF_INET)
             try:
                 # An address that nobody answers must leave time for the next one.
                 connection.settimeout(self._left(f"rank {other} to answer") / len(ways))
@@ -183,15 +178,14 @@ class _Rendezvous:
 
 
 def _link(other: int, connection: socket.socket) -> Link:
-    if connection.family == socket.AF_UNIX:
-        return UnixLink(other, connection)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that vanishes sends no end of the connection: ask after it when it is silent.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return TcpLink(other, connection)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that vanishes sends no end of the connection: ask after it when it is silent.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return Link(other, connection)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
@@ -210,17 +204,13 @@ def _own_addresses(store: Store) -> list[str]:
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    lookups: list[Callable[[], str]] = [lambda: socket.gethostbyname(socket.gethostname())]
     if hasattr(inner, "host"):
-        lookups.insert(0, lambda: _address_towards(inner.host))
-    for lookup in lookups:
-        try:
-            names.append(lookup())
-        except OSError:
-            continue
+        with suppress(OSError):
+            names.append(_address_towards(inner.host))
+    with suppress(OSError):
+        names.append(socket.gethostbyname(socket.gethostname()))
     # A loopback address is of use only if there is no other (tests; several namespaces cannot meet anyway).
-    outer = [name for name in dict.fromkeys(names) if not name.startswith("127.")]
-    return outer + [name for name in dict.fromkeys([*names, "127.0.0.1"]) if name.startswith("127.")]
+    return sorted(dict.fromkeys([*names, "127.0.0.1"]), key=lambda name: name.startswith("127."))
 
 
 def _address_towards(host: str) -> str:

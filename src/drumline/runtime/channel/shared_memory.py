@@ -29,8 +29,7 @@ from drumline.core.action import Action
 from drumline.core.errors import RunError
 from drumline.runtime.channel.channel import Delivery
 from drumline.runtime.channel.layout import MessageLayout
-from drumline.runtime.channel.mesh import FIRST_OWN_KIND
-from drumline.runtime.channel.mesh_channel import KEY_BYTES, MeshChannel
+from drumline.runtime.channel.mesh_channel import FIRST_MESSAGE_KIND, KEY_BYTES, MeshChannel
 
 _SMALLEST = 64 * 1024
 
@@ -148,7 +147,7 @@ class Slots:
         return Slot(number, os.dup(fd), room), fd
 
 
-_MESSAGE, _CREDITS, _SLOT, _LAYOUT = range(FIRST_OWN_KIND, FIRST_OWN_KIND + 4)
+_MESSAGE, _CREDITS, _SLOT = range(FIRST_MESSAGE_KIND, FIRST_MESSAGE_KIND + 3)
 _HEADER = struct.Struct(f"<BBH{KEY_BYTES}sqq")  # kind, slot, layout, key, made, sent; after it, credits: a byte each
 _KEY = slice(4, 4 + KEY_BYTES)
 _NEW_SLOT = struct.Struct("<BBQ")  # kind, slot, room; the memory's descriptor comes along
@@ -186,7 +185,6 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
     """
 
     name = "shared-memory"
-    layout_kind = _LAYOUT
 
     def __init__(
         self, rank: int, num_ranks: int, *, device: torch.device | str = "cpu", num_slots: int = 4, **connecting: Any
@@ -220,9 +218,6 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         if edge.parked or not self._dispatch(target, edge, layout, key, tensors, made_ns):
             edge.parked.append(_Parked(layout, key, tuple(tensors), made_ns))
             self._num_parked += 1
-        num_open = len(edge.parked) + edge.slots.num_busy
-        if num_open > self.peak_open_sends:
-            self.peak_open_sends = num_open
 
     def _dispatch(
         self, target: int, edge: _Edge, layout: MessageLayout, key: bytes, tensors: Sequence[Tensor], made_ns: int
@@ -251,9 +246,12 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
         while key not in inbox and self.look():
             pass
         arrived = self._pick(source, key)
-        return arrived if arrived is None or isinstance(arrived, Delivery) else self._copy_out(source, *arrived)
+        return None if arrived is None else self._copy_out(source, arrived)
 
-    def _copy_out(self, source: int, packet: bytes, layout: MessageLayout) -> Delivery:
+    def _copy_out(self, source: int, arrived: _Arrived) -> Delivery:
+        if isinstance(arrived, Delivery):
+            return arrived
+        packet, layout = arrived
         arrived_ns = self.now()
         edge = self._edges[source]
         _, slot, _, _, made_ns, sent_ns = _HEADER.unpack_from(packet)
@@ -274,12 +272,9 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             if edge.num_held == self._num_slots:
                 inbox = self._inbox[source]
                 for key, arrived in inbox.items():
-                    if not isinstance(arrived, Delivery):
-                        inbox[key] = self._copy_out(source, *arrived)
-                self._again[source] = deque(
-                    (key, arrived if isinstance(arrived, Delivery) else self._copy_out(source, *arrived))
-                    for key, arrived in self._again[source]
-                )
+                    inbox[key] = self._copy_out(source, arrived)
+                again = ((key, self._copy_out(source, arrived)) for key, arrived in self._again[source])
+                self._again[source] = deque(again)
             if edge.credits:
                 self._send_credits(source, edge)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import UsageError
+from drumline.runtime.patches import put_in
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import mapped
 
@@ -123,8 +124,5 @@ class Witness:
             self.output = mapped(output, lambda one: one.detach().to("cpu", copy=True))
             return loss(output, target)
 
-        stage.loss = noted
-        try:
+        with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
-        finally:
-            stage.loss = loss

@@ -21,8 +21,7 @@ from drumline.core.action import Action, Op
 from drumline.core.errors import MismatchError, ModelError
 from drumline.core.placement import Placement
 from drumline.runtime.channel.channel import Channel, Delivery, Wait
-from drumline.runtime.clock import Clock
-from drumline.runtime.draft import Draft
+from drumline.runtime.draft import Clock, Draft
 from drumline.runtime.stage import Stage
 from drumline.runtime.values import pack, unpack
 from drumline.runtime.weights.catalogue import Place, places_in

@@ -195,12 +195,8 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 
 def _own(module: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            made: Callable[[], Any] = found
-            return made
-    return None
+    named = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, named), None)
 
 
 def _has_nan(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from drumline.runtime.weights.files import Stored, Weights
 from drumline.runtime.weights.initialise import initialise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
     """Several tensors of files that are made into one or more of the model's, all at once."""
 
@@ -37,40 +37,32 @@ class Conversion:
     make: Callable[[], Mapping[str, Tensor]]
 
 
-@dataclass(slots=True)
-class Sources:
-    """Where each tensor of the model comes from; `unused` are those of the files that it has no place for."""
-
-    plain: dict[str, Stored] = field(default_factory=dict)
-    converted: dict[str, Conversion] = field(default_factory=dict)
-    unused: list[Stored] = field(default_factory=list)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.plain or name in self.converted
+# Where each tensor of the model comes from, by its name there.
+Sources = dict[str, Stored | Conversion]
 
 
-def sources_of(stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None) -> Sources:
-    """Return where the model's tensors of these names come from."""
-    sources = Sources()
+def sources_of(
+    stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None
+) -> tuple[Sources, list[Stored]]:
+    """Return where the model's tensors of these names come from, and those of the files that it has no place for."""
     rules = _rules(root)
     if rules is not None:
-        left = rules.sort(stored, names, sources)
+        sources, left = rules.sort(stored, names)
     else:
         prefix = getattr(root, "base_model_prefix", "")
-        left = _prefixed(stored, names, sources, [prefix] if isinstance(prefix, str) and prefix else None)
-    sources.unused = [stored[name] for name in left]
-    return sources
+        sources, left = _prefixed(stored, names, [prefix] if isinstance(prefix, str) and prefix else None)
+    return sources, [stored[name] for name in left]
 
 
 def _prefixed(
-    stored: Mapping[str, Stored], names: Collection[str], sources: Sources, prefixes: Sequence[str] | None
-) -> list[str]:
-    """Match names as they are, then those left over with one prefix put on or taken off; returns what is left."""
-    sources.plain.update({name: one for name, one in stored.items() if name in names})
+    stored: Mapping[str, Stored], names: Collection[str], prefixes: Sequence[str] | None
+) -> tuple[Sources, list[str]]:
+    """Match names as they are, then those left over with one prefix put on or taken off; returns what is left too."""
+    sources: Sources = {name: one for name, one in stored.items() if name in names}
     left = [name for name in stored if name not in names]
-    known = set(names) - set(sources.plain)
+    known = set(names) - set(sources)
     if not left or not known:
-        return left
+        return sources, left
     on = prefixes or [name.split(".")[0] for name in known]
     off = prefixes or [name.split(".")[0] for name in left]
     changes = [*((f"{one}.", "") for one in dict.fromkeys(on)), *(("", f"{one}.") for one in dict.fromkeys(off))]
@@ -80,8 +72,8 @@ def _prefixed(
         return {name: old for name, old in renamed.items() if name in known}
 
     best = max((changed(*change) for change in changes), key=len, default={})
-    sources.plain.update({name: stored[old] for name, old in best.items()})
-    return [name for name in left if name not in set(best.values())]
+    sources.update({name: stored[old] for name, old in best.items()})
+    return sources, [name for name in left if name not in set(best.values())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +85,11 @@ class _Rules:
     renamings: list[Any]
     converters: list[Any]
 
-    def sort(self, stored: Mapping[str, Stored], names: Collection[str], sources: Sources) -> list[str]:
-        """Find each tensor's place in the model, as transformers does; returns the names without one."""
+    def sort(self, stored: Mapping[str, Stored], names: Collection[str]) -> tuple[Sources, list[str]]:
+        """Find each tensor's place in the model, as transformers does; returns the names without one too."""
         places = dict.fromkeys(names, True)
+        plain: Sources = {}
+        converted: Sources = {}
         left: list[str] = []
         groups: dict[str, tuple[Any, list[tuple[str, Stored]]]] = {}
         for name in sorted(stored, key=self.library.dot_natural_key):
@@ -103,14 +97,14 @@ class _Rules:
             if target not in places:
                 left.append(name)
             elif pattern is None:
-                sources.plain.setdefault(target, stored[name])
+                plain.setdefault(target, stored[name])
             else:
                 converter = next(one for one in self.converters if pattern in one.source_patterns)
                 groups.setdefault(target, (converter, []))[1].append((pattern, stored[name]))
         for target, (converter, parts) in groups.items():
             conversion = self._conversion(target, converter, parts)
-            sources.converted.update(dict.fromkeys(conversion.names, conversion))
-        return left
+            converted.update(dict.fromkeys(conversion.names, conversion))
+        return converted | plain, left
 
     def _target(self, name: str, places: Mapping[str, bool]) -> tuple[str, str | None]:
         prefix = self.model.base_model_prefix
@@ -181,13 +175,12 @@ def materialise(
     entries = catalogue.of(mine)
     empty = [entry for entry in entries if entry.tensor.is_meta]
     _refuse_hidden(catalogue, mine)
-    loaded: list[Entry] = []
-    sources = Sources()
+    sources: Sources = {}
     if weights is not None:
         names = {name for entry in catalogue.entries if entry.saved for name in entry.names}
-        sources = sources_of(weights.tensors, names, root)
-        _check(catalogue, catalogue.of(blocks), sources, weights)
-        loaded = [entry for entry in entries if _name_in(sources, entry) is not None]
+        sources, unused = sources_of(weights.tensors, names, root)
+        _check(catalogue, catalogue.of(blocks), sources, unused, weights)
+    loaded = [entry for entry in entries if _name_in(sources, entry) is not None]
     before = [(entry, entry.tensor) for entry in empty]
     try:
         for entry in empty:
@@ -209,11 +202,13 @@ def _name_in(sources: Sources, entry: Entry) -> str | None:
     return next((name for name in entry.names if name in sources), None) if entry.saved else None
 
 
-def _check(catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, weights: Weights) -> None:
+def _check(
+    catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, unused: Sequence[Stored], weights: Weights
+) -> None:
     """Refuse files that lack a tensor, hold one too many, or one of another shape or kind."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
     missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
-    unused = [one for one in sources.unused if not _is_expected(one.name, catalogue, weights)]
+    unused = [one for one in unused if not _is_expected(one.name, catalogue, weights)]
     if missing:
         name = missing[0].name
         raise ModelError(
@@ -231,9 +226,9 @@ def _check(catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, weig
             fix=f"to leave it out: weights=dl.Weights(..., ignore=[{name!r}])",
         )
     for entry in needed:
-        found = _name_in(sources, entry)
-        if found is not None and found in sources.plain:
-            _check_fit(entry, sources.plain[found], tuple(sources.plain[found].shape), sources.plain[found].dtype)
+        source = sources.get(_name_in(sources, entry) or "")
+        if isinstance(source, Stored):
+            _check_fit(entry, source, source.shape, source.dtype)
 
 
 def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
@@ -264,17 +259,17 @@ def _more(others: Sequence[object]) -> str:
 
 def _load(entries: Iterable[Entry], sources: Sources) -> None:
     """Read every entry's value; what is converted together is converted once."""
-    together: dict[int, tuple[Conversion, list[tuple[str, Entry]]]] = {}
+    together: dict[Conversion, list[tuple[str, Entry]]] = {}
     for entry in entries:
         name = _name_in(sources, entry)
         assert name is not None
-        if name in sources.plain:
-            sources.plain[name].into(entry.tensor.detach())
+        source = sources[name]
+        if isinstance(source, Stored):
+            source.into(entry.tensor.detach())
             _check_same(entry, sources)
         else:
-            conversion = sources.converted[name]
-            together.setdefault(id(conversion), (conversion, []))[1].append((name, entry))
-    for conversion, places in together.values():
+            together.setdefault(source, []).append((name, entry))
+    for conversion, places in together.items():
         made = conversion.make()
         for name, entry in places:
             _check_fit(entry, name, tuple(made[name].shape), made[name].dtype)
@@ -283,7 +278,7 @@ def _load(entries: Iterable[Entry], sources: Sources) -> None:
 
 def _check_same(entry: Entry, sources: Sources) -> None:
     """Refuse files that give one tensor different values under its two names."""
-    found = [sources.plain[name] for name in entry.names if name in sources.plain]
+    found = [source for name in entry.names if isinstance(source := sources.get(name), Stored)]
     for other in found[1:]:
         alike = (other.file, other.start, other.shape) == (found[0].file, found[0].start, found[0].shape)
         if not alike and not torch.equal(other.read().to(entry.tensor.device, entry.tensor.dtype), entry.tensor):
