@@ -152,7 +152,7 @@ class Intake:
         loss = plan.loss(plan.kind(inputs, train=True)[0])
         if loss is None or plan.model is None:
             return nullcontext()
-        return Multiplying(loss.walk.graph, loss.terms, factors, plan.model)
+        return Multiplying(loss.walk, factors, plan.model)
 
     def _take_shares(self, step: Step, weighing: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""

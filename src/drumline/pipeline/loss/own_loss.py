@@ -119,7 +119,7 @@ class OwnShares:
             return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
-        made = self._weighed(counts, rows, others=bool(losses[0].terms.others))
+        made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
                 "the model's loss adds up means over different things, one of them in an earlier stage",
@@ -144,24 +144,24 @@ class OwnShares:
         """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
         if self._looked_at:
             return
-        terms = loss.terms
-        if not terms.known:
+        walk = loss.walk
+        if not walk.terms:
             raise ModelError(
-                f"the model's loss comes out of {', '.join(terms.others[:3]) or 'nothing that was followed'}, and how"
+                f"the model's loss comes out of {', '.join(walk.others[:3]) or 'nothing that was followed'}, and how"
                 " much of it each microbatch is cannot be told",
                 expected="means and sums over rows or tokens, added up",
                 fix=f"pass {_WEIGHT}; or a loss_fn=",
             )
-        mixers = self._mixers(loss, kind, rows) if mixed_by(loss.walk, terms) else {}
+        mixers = self._mixers(loss, kind, rows) if mixed_by(walk) else {}
         pairs = [name for name, degree in mixers.values() if degree > 1]
-        if pairs or len(mixers) == len(terms.known):
+        if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
                 f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
                 expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
                 fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
             )
         self._apart = set(mixers)
-        if names := dict.fromkeys([*terms.others, *(name for name, _ in mixers.values())]):
+        if names := dict.fromkeys([*walk.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
                 f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
                 " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
@@ -179,7 +179,7 @@ class OwnShares:
             for shape, dtype in kind.shapes
         )
         walk, calls = loss.walk, loss.walk.graph.calls
-        every = range(len(loss.terms.known))
+        every = range(len(walk.terms))
         try:
             other = self.script.graph(kind._replace(shapes=shapes))
         except DrumlineError:
@@ -188,7 +188,7 @@ class OwnShares:
             return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
         found: dict[int, tuple[str, int]] = {}
-        for part, term in enumerate(loss.terms.known):
+        for part, term in enumerate(walk.terms):
             for at in walk.data_calls(term):
                 made = [degrees[value] for _, value in calls[at].makes]
                 data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]

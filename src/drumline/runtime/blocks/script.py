@@ -26,7 +26,7 @@ from drumline.runtime.follow.skeleton import Meta, Skeleton
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
-from drumline.runtime.loss.terms import Terms, Walk, loss_place
+from drumline.runtime.loss.terms import Walk, loss_place
 from drumline.runtime.values import pack, plain_in, refuse_objects
 from drumline.runtime.watch.watch import Watch
 
@@ -101,7 +101,6 @@ class OwnLossParts(NamedTuple):
     """What the model's own loss is made of, for one kind of input."""
 
     walk: Walk
-    terms: Terms
     counts: Counts
     pieces: tuple[int, ...]  # that make the parts
 
@@ -189,7 +188,7 @@ class Script:
         """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
-            scale(graph, loss.terms, self.sheet)
+            scale(loss.walk, self.sheet)
         found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
@@ -232,7 +231,7 @@ class Script:
         ]
 
     def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
-        emitter = Emitter(graph, "piece.callees[{!r}]".format, _state)
+        emitter = Emitter(graph)
         if after is None:
             kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
         else:
@@ -251,15 +250,8 @@ def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts
     if place is None or not graph.outputs:
         return None
     fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
-    walk = Walk(graph, graph.inputs, fixed)
-    terms = walk.terms(graph.outputs[place])
-    pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
-    return OwnLossParts(walk, terms, Counts(graph, terms, _state), pieces)
-
-
-def _state(name: str) -> str:
-    last = name.rpartition(".")[2]
-    return f"getattr(piece.homes[{name!r}], {last!r})"
+    walk = Walk(graph, graph.outputs[place], graph.inputs, fixed)
+    return OwnLossParts(walk, Counts(walk), tuple(bisect_right(starts, term.call) - 1 for term in walk.terms))
 
 
 def states_of(graph: CallGraph, calls: range) -> set[str]:

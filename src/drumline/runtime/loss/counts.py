@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import Call, CallGraph, Value
-from drumline.runtime.loss.terms import Labels, Term, Terms, Walk, arguments_of, name_of
+from drumline.runtime.loss.terms import Labels, Term, Walk, arguments_of, name_of
 from drumline.runtime.values import found_in, pack, tensors_in
 
 
@@ -100,12 +100,11 @@ _ALONG = (
 class Counts:
     """Counts the parts of one graph's loss; `piece` is where a parameter that weighs classes is found."""
 
-    def __init__(self, graph: CallGraph, terms: Terms, state: Callable[[str], str]) -> None:
-        self.graph = graph
-        self.terms = terms.known
+    def __init__(self, walk: Walk) -> None:
+        graph, self.terms = walk.graph, walk.terms
         wanted = list(dict.fromkeys(value for term in self.terms for value in _needed(term)))
         _, calls = graph.origins(wanted)
-        emitter = Emitter(graph, str, state)
+        emitter = Emitter(graph)
         self._places = {value: at for at, value in enumerate(wanted)}
         # All that is wanted is returned, parameters and constants too.
         returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
@@ -151,11 +150,11 @@ def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -
     return (weight.double()[classes] * counts).sum()
 
 
-def mixed_by(walk: Walk, terms: Terms) -> list[str]:
+def mixed_by(walk: Walk) -> list[str]:
     """Return the calls on the way to a loss that may not go row by row, for a closer look."""
     found = dict.fromkeys(
         name_of(walk.graph.calls[at])
-        for term in terms.known
+        for term in walk.terms
         for at in walk.data_calls(term)
         if not _is_row_by_row(walk, at)
     )
