@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.runtime.executor import Step
-from drumline.runtime.loss.counts import Count, Counts, labels_counted, mixed_by, watched
+from drumline.runtime.loss.counts import Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
 from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import joined, pack, unpack
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.script import Inputs, Kind, OwnLossParts, Script
-from drumline.runtime.loss.counts import labels_counted, mixed_by
+from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, weighed
 from drumline.runtime.loss.terms import name_of
 
 _PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
