@@ -96,16 +96,12 @@ def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
     Traceback (most recent call last):
     drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the stage ...
     """
-    return _several(received) if len(received) > 1 else _NOTHING
+    apart = [one for one in received if one.is_floating_point() or one.is_complex()]
+    return _several(apart) if len(apart) > 1 else _NOTHING
 
 
 @contextmanager
-def _several(received: Sequence[Tensor]) -> Iterator[None]:
-    apart = [one for one in received if one.is_floating_point() or one.is_complex()]
-    if len(apart) < 2:
-        yield
-        return
-
+def _several(apart: Sequence[Tensor]) -> Iterator[None]:
     def arrived(gradient: Tensor) -> None:
         if _is_asked(traceback.walk_stack(sys._getframe()), apart):
             raise _refusal(len(apart))
