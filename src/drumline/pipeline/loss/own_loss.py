@@ -173,14 +173,14 @@ class OwnShares:
 
         Degree 1 brings rows down to a few numbers, degree 2 compares each with each.
         """
-        shapes = tuple(
-            (torch.Size((_PROBE, *shape[1:])) if shape and shape[0] == rows else shape, dtype)
-            for shape, dtype in kind.shapes
+        metas = tuple(
+            one._replace(shape=torch.Size((_PROBE, *one.shape[1:]))) if one.shape[:1] == (rows,) else one
+            for one in kind.metas
         )
         walk, calls = loss.walk, loss.walk.graph.calls
         every = range(len(walk.terms))
         try:
-            other = self.script.graph(kind._replace(shapes=shapes))
+            other = self.script.graph(kind._replace(metas=metas))
         except DrumlineError:
             return dict.fromkeys(every, ("a way that could not be followed", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:

@@ -38,16 +38,12 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
 
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-
-
 class Kind(NamedTuple):
     """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
 
     form: Any
-    shapes: Shapes
+    metas: tuple[Meta, ...]  # what is known of the input tensors, but for whether one wants a gradient
     train: bool
-    strides: tuple[tuple[int, ...], ...] | None = None  # unless all inputs are contiguous
     autocast: torch.dtype | None = None
     types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
 
@@ -60,24 +56,10 @@ class Kind(NamedTuple):
         False
         """
         tensors, form = pack((inputs.args, inputs.kwargs))
-        shapes = tuple((one.shape, one.dtype) for one in tensors)
-        plain = all(one.is_contiguous() for one in tensors)
-        on = torch.is_autocast_enabled(device.type)
-        kind = cls(
-            form,
-            shapes,
-            train,
-            None if plain else tuple(one.stride() for one in tensors),
-            torch.get_autocast_dtype(device.type) if on else None,
-            " ".join(type(one).__name__ for one in plain_in(form)),
-        )
-        return kind, tensors
-
-    @property
-    def metas(self) -> list[Meta]:
-        """What is known of the input tensors."""
-        strides = self.strides or (None,) * len(self.shapes)
-        return [Meta(shape, dtype, one) for (shape, dtype), one in zip(self.shapes, strides, strict=True)]
+        metas = tuple(Meta(one.shape, one.dtype, None if one.is_contiguous() else one.stride()) for one in tensors)
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        types = " ".join(type(one).__name__ for one in plain_in(form))
+        return cls(form, metas, train, autocast, types), tensors
 
 
 class Live(NamedTuple):
@@ -249,7 +231,7 @@ def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
         return None
-    fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
+    fixed = [value for value, meta in zip(graph.inputs, kind.metas, strict=True) if not meta.shape]
     walk = Walk(graph, graph.outputs[place], graph.inputs, fixed)
     return OwnLossParts(walk, Counts(walk), tuple(bisect_right(starts, term.call) - 1 for term in walk.terms))
 
