@@ -7,7 +7,7 @@ before the same blocks. A piece takes the values that are alive before it and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
@@ -91,15 +91,15 @@ class OwnLossParts(NamedTuple):
 class Script:
     """What every piece of a model does, for every kind of input that has come along."""
 
+    _model: ref[nn.Module]  # the user's own, as long as he has it
     skeleton: Skeleton
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     # Which parameters and buffers each piece holds for use between blocks.
     states: list[set[str]] = field(default_factory=list)
-    _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
-    _exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)  # of the pieces
-    watch: Watch | None = None
+    # Those of the pieces, which take other buffers for those that they were lent.
+    exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)
     epoch: int = 0  # how often the model was followed anew because something about it had changed
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
@@ -107,6 +107,9 @@ class Script:
     _losses: dict[Kind, OwnLossParts | None] = field(default_factory=dict)
     # By kind of input, what was written, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(() if self.model is None else self.model.named_modules(), self.inside)
 
     def __deepcopy__(self, memo: Any) -> Script:
         return self
@@ -120,31 +123,25 @@ class Script:
         graph, attributes = trace(
             self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
         )
-        if self.watch is not None:
-            self.watch.read(attributes)
+        self.watch.read(attributes)
         return graph
-
-    def look_after(self, model: nn.Module, exchanges: Iterable[Callable[[str, Tensor], None]]) -> None:
-        """Follow what becomes of the model that pieces were made from, whose `exchanges` take other buffers for it."""
-        self._model, self._exchanges = ref(model), [WeakMethod(one) for one in exchanges]
 
     @property
     def model(self) -> nn.Module | None:
         """The model that the pieces were made from, as long as it is there."""
-        return None if self._model is None else self._model()
+        return self._model()
 
     def begin(self) -> None:
         """Take the model's parameters and buffers for what they should be, once all are in place."""
-        if self.watch is not None:
-            self.watch.begin()
+        self.watch.begin()
 
     def renew(self) -> bool:
         """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
         model = self.model
-        if model is None or self.watch is None:
+        if model is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for exchange in (one for seen in self._exchanges if (one := seen()) is not None):
+            for exchange in (one for seen in self.exchanges if (one := seen()) is not None):
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
