@@ -298,12 +298,20 @@ def _attribute(module: nn.Module, key: str) -> Any:
     return MISSING
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own.
+
+    >>> has_hooks(nn.ReLU())
+    False
+    """
+    return any(vars(module)[kind] for kind in _HOOKS)
+
+
 def refuse_hooks(root: nn.Module) -> None:
     """Refuse hooks on an nn.Sequential whose blocks are run one by one, without it."""
-    for kind in _HOOKS:
-        if getattr(root, kind):
-            raise ModelError(
-                "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
-                expected="hooks on its blocks, or an example with which the model is followed, hooks included",
-                fix="put the hook on a block, or pass example= to Pipeline before it is made",
-            )
+    if has_hooks(root):
+        raise ModelError(
+            "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
+            expected="hooks on its blocks, or an example with which the model is followed, hooks included",
+            fix="put the hook on a block, or pass example= to Pipeline before it is made",
+        )
