@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
-from drumline.runtime.backward.beginnings import begun
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import begun, transformed
 from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
 from drumline.runtime.precision import LOW
 

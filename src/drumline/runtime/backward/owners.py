@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.backward.beginnings import begun, leaves_of
 from drumline.runtime.backward.formulas import (
     EmbeddingOwner,
     LayerNormOwner,
@@ -23,7 +22,7 @@ from drumline.runtime.backward.formulas import (
     WithFormula,
     place_of,
 )
-from drumline.runtime.backward.inner_gradients import begin_again, transformed
+from drumline.runtime.backward.guards import begin_again, begun, leaves_of, transformed
 from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
 from drumline.runtime.values import pack, unpack
 

@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import transformed
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

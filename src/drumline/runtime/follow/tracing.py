@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
 from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
