@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from drumline.core.errors import DrumlineError, ModelError
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import Inputs, Kind, OwnLossParts, Script
+from drumline.runtime.blocks.script import OwnLossParts, Script
+from drumline.runtime.follow.inputs import Inputs, Kind
 from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, weighed
 from drumline.runtime.loss.terms import name_of
 

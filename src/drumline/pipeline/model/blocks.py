@@ -15,7 +15,7 @@ from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.values import moved
 from drumline.runtime.watch.watch import has_hooks, refuse_hooks
 

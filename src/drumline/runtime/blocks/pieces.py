@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.graph import CallGraph
-from drumline.runtime.blocks.script import Inputs, Kind, Live, Script, named_calls, states_of
+from drumline.runtime.blocks.script import Live, Script, named_calls, states_of
+from drumline.runtime.follow.inputs import Inputs, Kind, names_of
 from drumline.runtime.follow.notes import Unseen
-from drumline.runtime.follow.numbers import names_of
 from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import Decides
 from drumline.runtime.loss.sheet import Sheet
@@ -172,9 +172,6 @@ def pieces_of(
     return [Block(name, piece, prefix="") for name, piece in zip(script.names, pieces, strict=True)]
 
 
-_FEW = 256  # numbers of an argument, by which a forward may decide
-
-
 def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
     """Follow the model, opening blocks whose insides others use, and taking a few numbers it decides by as they are.
 
@@ -192,7 +189,7 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
             closed = closed or error
             script = replace(script, inside=script.inside | fresh)
         except Decides as error:
-            baked = names_of(inputs, script.baked, error.inputs, at_most=_FEW)
+            baked = names_of(inputs, script.baked, error.inputs)
             if not baked:
                 raise closed or error from error
             script = replace(script, baked=script.baked | baked)

@@ -14,52 +14,20 @@ from itertools import count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import CallGraph, Crossing, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
-from drumline.runtime.follow.numbers import packed
-from drumline.runtime.follow.skeleton import Meta, Skeleton
+from drumline.runtime.follow.inputs import Inputs, Kind
+from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
 from drumline.runtime.loss.terms import Walk, loss_place
-from drumline.runtime.values import pack, plain_in, refuse_objects
+from drumline.runtime.values import refuse_objects
 from drumline.runtime.watch.watch import Watch
-
-
-class Inputs(NamedTuple):
-    """What the model is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class Kind(NamedTuple):
-    """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
-
-    form: Any
-    metas: tuple[Meta, ...]  # what is known of the input tensors, but for whether one wants a gradient
-    train: bool
-    autocast: torch.dtype | None = None
-    types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
-
-    @classmethod
-    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
-        """Return the kind of some inputs, as things are here, and the tensors in them.
-
-        >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
-        >>> one == other
-        False
-        """
-        tensors, form = pack((inputs.args, inputs.kwargs))
-        metas = tuple(Meta(one.shape, one.dtype, None if one.is_contiguous() else one.stride()) for one in tensors)
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        types = " ".join(type(one).__name__ for one in plain_in(form))
-        return cls(form, metas, train, autocast, types), tensors
 
 
 class Live(NamedTuple):
@@ -116,13 +84,11 @@ class Script:
 
     def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
         """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
-        return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
+        return Kind.of(inputs.packed(self.baked), self.skeleton.device, train=train)
 
     def graph(self, kind: Kind) -> CallGraph:
         """Follow the model's forward on inputs of a kind."""
-        graph, attributes = trace(
-            self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
-        )
+        graph, attributes = trace(self.skeleton, self.inside, kind)
         self.watch.read(attributes)
         return graph
 

@@ -27,9 +27,9 @@ from drumline.core.errors import ModelError
 from drumline.runtime.backward.guards import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
 from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
+from drumline.runtime.follow.inputs import Inputs, Kind, unchecked
 from drumline.runtime.follow.interception import Nodes, coming_by, version_of
 from drumline.runtime.follow.notes import Notes
-from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
     HOOKS,
     LocalHooks,
@@ -52,28 +52,21 @@ from drumline.runtime.watch.watch import Surroundings
 from drumline.runtime.weights.catalogue import whole_name
 
 
-def trace(
-    skeleton: Skeleton,
-    inside: frozenset[str],
-    form: Any,
-    metas: Sequence[Meta],
-    *,
-    train: bool,
-    autocast: torch.dtype | None = None,
-) -> tuple[CallGraph, list[AttributeName]]:
-    """Follow the model's forward on inputs of this form; returns its graph, and which attributes decided it.
+def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallGraph, list[AttributeName]]:
+    """Follow the model's forward on inputs of this kind; returns its graph, and which attributes decided it.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
     refuse_backward_hooks(skeleton.model, inside)
     device = skeleton.device.type
     chance = HostChance()
-    with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        inputs = skeleton.fakes(metas)
-        args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
+    autocast = torch.autocast(device, dtype=kind.autocast, enabled=kind.autocast is not None)
+    with torch.set_grad_enabled(kind.train), autocast:
+        inputs = skeleton.fakes(kind.metas)
+        args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
         tracer = _Tracer(skeleton, inside, inputs)
         everywhere = Surroundings(skeleton.model.modules())
-        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
+        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=kind.train):
             try:
                 made = skeleton.model(*args, **kwargs)
             except ModelError:
