@@ -74,7 +74,6 @@ class FnWeight:
         self.loss_fn = loss_fn
         self.direct = labels_weight(loss_fn)
         self._seen: dict[Any, _Seen] = {}
-        self._by_target: dict[Any, _Seen] = {}
         # Whether it was not seen that the function goes row by row, so that the first step's loss is compared.
         self.is_doubted = False
         self._warned = False
@@ -85,7 +84,8 @@ class FnWeight:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows)
-        seen = [self._by_target.get(_kind(one)) for one in targets]
+        by_target = {target: seen for (_, target), seen in self._seen.items()}
+        seen = [by_target.get(_kind(one)) for one in targets]
         found = [one for one in seen if one is not None]
         if not found:
             return None
@@ -114,8 +114,7 @@ class FnWeight:
         walk = Walk(graph, graph.outputs[0], graph.inputs[num_outputs:])
         is_plain = bool(walk.terms) and not walk.others
         self.is_doubted |= not is_plain or bool(mixed_by(walk))
-        seen = _Seen(Counts(walk) if is_plain else None, num_outputs, walk)
-        self._seen[kind] = self._by_target[_kind(target)] = seen
+        self._seen[kind] = _Seen(Counts(walk) if is_plain else None, num_outputs, walk)
         if walk.others and not self._warned:
             self._warn(walk, target)
         return loss

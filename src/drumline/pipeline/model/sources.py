@@ -148,7 +148,12 @@ def is_config(source: object) -> TypeGuard[str]:
 def material_from_config(path: str, *, rows: int, length: int | None = None) -> Material:
     """Return the model, on the host and with random weights, and a batch of so many rows of `length` tokens."""
     config = _config(Path(path))
-    transformers = _transformers()
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UsageError(
+            "a model from its config.json, and transformers is not installed", fix='pip install "drumline[hf]"'
+        ) from None
     try:
         known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
         model = transformers.AutoModelForCausalLM.from_config(known)
@@ -167,13 +172,3 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} names no model_type", expected=_EXPECTED_CONFIG)
     return config
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise UsageError(
-            "a model from its config.json, and transformers is not installed", fix='pip install "drumline[hf]"'
-        ) from None
-    return transformers

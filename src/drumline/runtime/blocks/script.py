@@ -158,21 +158,21 @@ class Script:
         return [0, *order[1:]]
 
     def _written(self, graph: CallGraph, starts: Sequence[int], kind: str) -> list[Code]:
-        bounds = [*starts, len(graph.calls)]
+        calls = [range(*one) for one in pairwise([*starts, len(graph.calls)])]
         names = Names(graph)
         crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
-        self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
-        for number, (start, end) in enumerate(pairwise(bounds)):
-            for name in states_of(graph, range(start, end)) - self.states[number]:
+        self.written[kind] = described(names, self.names, calls, cuts)
+        for number, inside in enumerate(calls):
+            for name in states_of(graph, inside) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
                     expected="the parameters that it uses for the inputs that it was cut with",
                     fix="pass example=, a batch as step will get it",
                 )
         return [
-            self._code(graph, cut, range(start, end), after)
-            for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
+            self._code(graph, cut, inside, after)
+            for cut, inside, after in zip(cuts, calls, [*cuts[1:], None], strict=True)
         ]
 
     def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
