@@ -218,10 +218,9 @@ def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> 
             if barred is not None:
                 pieces[-1].merged[name] = barred.reason
             continue
-        if counts or not pieces:
-            pieces.append(Piece(script, len(pieces)))
-            starts.append(at if len(pieces) > 1 else 0)
-            script.names.append(name)
+        starts.append(at if pieces else 0)
+        pieces.append(Piece(script, len(pieces)))
+        script.names.append(name)
     return pieces, starts
 
 

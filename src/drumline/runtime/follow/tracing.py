@@ -28,7 +28,7 @@ from drumline.runtime.backward.guards import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
 from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
 from drumline.runtime.follow.inputs import Inputs, Kind, unchecked
-from drumline.runtime.follow.interception import Nodes, coming_by, version_of
+from drumline.runtime.follow.interception import coming_by, node_like, version_of
 from drumline.runtime.follow.notes import Notes
 from drumline.runtime.follow.refusals import (
     HOOKS,
@@ -100,7 +100,7 @@ class _Tracer(Notes, TorchFunctionMode):
         self.names = skeleton.names
         self.attributes = Attributes(skeleton.names, self._who)
         self.function = ""  # the autograd function that runs now, between blocks
-        self.nodes = Nodes()
+        self.nodes: dict[int, Any] = {}  # what stands for nodes of autograd's graph: the same for the same
         self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
         self.chance = HostChance()  # where Python's random numbers stood when the last block ended
@@ -183,7 +183,7 @@ class _Tracer(Notes, TorchFunctionMode):
         versions = [version_of(one) for one in given]
         made = func(*args, **kwargs)
         if property_of(func) == "grad_fn":
-            return self.nodes.of(made)
+            return None if made is None else self.nodes.setdefault(id(made), node_like(made))
         changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [given[0]]

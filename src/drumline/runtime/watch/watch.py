@@ -230,10 +230,7 @@ class Watch:
     def _now(self) -> list[Any]:
         found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
         found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
-        for _, seen in self._modules:
-            module = seen()
-            if module is None:
-                continue
+        for _, _, module in self._alive():
             own = module.__dict__
             found.append(own["training"])
             found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
