@@ -23,11 +23,12 @@ _PROBE = 37  # rows of a batch on which it is seen what goes row by row: no othe
 _WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
 
 
-def loss_in(output: Any) -> Tensor | None:
+def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
     """Return the loss in a model's output, if it has one: its `loss`, or what it returns alone or first.
 
-    >>> import torch
-    >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
+    Where it is needed and not there, say so.
+
+    >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
     tensor(2.)
     """
     if isinstance(output, Mapping):
@@ -36,12 +37,7 @@ def loss_in(output: Any) -> Tensor | None:
         found = output[0] if output else None
     else:
         found = getattr(output, "loss", output)
-    return found if isinstance(found, Tensor) and found.dim() == 0 else None
-
-
-def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
-    """Return the loss in a model's output; where it is needed and not there, say so."""
-    loss = loss_in(output)
+    loss = found if isinstance(found, Tensor) and found.dim() == 0 else None
     if loss is None and needed:
         raise ModelError(
             f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
