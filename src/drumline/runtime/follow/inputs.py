@@ -96,7 +96,7 @@ def names_of(inputs: Inputs, baked: Collection[str | int], places: Sequence[int]
     """Return the arguments that are the tensors at these places; none unless all are whole numbers, and not many."""
     tensors = pack(inputs.packed(baked))[0]
     wanted = {id(tensors[place]) for place in places}
-    given = (*enumerate(inputs.args), *inputs.kwargs.items())
+    given: tuple[tuple[str | int, Any], ...] = (*enumerate(inputs.args), *inputs.kwargs.items())
     found = {name: value for name, value in given if id(value) in wanted}
     if len(found) < len(places) or any(one.is_floating_point() or one.numel() > _FEW for one in found.values()):
         return frozenset()

@@ -237,9 +237,9 @@ class Watch:
             if own["_parameters"]:
                 found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
         for (_, key), seen in self._places.items():
-            module = seen()
-            if module is not None:
-                found.append(fingerprint(_attribute(module, key)))
+            owner = seen()
+            if owner is not None:
+                found.append(fingerprint(_attribute(owner, key)))
         return found + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
