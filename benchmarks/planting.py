@@ -62,7 +62,6 @@ OF_FILE = {
     "pipeline/record/run_folder.py": ("tests/pipeline/test_recording.py",),
     "pipeline/state/scaler.py": ("tests/pipeline/test_precision.py",),
     "pipeline/record/tally.py": ("tests/pipeline/test_unused.py", "tests/pipeline/test_recording.py"),
-    "pipeline/loss/weighing.py": ("tests/pipeline/test_own_loss.py",),
     "plan/device/candidate.py": ("tests/plan/test_planner.py",),
     "plan/device/combinations.py": ("tests/plan/test_planner.py",),
     "plan/cut/chain.py": ("tests/plan/test_partition.py", "tests/plan/test_planner.py"),

@@ -29,7 +29,7 @@ from drumline.pipeline.verify.agreement import (
 )
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 
 pytestmark = pytest.mark.torch
 

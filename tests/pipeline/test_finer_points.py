@@ -21,8 +21,8 @@ from drumline.pipeline.record.tally import Tally, Told
 from drumline.pipeline.state.frozen import Frozen
 from drumline.pipeline.transports import agree
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.draft import Clock, Draft
+from drumline.runtime.follow.inputs import Inputs
 from drumline.schedules import generate
 from records import two_ranks
 from some import some

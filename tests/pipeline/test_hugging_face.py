@@ -11,7 +11,7 @@ from drumline.core.errors import BatchError, ModelError
 from drumline.pipeline.loss.own_loss import OwnWeight
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from hf_models import (
     MODELS,
     UNRUNNABLE,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from hf_models import MODELS, UNRUNNABLE, batch_for, families, tiny
 
 pytestmark = pytest.mark.torch

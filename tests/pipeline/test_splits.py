@@ -14,7 +14,7 @@ from drumline.core.errors import BatchError, UsageError
 from drumline.pipeline.model.splits import found_split
 from drumline.pipeline.pipeline import Pipeline
 from drumline.runtime.batch import cut
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 
 pytestmark = pytest.mark.torch
 

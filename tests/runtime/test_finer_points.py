@@ -270,7 +270,7 @@ def test_a_hook_in_the_place_of_another_is_a_change() -> None:
 
 def test_an_attribute_that_is_set_before_it_is_read_is_the_forwards_own() -> None:
     module = nn.Linear(1, 1)
-    found = Attributes({id(module): "0"}, lambda: BETWEEN, lambda: "")
+    found = Attributes({id(module): "0"}, lambda: BETWEEN)
     found.set(module, "scale", MISSING, 1.0)
     found.read(module, "scale", 1.0)
     found.set(module, "scale", 1.0, 2.0)

@@ -15,7 +15,7 @@ import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.weights.files import Weights
 from hf_models import MODELS, batch_for, tiny
 from materials import assert_same, by_parts, values

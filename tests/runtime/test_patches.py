@@ -17,7 +17,7 @@ from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.state.updates import Guard
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.follow.skeleton import copied
 from drumline.runtime.patches import Patch, Replaced
 from some import some

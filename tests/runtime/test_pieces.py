@@ -15,7 +15,8 @@ from torch.nn import functional
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block, cut
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs, Live
+from drumline.runtime.blocks.script import Live
+from drumline.runtime.follow.inputs import Inputs
 from some import some
 
 pytestmark = pytest.mark.torch

@@ -12,13 +12,13 @@ from torch import Tensor
 from drumline.core.errors import BatchError, ModelError
 from drumline.pipeline.loss.fn_loss import Check, FnWeight
 from drumline.pipeline.loss.own_loss import OwnShares, own_loss
-from drumline.pipeline.loss.weighing import Weighing
 from drumline.pipeline.model.blocks import inputs_for, is_chain
 from drumline.pipeline.model.splits import found_split
 from drumline.runtime.batch import Split, cut, num_rows, rows_of_each, shares
 from drumline.runtime.blocks.cut import Block, Model
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.executor import Step
+from drumline.runtime.loss.counts import Weighing
 from drumline.runtime.loss.sheet import Factors, Multiplying
 from drumline.runtime.values import moved, pack
 
@@ -152,7 +152,7 @@ class Intake:
         loss = plan.loss(plan.kind(inputs, train=True)[0])
         if loss is None or plan.model is None:
             return nullcontext()
-        return Multiplying(loss.walk.graph, loss.terms, factors, plan.model)
+        return Multiplying(loss.walk, factors, plan.model)
 
     def _take_shares(self, step: Step, weighing: Weighing | None) -> None:
         """Take the microbatches' shares for a step; those that count nothing need no loss."""

@@ -45,8 +45,8 @@ from drumline.profile.identity import identity_of
 from drumline.profile.links import link, pairs
 from drumline.runtime.batch import num_rows
 from drumline.runtime.blocks.cut import Block
-from drumline.runtime.blocks.script import Inputs
 from drumline.runtime.capture.cuda import device_name
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.values import moved, pack, unpack
 from drumline.schedules import DEFAULT
 

@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.beginnings import begun, looked_after, refuse_foreign
 from drumline.runtime.backward.compiled import Named
-from drumline.runtime.backward.inner_gradients import Lookout, TakesGradients
+from drumline.runtime.backward.guards import Lookout, TakesGradients, begun, looked_after, refuse_foreign
 from drumline.runtime.backward.owners import Splitter
 from drumline.runtime.backward.tape import Tape
 from drumline.runtime.blocks.cut import Block

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.core.rules import Backward
-from drumline.runtime.backward.beginnings import looked_after
 from drumline.runtime.backward.compiled import Compiler
+from drumline.runtime.backward.guards import looked_after
 from drumline.runtime.backward.tape import Gradients, Tape, accumulate, add_gradients, merged
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.precision import Precision

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drumline.core.errors import ModelError
-from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.runtime.executor import Step
-from drumline.runtime.loss.counts import Count, Counts, labels_counted, mixed_by, watched
-from drumline.runtime.loss.terms import Terms, Walk
+from drumline.runtime.loss.counts import Count, Counts, Weighing, labels_counted, mixed_by, watched, weighed
+from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import joined, pack, unpack
 
 _IGNORED = -100  # the label that torch's losses leave out unless told otherwise
@@ -65,7 +64,7 @@ class _Seen:
 
     counts: Counts | None
     num_outputs: int
-    terms: Terms
+    walk: Walk
 
 
 class FnWeight:
@@ -75,8 +74,8 @@ class FnWeight:
         self.loss_fn = loss_fn
         self.direct = labels_weight(loss_fn)
         self._seen: dict[Any, _Seen] = {}
-        self._by_target: dict[Any, _Seen] = {}
-        self._doubted = False
+        # Whether it was not seen that the function goes row by row, so that the first step's loss is compared.
+        self.is_doubted = False
         self._warned = False
 
     def __call__(self, targets: Sequence[Any], rows: Sequence[int]) -> Weighing | None:
@@ -85,7 +84,8 @@ class FnWeight:
             return Weighing([1.0])
         if self.direct is not None:
             return weighed([[_quiet(self.direct(one))] for one in targets], rows)
-        seen = [self._by_target.get(_kind(one)) for one in targets]
+        by_target = {target: seen for (_, target), seen in self._seen.items()}
+        seen = [by_target.get(_kind(one)) for one in targets]
         found = [one for one in seen if one is not None]
         if not found:
             return None
@@ -111,26 +111,19 @@ class FnWeight:
         loss, graph, num_outputs = watched(loss_fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             return loss
-        walk = Walk(graph, graph.inputs[num_outputs:])
-        terms = walk.terms(graph.outputs[0])
-        is_plain = bool(terms.known) and not terms.others
-        self._doubted |= not is_plain or bool(mixed_by(walk, terms))
-        seen = _Seen(Counts(graph, terms, str) if is_plain else None, num_outputs, terms)
-        self._seen[kind] = self._by_target[_kind(target)] = seen
-        if terms.others and not self._warned:
-            self._warn(terms, target)
+        walk = Walk(graph, graph.outputs[0], graph.inputs[num_outputs:])
+        is_plain = bool(walk.terms) and not walk.others
+        self.is_doubted |= not is_plain or bool(mixed_by(walk))
+        self._seen[kind] = _Seen(Counts(walk) if is_plain else None, num_outputs, walk)
+        if walk.others and not self._warned:
+            self._warn(walk, target)
         return loss
 
     @property
     def counts_targets(self) -> bool:
         """Whether shares may be others for other targets of the same shapes."""
-        terms = [term for seen in self._seen.values() for term in seen.terms.known]
+        terms = [term for seen in self._seen.values() for term in seen.walk.terms]
         return not terms or self.direct is not None or any(one.labels or one.divided is not None for one in terms)
-
-    @property
-    def is_doubted(self) -> bool:
-        """Whether it was not seen that the function goes row by row, so that the first step's loss is compared."""
-        return self._doubted
 
     def _count(self, seen: _Seen, target: Any, rows: int) -> list[Count | None] | None:
         if seen.counts is None:
@@ -143,14 +136,14 @@ class FnWeight:
             return None
         return [float(rows) if isinstance(one, int) else one for one in counted]  # elements are so many a row
 
-    def _warn(self, terms: Terms, target: Any) -> None:
+    def _warn(self, walk: Walk, target: Any) -> None:
         self._warned = True
         ignores = any(
             not one.is_floating_point() and one.dim() and bool((one == _IGNORED).any()) for one in pack(target)[0]
         )
-        if ignores or terms.known:
+        if ignores or walk.terms:
             warnings.warn(
-                f"loss_fn goes through {', '.join(dict.fromkeys(terms.others))}, and what it counts is not known:"
+                f"loss_fn goes through {', '.join(dict.fromkeys(walk.others))}, and what it counts is not known:"
                 " microbatches count by their rows. Pass loss_weight= if it leaves some of its targets out",
                 stacklevel=2,
             )

@@ -12,22 +12,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import DrumlineError, ModelError
-from drumline.pipeline.loss.weighing import Weighing, weighed
 from drumline.pipeline.model.blocks import evaluating
 from drumline.runtime.batch import num_rows
-from drumline.runtime.blocks.script import Inputs, Kind, OwnLossParts, Script
-from drumline.runtime.loss.counts import labels_counted, mixed_by
+from drumline.runtime.blocks.script import OwnLossParts, Script
+from drumline.runtime.follow.inputs import Inputs, Kind
+from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, weighed
 from drumline.runtime.loss.terms import name_of
 
 _PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
 _WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
 
 
-def loss_in(output: Any) -> Tensor | None:
+def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
     """Return the loss in a model's output, if it has one: its `loss`, or what it returns alone or first.
 
-    >>> import torch
-    >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
+    Where it is needed and not there, say so.
+
+    >>> own_loss({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
     tensor(2.)
     """
     if isinstance(output, Mapping):
@@ -36,12 +37,7 @@ def loss_in(output: Any) -> Tensor | None:
         found = output[0] if output else None
     else:
         found = getattr(output, "loss", output)
-    return found if isinstance(found, Tensor) and found.dim() == 0 else None
-
-
-def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
-    """Return the loss in a model's output; where it is needed and not there, say so."""
-    loss = loss_in(output)
+    loss = found if isinstance(found, Tensor) and found.dim() == 0 else None
     if loss is None and needed:
         raise ModelError(
             f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
@@ -119,7 +115,7 @@ class OwnShares:
             return weighed([[float(one)] for one in rows], rows)  # there is none: whoever needs it will say so
         self._look(losses[0], kinds[0][0], rows[0])
         counts = [loss.counts.of(tensors, self.piece) for loss, (_, tensors) in zip(losses, kinds, strict=True)]
-        made = self._weighed(counts, rows, others=bool(losses[0].terms.others))
+        made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
                 "the model's loss adds up means over different things, one of them in an earlier stage",
@@ -144,24 +140,24 @@ class OwnShares:
         """Refuse, once, a loss that is not made of means and sums over rows; name what else is in it."""
         if self._looked_at:
             return
-        terms = loss.terms
-        if not terms.known:
+        walk = loss.walk
+        if not walk.terms:
             raise ModelError(
-                f"the model's loss comes out of {', '.join(terms.others[:3]) or 'nothing that was followed'}, and how"
+                f"the model's loss comes out of {', '.join(walk.others[:3]) or 'nothing that was followed'}, and how"
                 " much of it each microbatch is cannot be told",
                 expected="means and sums over rows or tokens, added up",
                 fix=f"pass {_WEIGHT}; or a loss_fn=",
             )
-        mixers = self._mixers(loss, kind, rows) if mixed_by(loss.walk, terms) else {}
+        mixers = self._mixers(loss, kind, rows) if mixed_by(walk) else {}
         pairs = [name for name, degree in mixers.values() if degree > 1]
-        if pairs or len(mixers) == len(terms.known):
+        if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
                 f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
                 expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
                 fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
             )
         self._apart = set(mixers)
-        if names := dict.fromkeys([*terms.others, *(name for name, _ in mixers.values())]):
+        if names := dict.fromkeys([*walk.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
                 f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
                 " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
@@ -174,21 +170,21 @@ class OwnShares:
 
         Degree 1 brings rows down to a few numbers, degree 2 compares each with each.
         """
-        shapes = tuple(
-            (torch.Size((_PROBE, *shape[1:])) if shape and shape[0] == rows else shape, dtype)
-            for shape, dtype in kind.shapes
+        metas = tuple(
+            one._replace(shape=torch.Size((_PROBE, *one.shape[1:]))) if one.shape[:1] == (rows,) else one
+            for one in kind.metas
         )
         walk, calls = loss.walk, loss.walk.graph.calls
-        every = range(len(loss.terms.known))
+        every = range(len(walk.terms))
         try:
-            other = self.script.graph(kind._replace(shapes=shapes))
+            other = self.script.graph(kind._replace(metas=metas))
         except DrumlineError:
             return dict.fromkeys(every, ("a way that could not be followed", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
             return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
         found: dict[int, tuple[str, int]] = {}
-        for part, term in enumerate(loss.terms.known):
+        for part, term in enumerate(walk.terms):
             for at in walk.data_calls(term):
                 made = [degrees[value] for _, value in calls[at].makes]
                 data = [degrees[value] for value in calls[at].takes if not walk.is_known(value)]

@@ -15,9 +15,9 @@ from drumline.runtime.batch import Split
 from drumline.runtime.batch import cut as cut_batch
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import pieces_of
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.values import moved
-from drumline.runtime.watch.watch import refuse_hooks
+from drumline.runtime.watch.watch import has_hooks, refuse_hooks
 
 
 def is_chain(model: Model) -> bool:
@@ -30,16 +30,6 @@ def is_chain(model: Model) -> bool:
         # Hooks on the whole of it run where it is called: then it is followed like any other model.
         return type(model).forward is nn.Sequential.forward and not has_hooks(model)
     return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own.
-
-    >>> has_hooks(nn.ReLU())
-    False
-    """
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module)[kind] for kind in kinds)
 
 
 @contextmanager
@@ -122,7 +112,7 @@ def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> lis
             first = first or error
     kind = type(model).__name__
     if first is None:
-        if isinstance(model, nn.Sequential) and has_hooks(model):
+        if isinstance(model, nn.Sequential):
             refuse_hooks(model)
         raise ModelError(
             f"the model is a {kind}, and there is no example of its inputs",

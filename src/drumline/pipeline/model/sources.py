@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from drumline.core.errors import DrumlineError, ModelError, UsageError, installing, nearest
+from drumline.core.errors import DrumlineError, ModelError, UsageError, nearest
 from drumline.core.files import Kind, is_regular, read_object
 from drumline.pipeline.model.blocks import is_chain
 from drumline.runtime.blocks.cut import Model, blocks_of
@@ -148,10 +148,15 @@ def is_config(source: object) -> TypeGuard[str]:
 def material_from_config(path: str, *, rows: int, length: int | None = None) -> Material:
     """Return the model, on the host and with random weights, and a batch of so many rows of `length` tokens."""
     config = _config(Path(path))
-    transformers = _transformers()
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UsageError(
+            "a model from its config.json, and transformers is not installed", fix=installing("hf")
+        ) from None
     try:
         known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        model = transformers.AutoModelForCausalLM.from_config(known)
+        model = transformers.AutoModelForCausalLM.from_config(known)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: {str(error).splitlines()[0]}", expected=_EXPECTED_CONFIG) from None
     most = getattr(known, "max_position_embeddings", None) or _LENGTH
@@ -167,13 +172,3 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{path} names no model_type", expected=_EXPECTED_CONFIG)
     return config
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise UsageError(
-            "a model from its config.json, and transformers is not installed", fix=installing("hf")
-        ) from None
-    return transformers

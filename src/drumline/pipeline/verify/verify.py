@@ -38,7 +38,7 @@ from drumline.pipeline.verify.one_process import (
     fingerprint,
     stepped,
 )
-from drumline.runtime.blocks.script import Inputs
+from drumline.runtime.follow.inputs import Inputs
 from drumline.runtime.precision import one_thread
 
 TRANSPORTS = ("auto", "in-process", "shared-memory", "gloo")

@@ -136,7 +136,12 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
         if backend not in known:
             raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
     if backend == "inductor":
-        check_toolchain(device)
+        if missing := missing_tool(device):
+            raise ModelError(
+                f"compile=True needs {missing} on this machine, and there is none",
+                expected=f"what torch's inductor compiles with, for stages on {device.type}",
+                fix='install it, or use compile=False or compile="aot_eager"',
+            )
         _patches(settings)
     stay_out_of_compiled_code()
     return _compilers.setdefault(str(settings), Compiler(settings))
@@ -193,17 +198,6 @@ def _through(modules: Sequence[Callable[[Any], Any]], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value
-
-
-def check_toolchain(device: torch.device) -> None:
-    """Refuse to compile with inductor for a device where its own compiler is missing."""
-    found = missing_tool(device)
-    if found:
-        raise ModelError(
-            f"compile=True needs {found} on this machine, and there is none",
-            expected=f"what torch's inductor compiles with, for stages on {device.type}",
-            fix='install it, or use compile=False or compile="aot_eager"',
-        )
 
 
 def missing_tool(device: torch.device) -> str:

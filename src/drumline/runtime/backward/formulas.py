@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import functional
 
-from drumline.runtime.backward.beginnings import begun
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import begun, transformed
 from drumline.runtime.backward.tape import Gradients, Owner, OwnerCall, Tape, changed_in_place
 from drumline.runtime.precision import LOW
 
@@ -67,13 +66,23 @@ class WithFormula(ModuleOwner):
         """The stand-ins."""
         return self.weight, self.bias
 
-    def _as_it_is(self) -> bool:
-        """Whether the module must run as it is: without gradients, with others' parameters, or transformed."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
+        """Compute with the stand-ins; as it is without gradients, with others' parameters, or transformed."""
         own = self.module._parameters
         same = own.get("weight") is self.seen[0] and own.get("bias") is self.seen[1]
-        return not same or not torch.is_grad_enabled() or transformed()
+        if not same or not torch.is_grad_enabled() or transformed():
+            made: Tensor = type(self.module).forward(self.module, input)
+            return made
+        made, kept = self.computed(input)
+        self.tape.records.append(OwnerCall(self, kept, (place_of(made),), kept[0]._version))
+        return made
 
-    def _checked(self, record: OwnerCall, taken: Tensor) -> Tensor:
+    @abstractmethod
+    def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what the stand-ins make of an input, and what W needs: first the input as it was used."""
+
+    def _input(self, record: OwnerCall) -> Tensor:
+        taken: Tensor = record.inputs[0]
         if taken._version != record.version:
             raise changed_in_place(f"the input of {type(self.module).__name__}", "and its weight gradient needs it")
         return taken
@@ -92,18 +101,14 @@ def _stand_in(now: Tensor | None, parameter: nn.Parameter | None) -> tuple[Tenso
 class LinearOwner(WithFormula):
     """y = x w^T + b, so that w's gradient is g^T x and b's the sum of g."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - callers may name it
-        """Compute with the stand-ins."""
-        if self._as_it_is():
-            return nn.Linear.forward(cast(nn.Linear, self.module), input)
-        input = _as_autocast(input)  # noqa: A001 - what the product takes is what is kept
-        made = functional.linear(input, cast(Tensor, self.weight), self.bias)
-        self.tape.records.append(OwnerCall(self, input, (place_of(made),), input._version))
-        return made
+    def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the product, and what it took."""
+        taken = _as_autocast(taken)
+        return functional.linear(taken, cast(Tensor, self.weight), self.bias), (taken,)
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the product of gradient and input, and the gradient's sum."""
-        taken, gradient = self._checked(record, record.inputs), cast(Tensor, record.gradients[0])
+        taken, gradient = self._input(record), cast(Tensor, record.gradients[0])
         rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])
         found: Gradients = []
         if self.to_weight is not None:
@@ -118,9 +123,9 @@ class LinearOwner(WithFormula):
 
     def joined(self, records: Sequence[OwnerCall]) -> Sequence[OwnerCall]:
         """Return one record with all rows."""
-        inputs = [self._checked(record, record.inputs).detach() for record in records]
+        inputs = [self._input(record).detach() for record in records]
         gradients = [cast(Tensor, record.gradients[0]) for record in records]
-        one = OwnerCall(self, torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]), ())
+        one = OwnerCall(self, (torch.cat([taken.reshape(-1, taken.shape[-1]) for taken in inputs]),), ())
         one.gradients = (torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]),)
         return [one]
 
@@ -128,24 +133,18 @@ class LinearOwner(WithFormula):
 class LayerNormOwner(WithFormula):
     """Normalises over the last dimensions; keeps mean and deviation for W."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Compute with the stand-ins."""
+    def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return what is normalised, and what the kernel took and found."""
         module = cast(nn.LayerNorm, self.module)
-        if self._as_it_is():
-            return nn.LayerNorm.forward(module, input)
-        if input.device.type == "cuda" and torch.is_autocast_enabled("cuda") and input.dtype in LOW:
-            input = input.float()  # noqa: A001 - as autocast would, so that what is kept is what the kernel takes
-        made, mean, deviation = torch.native_layer_norm(
-            input, module.normalized_shape, self.weight, self.bias, module.eps
-        )
-        self.tape.records.append(OwnerCall(self, (input, mean, deviation), (place_of(made),), input._version))
-        return made
+        if taken.device.type == "cuda" and torch.is_autocast_enabled("cuda") and taken.dtype in LOW:
+            taken = taken.float()  # as autocast would, so that what is kept is what the kernel takes
+        made, *kept = torch.native_layer_norm(taken, module.normalized_shape, self.weight, self.bias, module.eps)
+        return made, (taken, *kept)
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return what torch's own kernel makes of them."""
-        taken, mean, deviation = record.inputs
-        shape = cast(nn.LayerNorm, self.module).normalized_shape
-        given = (record.gradients[0], self._checked(record, taken), shape, mean, deviation)
+        taken, (_, mean, deviation) = self._input(record), record.inputs
+        given = (record.gradients[0], taken, cast(nn.LayerNorm, self.module).normalized_shape, mean, deviation)
         weights = (_like(taken, self.weight), _like(taken, self.bias))
         wanted = [False, self.to_weight is not None, self.to_bias is not None]
         _, weight, bias = torch.ops.aten.native_layer_norm_backward(*given, *weights, wanted)
@@ -161,22 +160,17 @@ def _like(taken: Tensor, weight: Tensor | None) -> Tensor | None:
 class EmbeddingOwner(WithFormula):
     """Looks rows of its weight up; the gradient of a row is the sum of the gradients where it was used."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Look up in the stand-in."""
-        module = cast(nn.Embedding, self.module)
-        if self._as_it_is():
-            return nn.Embedding.forward(module, input)
-        made = functional.embedding(
-            input, cast(Tensor, self.weight), module.padding_idx, None, module.norm_type, module.scale_grad_by_freq
-        )
-        self.tape.records.append(OwnerCall(self, input, (place_of(made),), input._version))
-        return made
+    def computed(self, taken: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the rows of the stand-in, and which they are."""
+        module, weight = cast(nn.Embedding, self.module), cast(Tensor, self.weight)
+        settings = (module.padding_idx, None, module.norm_type, module.scale_grad_by_freq)
+        return functional.embedding(taken, weight, *settings), (taken,)
 
     def gradients(self, record: OwnerCall) -> Gradients:
         """Return the sums per row."""
         module = cast(nn.Embedding, self.module)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        given = (record.gradients[0], self._checked(record, record.inputs), module.num_embeddings, padding)
+        given = (record.gradients[0], self._input(record), module.num_embeddings, padding)
         made = torch.ops.aten.embedding_dense_backward(*given, module.scale_grad_by_freq)
         return [] if self.to_weight is None else [(self.to_weight, made)]
 

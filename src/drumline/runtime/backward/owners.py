@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.runtime.backward.beginnings import begun, leaves_of
 from drumline.runtime.backward.formulas import (
     EmbeddingOwner,
     LayerNormOwner,
@@ -23,7 +22,7 @@ from drumline.runtime.backward.formulas import (
     WithFormula,
     place_of,
 )
-from drumline.runtime.backward.inner_gradients import begin_again, transformed
+from drumline.runtime.backward.guards import begin_again, begun, leaves_of, transformed
 from drumline.runtime.backward.tape import Gradients, OwnerCall, Tape
 from drumline.runtime.values import pack, unpack
 
@@ -38,9 +37,7 @@ class GeneralOwner(ModuleOwner):
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.plain = module.forward
         self.looked_at = False  # whether all parameters in its graph are its own
-        self.spark = begun(
-            torch.zeros((), requires_grad=True)
-        )  # an input that wants a gradient, or there would be no graph
+        self.spark = begun(torch.zeros((), requires_grad=True))  # wants a gradient, or there would be no graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on a graph apart."""
@@ -159,11 +156,6 @@ class Splitter:
         self._device = next((one.device.type for module in modules for one in module.parameters()), "cpu")
         # A module's namespace, what stands in there, and what stood there before: for most modules nothing.
         self._places = [(vars(owner.module), owner.forward, vars(owner.module).get("forward")) for owner in self.owners]
-        self._without_norms = [
-            place
-            for place, owner in zip(self._places, self.owners, strict=True)
-            if not isinstance(owner, LayerNormOwner)
-        ]
 
     def refresh(self) -> None:
         """Follow the parameters if their memory was exchanged since the last step."""
@@ -180,9 +172,9 @@ class Splitter:
         self.tape.records = tape.records
         # What autocast makes of layer norms is known of these devices; elsewhere their gradients come early.
         unknown = self._device not in ("cpu", "cuda") and torch.is_autocast_enabled(self._device)
-        places = self._without_norms if unknown else self._places
-        for namespace, forward, _ in places:
-            namespace["forward"] = forward
+        for owner, (namespace, forward, _) in zip(self.owners, self._places, strict=True):
+            if not (unknown and isinstance(owner, LayerNormOwner)):
+                namespace["forward"] = forward
 
     def stop(self) -> None:
         """Give the modules their own forwards back."""

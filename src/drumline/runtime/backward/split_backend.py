@@ -32,15 +32,12 @@ Boxed = Callable[[list[Any]], Sequence[Any]]  # takes its arguments as a list, w
 CompileHalf = Callable[[GraphModule, Sequence[Any]], Boxed]
 
 
+@dataclass(slots=True, eq=False)
 class Waiting(OwnerCall):
     """A weight half that waits for W: what it was left, and the parameters that its results are for."""
 
-    __slots__ = ("parameters", "versions")
-
-    def __init__(self, owner: WeightHalf, left: list[Any], parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(owner, left, ())
-        self.parameters = parameters
-        self.versions = _versions(left)
+    parameters: Sequence[nn.Parameter] = ()
+    versions: Sequence[int] = ()
 
     @property
     def reached(self) -> bool:
@@ -110,7 +107,7 @@ def split(whole: GraphModule, examples: Sequence[Any], places: ParameterPlaces, 
         left += made[len(cut.inputs) :]
         if tape is not None and parameters is not None:
             # Records are gone through from the end: what autograd reached first is added first.
-            tape.records.insert(0, Waiting(owner, left, parameters))
+            tape.records.insert(0, Waiting(owner, left, (), parameters=parameters, versions=_versions(left)))
         else:
             for place, one in zip(cut.weights, owner.results(left), strict=True):
                 found[place] = one

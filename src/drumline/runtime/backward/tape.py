@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,17 +95,15 @@ class Owner(ABC):
         return records
 
 
+@dataclass(slots=True, eq=False)
 class OwnerCall:
     """One call of one owner: what it took, where its outputs stand in the graph, and later the gradients there."""
 
-    __slots__ = ("gradients", "inputs", "owner", "places", "version")
-
-    def __init__(self, owner: Owner, inputs: Any, places: Sequence[GradientEdge], version: int = 0) -> None:
-        self.owner = owner
-        self.inputs = inputs
-        self.places = places
-        self.version = version
-        self.gradients: Sequence[Tensor | None] = ()
+    owner: Owner
+    inputs: Any
+    places: Sequence[GradientEdge]
+    version: int = 0
+    gradients: Sequence[Tensor | None] = ()
 
     @property
     def reached(self) -> bool:
@@ -112,14 +111,12 @@ class OwnerCall:
         return any(gradient is not None for gradient in self.gradients)
 
 
+@dataclass(slots=True, eq=False)
 class Tape:
     """The records of one microbatch's forward through one stage, and what I found early."""
 
-    __slots__ = ("early", "records")
-
-    def __init__(self) -> None:
-        self.records: list[OwnerCall] = []
-        self.early: Gradients = []
+    records: list[OwnerCall] = field(default_factory=list)
+    early: Gradients = field(default_factory=list)
 
     def backward_input(
         self,

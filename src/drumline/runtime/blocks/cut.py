@@ -159,16 +159,14 @@ def cut(
         if balance is not None:
             raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
         balance = counts_of(blocks, num_stages, cuts)
-    if isinstance(balance, str) and balance != "even":
-        raise ModelError(f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets')
     if balance is None:
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
-    if isinstance(balance, str):
+    elif isinstance(balance, str) and balance == "even":
         base, more = divmod(len(blocks), num_stages)
         balance = [base + (stage < more) for stage in range(num_stages)]
-    if not isinstance(balance, Iterable):
+    if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise ModelError(
-            f"balance is {balance!r}", expected='"auto", "even", or a list: how many blocks each stage gets'
+            f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets, in a list'
         )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)

@@ -10,7 +10,7 @@ return (v5, v0)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -24,12 +24,10 @@ _CONTAINERS = {"tuple": "({})", "list": "[{}]"}
 
 
 class Emitter:
-    """Writes the calls of a graph; `callee` and `state` tell how a piece gets at a block and at a parameter."""
+    """Writes the calls of a graph; the piece that runs them has its blocks as `callees`, and `homes` of parameters."""
 
-    def __init__(self, graph: CallGraph, callee: Callable[[str], str], state: Callable[[str], str]) -> None:
+    def __init__(self, graph: CallGraph) -> None:
         self.graph = graph
-        self.callee = callee
-        self.state = state
         self.names: dict[str, Any] = {"gradients": torch.set_grad_enabled, "autocast": torch.autocast}
         self.lines: list[str] = []
 
@@ -89,7 +87,7 @@ class Emitter:
         for name, part in zip(kwargs[1], kwargs[2:], strict=True):
             made = self.expression(part, call.takes)
             given.append(f"{name}={made}" if name.isidentifier() else f"**{{{name!r}: {made}}}")
-        target = self.callee(call.block) if call.block else self._constant(call.function)
+        target = f"piece.callees[{call.block!r}]" if call.block else self._constant(call.function)
         text = f"{target}({', '.join(given)})"
         indent = "    "
         for context in self._contexts(call):
@@ -116,7 +114,7 @@ class Emitter:
     def _value(self, value: int) -> str:
         known = self.graph.values[value]
         if known.state:
-            return self.state(known.state)
+            return f"getattr(piece.homes[{known.state!r}], {known.state.rpartition('.')[2]!r})"
         return f"v{value}" if known.constant is None else self._constant(known.constant)
 
     def _plain(self, value: Any) -> str:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,12 @@ from torch import Tensor, nn
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.cut import Block
 from drumline.runtime.blocks.graph import CallGraph
-from drumline.runtime.blocks.script import Inputs, Kind, Live, Script, named_calls, states_of
+from drumline.runtime.blocks.script import Live, Script, named_calls, states_of
+from drumline.runtime.follow.inputs import Inputs, Kind, names_of
 from drumline.runtime.follow.notes import Unseen
-from drumline.runtime.follow.numbers import names_of
 from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import Decides
 from drumline.runtime.loss.sheet import Sheet
-from drumline.runtime.watch.watch import Watch
 from drumline.runtime.weights.catalogue import named_tensors, whole_name
 
 
@@ -148,7 +148,7 @@ def pieces_of(
     # Losses are opened too, so that it is seen what they count.
     losses = [f"{name}." for name, module in there.items() if isinstance(module, nn.modules.loss._Loss)]
     inside = opened(model, [*losses, *(name for name in cuts if name in there)])
-    script, kind, graph = _followed(Script(Skeleton(model, device), inside), inputs, there)
+    script, kind, graph = _followed(Script(ref(model), Skeleton(model, device), inside), inputs, there)
     pieces, starts = _begun(script, graph, there)
     bounds = [*starts, len(graph.calls)]
     named = dict(named_tensors(model))
@@ -164,15 +164,12 @@ def pieces_of(
         script.states.append(states_of(graph, range(start, end)))
         for name in sorted(script.states[-1]):
             piece.lend(name, named[name], stored=name not in fleeting)
-    script.look_after(model, [piece.exchange for piece in pieces])
+    script.exchanges = [WeakMethod(piece.exchange) for piece in pieces]
     used = {id(one) for piece in pieces for one in piece.parameters()}
     script.unused = frozenset(name for name, one in model.named_parameters() if id(one) not in used)
     _rest(pieces, script.inside, model, named, fleeting)
     script.write(kind, graph, starts)
     return [Block(name, piece, prefix="") for name, piece in zip(script.names, pieces, strict=True)]
-
-
-_FEW = 256  # numbers of an argument, by which a forward may decide
 
 
 def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) -> tuple[Script, Kind, CallGraph]:
@@ -183,7 +180,6 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
     closed: ModelError | None = None
     while True:
         kind, _ = script.kind(inputs, train=True)
-        script.watch = Watch(there.items(), script.inside)
         try:
             return script, kind, script.graph(kind)
         except Unseen as error:
@@ -193,7 +189,7 @@ def _followed(script: Script, inputs: Inputs, there: Mapping[str, nn.Module]) ->
             closed = closed or error
             script = replace(script, inside=script.inside | fresh)
         except Decides as error:
-            baked = names_of(inputs, script.baked, error.inputs, at_most=_FEW)
+            baked = names_of(inputs, script.baked, error.inputs)
             if not baked:
                 raise closed or error from error
             script = replace(script, baked=script.baked | baked)
@@ -222,10 +218,9 @@ def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> 
             if barred is not None:
                 pieces[-1].merged[name] = barred.reason
             continue
-        if counts or not pieces:
-            pieces.append(Piece(script, len(pieces)))
-            starts.append(at if len(pieces) > 1 else 0)
-            script.names.append(name)
+        starts.append(at if pieces else 0)
+        pieces.append(Piece(script, len(pieces)))
+        script.names.append(name)
     return pieces, starts
 
 

@@ -7,77 +7,27 @@ before the same blocks. A piece takes the values that are alive before it and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor, nn
 
 from drumline.core.errors import ModelError
 from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import CallGraph, Crossing, crossings
 from drumline.runtime.blocks.value_names import Names, by_name, described, kind_text
-from drumline.runtime.follow.numbers import packed
-from drumline.runtime.follow.skeleton import Meta, Skeleton
+from drumline.runtime.follow.inputs import Inputs, Kind
+from drumline.runtime.follow.skeleton import Skeleton
 from drumline.runtime.follow.tracing import trace
 from drumline.runtime.loss.counts import Counts
 from drumline.runtime.loss.sheet import Sheet, scale
-from drumline.runtime.loss.terms import Terms, Walk, loss_place
-from drumline.runtime.values import pack, plain_in, refuse_objects
+from drumline.runtime.loss.terms import Walk, loss_place
+from drumline.runtime.values import refuse_objects
 from drumline.runtime.watch.watch import Watch
-
-
-class Inputs(NamedTuple):
-    """What the model is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
-
-
-class Kind(NamedTuple):
-    """What a graph depends on: how the inputs are put together, their shapes and types, and the mode."""
-
-    form: Any
-    shapes: Shapes
-    train: bool
-    strides: tuple[tuple[int, ...], ...] | None = None  # unless all inputs are contiguous
-    autocast: torch.dtype | None = None
-    types: str = ""  # of the plain values: 1, 1.0 and True are equal and yet not the same
-
-    @classmethod
-    def of(cls, inputs: Inputs, device: torch.device, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
-        """Return the kind of some inputs, as things are here, and the tensors in them.
-
-        >>> one, other = (Kind.of(Inputs((), {"n": n}), torch.device("cpu"), train=True)[0] for n in (1, 1.0))
-        >>> one == other
-        False
-        """
-        tensors, form = pack((inputs.args, inputs.kwargs))
-        shapes = tuple((one.shape, one.dtype) for one in tensors)
-        plain = all(one.is_contiguous() for one in tensors)
-        on = torch.is_autocast_enabled(device.type)
-        kind = cls(
-            form,
-            shapes,
-            train,
-            None if plain else tuple(one.stride() for one in tensors),
-            torch.get_autocast_dtype(device.type) if on else None,
-            " ".join(type(one).__name__ for one in plain_in(form)),
-        )
-        return kind, tensors
-
-    @property
-    def metas(self) -> list[Meta]:
-        """What is known of the input tensors."""
-        strides = self.strides or (None,) * len(self.shapes)
-        return [Meta(shape, dtype, one) for (shape, dtype), one in zip(self.shapes, strides, strict=True)]
 
 
 class Live(NamedTuple):
@@ -101,7 +51,6 @@ class OwnLossParts(NamedTuple):
     """What the model's own loss is made of, for one kind of input."""
 
     walk: Walk
-    terms: Terms
     counts: Counts
     pieces: tuple[int, ...]  # that make the parts
 
@@ -110,15 +59,15 @@ class OwnLossParts(NamedTuple):
 class Script:
     """What every piece of a model does, for every kind of input that has come along."""
 
+    _model: ref[nn.Module]  # the user's own, as long as he has it
     skeleton: Skeleton
     inside: frozenset[str]
     names: list[str] = field(default_factory=list)  # of the pieces: the blocks with which they begin
     _codes: dict[Kind, list[Code]] = field(default_factory=dict)
     # Which parameters and buffers each piece holds for use between blocks.
     states: list[set[str]] = field(default_factory=list)
-    _model: ref[nn.Module] | None = None  # the user's own, as long as he has it
-    _exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)  # of the pieces
-    watch: Watch | None = None
+    # Those of the pieces, which take other buffers for those that they were lent.
+    exchanges: list[WeakMethod[Callable[[str, Tensor], None]]] = field(default_factory=list)
     epoch: int = 0  # how often the model was followed anew because something about it had changed
     baked: frozenset[str | int] = frozenset()  # arguments by whose numbers the forward decides
     unused: frozenset[str] = frozenset()  # parameters that the forward never uses
@@ -127,43 +76,38 @@ class Script:
     # By kind of input, what was written, as ranks compare it.
     written: dict[str, list[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.watch = Watch(() if self.model is None else self.model.named_modules(), self.inside)
+
     def __deepcopy__(self, memo: Any) -> Script:
         return self
 
     def kind(self, inputs: Inputs, *, train: bool) -> tuple[Kind, tuple[Tensor, ...]]:
         """Return what a graph of these inputs depends on, and the tensors that are not part of that."""
-        return Kind.of(Inputs(*packed(inputs, self.baked)), self.skeleton.device, train=train)
+        return Kind.of(inputs.packed(self.baked), self.skeleton.device, train=train)
 
     def graph(self, kind: Kind) -> CallGraph:
         """Follow the model's forward on inputs of a kind."""
-        graph, attributes = trace(
-            self.skeleton, self.inside, kind.form, kind.metas, train=kind.train, autocast=kind.autocast
-        )
-        if self.watch is not None:
-            self.watch.read(attributes)
+        graph, attributes = trace(self.skeleton, self.inside, kind)
+        self.watch.read(attributes)
         return graph
-
-    def look_after(self, model: nn.Module, exchanges: Iterable[Callable[[str, Tensor], None]]) -> None:
-        """Follow what becomes of the model that pieces were made from, whose `exchanges` take other buffers for it."""
-        self._model, self._exchanges = ref(model), [WeakMethod(one) for one in exchanges]
 
     @property
     def model(self) -> nn.Module | None:
         """The model that the pieces were made from, as long as it is there."""
-        return None if self._model is None else self._model()
+        return self._model()
 
     def begin(self) -> None:
         """Take the model's parameters and buffers for what they should be, once all are in place."""
-        if self.watch is not None:
-            self.watch.begin()
+        self.watch.begin()
 
     def renew(self) -> bool:
         """See whether the model has changed since it was followed; if so, it is followed again when it runs next."""
         model = self.model
-        if model is None or self.watch is None:
+        if model is None:
             return False
         for name, buffer in self.watch.exchanged():
-            for exchange in (one for seen in self._exchanges if (one := seen()) is not None):
+            for exchange in (one for seen in self.exchanges if (one := seen()) is not None):
                 exchange(name, buffer)
         if not self.watch.has_changed():
             return False
@@ -189,7 +133,7 @@ class Script:
         """Write what every piece does for inputs of a kind, of whose graph they begin with these calls."""
         self._losses[kind] = loss = loss_of(graph, kind, starts)
         if loss is not None:
-            scale(graph, loss.terms, self.sheet)
+            scale(loss.walk, self.sheet)
         found = self._codes[kind] = self._written(graph, starts, kind_text(self.epoch, *kind))
         return found
 
@@ -214,25 +158,25 @@ class Script:
         return [0, *order[1:]]
 
     def _written(self, graph: CallGraph, starts: Sequence[int], kind: str) -> list[Code]:
-        bounds = [*starts, len(graph.calls)]
+        calls = [range(*one) for one in pairwise([*starts, len(graph.calls)])]
         names = Names(graph)
         crossing = [by_name(one, names) for one in crossings(graph, starts[1:])]
         cuts = [Crossing(tuple(graph.inputs), tuple(graph.inputs), ()), *crossing]
-        self.written[kind] = described(graph, names, self.names, [range(*one) for one in pairwise(bounds)], cuts)
-        for number, (start, end) in enumerate(pairwise(bounds)):
-            for name in states_of(graph, range(start, end)) - self.states[number]:
+        self.written[kind] = described(names, self.names, calls, cuts)
+        for number, inside in enumerate(calls):
+            for name in states_of(graph, inside) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
                     expected="the parameters that it uses for the inputs that it was cut with",
                     fix="pass example=, a batch as step will get it",
                 )
         return [
-            self._code(graph, cut, range(start, end), after)
-            for cut, (start, end), after in zip(cuts, pairwise(bounds), [*cuts[1:], None], strict=True)
+            self._code(graph, cut, inside, after)
+            for cut, inside, after in zip(cuts, calls, [*cuts[1:], None], strict=True)
         ]
 
     def _code(self, graph: CallGraph, cut: Crossing, calls: range, after: Crossing | None) -> Code:
-        emitter = Emitter(graph, "piece.callees[{!r}]".format, _state)
+        emitter = Emitter(graph)
         if after is None:
             kept, returns = graph.outputs, emitter.expression(graph.output_form, graph.outputs)
         else:
@@ -250,16 +194,9 @@ def loss_of(graph: CallGraph, kind: Kind, starts: Sequence[int]) -> OwnLossParts
     place = loss_place(graph.output_form)
     if place is None or not graph.outputs:
         return None
-    fixed = [value for value, (shape, _) in zip(graph.inputs, kind.shapes, strict=True) if not shape]
-    walk = Walk(graph, graph.inputs, fixed)
-    terms = walk.terms(graph.outputs[place])
-    pieces = tuple(bisect_right(starts, term.call) - 1 for term in terms.known)
-    return OwnLossParts(walk, terms, Counts(graph, terms, _state), pieces)
-
-
-def _state(name: str) -> str:
-    last = name.rpartition(".")[2]
-    return f"getattr(piece.homes[{name!r}], {last!r})"
+    fixed = [value for value, meta in zip(graph.inputs, kind.metas, strict=True) if not meta.shape]
+    walk = Walk(graph, graph.outputs[place], graph.inputs, fixed)
+    return OwnLossParts(walk, Counts(walk), tuple(bisect_right(starts, term.call) - 1 for term in walk.terms))
 
 
 def states_of(graph: CallGraph, calls: range) -> set[str]:

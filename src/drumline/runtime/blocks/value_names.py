@@ -127,10 +127,9 @@ def by_name(crossing: Crossing, names: Names) -> Crossing:
     return Crossing(whole, sent, crossing.again)
 
 
-def described(
-    graph: CallGraph, names: Names, pieces: Sequence[str], calls: Sequence[range], cuts: Sequence[Crossing]
-) -> list[str]:
+def described(names: Names, pieces: Sequence[str], calls: Sequence[range], cuts: Sequence[Crossing]) -> list[str]:
     """Return what was written, in lines that ranks compare: what each piece calls, and what crosses into it."""
+    graph = names.graph
     lines: list[str] = []
     for piece, inside, crossing in zip(pieces, calls, cuts, strict=True):
         lines += [f"{piece} takes {graph.values[value].kind} {names.values[value]}" for value in crossing.sent]

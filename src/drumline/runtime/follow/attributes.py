@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from drumline.core.errors import ModelError
-from drumline.runtime.follow.refusals import HOOKS
+from drumline.runtime.follow.refusals import HOOKS, line_here
 from drumline.runtime.values import MISSING
 from drumline.runtime.watch.fingerprint import PLAIN, can_change, fingerprint, only_named
 
@@ -46,12 +46,11 @@ class _Uses:
 
 
 class Attributes:
-    """The attributes of some modules while these run; `who` tells what runs, `line` where."""
+    """The attributes of some modules while these run; `who` tells what runs."""
 
-    def __init__(self, names: Mapping[int, str], who: Callable[[], int], line: Callable[[], str]) -> None:
+    def __init__(self, names: Mapping[int, str], who: Callable[[], int]) -> None:
         self._names = names
         self._who = who
-        self._line = line
         self.uses: dict[AttributeName, _Uses] = {}
         # What can change, as it was, and where it is kept.
         self._looked: dict[int, tuple[Any, Any, set[AttributeName]]] = {}
@@ -83,7 +82,7 @@ class Attributes:
     def _is_set(self, place: AttributeName, who: int, value: Any) -> None:
         uses = self.uses.setdefault(place, _Uses())
         uses.setters.add(who)
-        uses.line = uses.line or self._line()
+        uses.line = uses.line or line_here()
         if who == BETWEEN and uses.is_read_first:
             uses.is_carried |= not _is_made_once(uses.first, value)
 

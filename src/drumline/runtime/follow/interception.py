@@ -101,33 +101,24 @@ def _reading(replaced: Replaced) -> Any:
     return read
 
 
-def _setting(replaced: Replaced) -> Any:
-    def set_(self: nn.Module, key: str, value: Any) -> None:
+def _changing(replaced: Replaced) -> Any:
+    def change(self: nn.Module, key: str, *value: Any) -> None:
+        """Set an attribute to the one value that is given, or delete it if there is none."""
         before = object.__getattribute__(self, "__dict__").get(key, MISSING)
-        replaced.found(self, key, value)
-        told = _told(replaced)
-        if told is not None and not _is_part(self, key) and not isinstance(value, nn.Module):
-            told.set(self, key, before, value)
+        replaced.found(self, key, *value)
+        now, told = value[0] if value else MISSING, _told(replaced)
+        if told is not None and not _is_part(self, key) and not isinstance(now, nn.Module):
+            told.set(self, key, before, now)
 
-    return set_
-
-
-def _deleting(replaced: Replaced) -> Any:
-    def delete(self: nn.Module, key: str) -> None:
-        before = object.__getattribute__(self, "__dict__").get(key, MISSING)
-        replaced.found(self, key)
-        if before is not MISSING and (told := _told(replaced)) is not None:
-            told.set(self, key, before, MISSING)
-
-    return delete
+    return change
 
 
 _PATCHES = (
     Patch(nn.Module, "__call__", _module_calls),
     Patch(torch.autograd.Function, "apply", _functions),
     Patch(nn.Module, "__getattribute__", _reading),
-    Patch(nn.Module, "__setattr__", _setting),
-    Patch(nn.Module, "__delattr__", _deleting),
+    Patch(nn.Module, "__setattr__", _changing),
+    Patch(nn.Module, "__delattr__", _changing),
 )
 
 
@@ -137,20 +128,9 @@ def _is_part(module: nn.Module, key: str) -> bool:
     return any(key in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
 
 
-class Nodes:
-    """Stand-ins for nodes of autograd's graph, which nobody may put a hook on: no piece would have it."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-
-    def of(self, node: Any) -> Any:
-        """Return what stands for a node; the same for the same."""
-        if node is None:
-            return None
-        if id(node) not in self._made:
-            kind = type(type(node).__name__, (_Node,), {})
-            self._made[id(node)] = kind(node)
-        return self._made[id(node)]
+def node_like(node: Any) -> Any:
+    """Return what stands for a node of autograd's graph, which nobody may put a hook on: no piece would have it."""
+    return type(type(node).__name__, (_Node,), {})(node)
 
 
 class _Node:

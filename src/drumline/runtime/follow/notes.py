@@ -37,6 +37,7 @@ class Notes:
         self.numbers: dict[int, int] = {}  # of values, by their tensor's id
         self.kept: list[Any] = []  # what must live on, so that no id is taken twice
         self.storages: dict[int, int] = {}
+        self.made_by: dict[int, int] = {}  # the call that made a value
         self.where: dict[int, int] = {}  # tensors made inside of blocks: the call
         self.base = _autocast(skeleton.device.type)
         self.gradients = torch.is_grad_enabled()
@@ -110,14 +111,15 @@ class Notes:
         takes = tuple(self.number(one, what) for one in tensors)
         for one in changed:
             self._alone(self.number(one, what), what)
-        paths = [(path, one) for path, one in found_in(made) if id(one) not in self.numbers]
+        makes = tuple((path, self.new(one)) for path, one in found_in(made) if id(one) not in self.numbers)
+        self.made_by.update((value, len(self.graph.calls)) for _, value in makes)
         self.graph.calls.append(
             Call(
                 None if block else func,
                 block,
                 form,
                 takes,
-                tuple((path, self.new(one)) for path, one in paths),
+                makes,
                 tuple(self.numbers[id(one)] for one in changed),
                 None if (on := torch.is_grad_enabled()) is self.gradients else on,
                 None if (now := _autocast(self.skeleton.device.type)) == self.base else now,
@@ -128,10 +130,9 @@ class Notes:
     def _alone(self, changed: int, what: str) -> None:
         """Forbid cuts between a value that is changed in place and the others that share its memory."""
         values = self.graph.values
-        at = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
         shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
         if len(shared) > 1:
-            first = min(at.get(one, 0) for one in shared)
+            first = min(self.made_by.get(one, 0) for one in shared)
             self.bar(first, f"{what} changes a tensor in place of which other values are views")
 
 

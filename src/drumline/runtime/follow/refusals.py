@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import transformed
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +85,7 @@ def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
 
 
 class LocalHooks:
-    """The hooks of a model's modules as they were; whatever comes later is looked after, and taken back in the end."""
+    """The hooks of a model's modules as they were; whatever comes later is looked after."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -105,14 +105,6 @@ class LocalHooks:
                 for key in now.keys() - before.keys():
                     if not isinstance(now[key], _Looks):
                         now[key] = _Looks(now[key], name)
-
-    def take_back(self) -> None:
-        """Give all modules the hooks that they had."""
-        for module, kinds in self._before.items():
-            for kind, before in kinds.items():
-                now = vars(module)[kind]
-                now.clear()
-                now.update(before)
 
 
 class _Looks:
@@ -192,24 +184,6 @@ def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) ->
                 expected="tensors without attributes of their own",
                 fix="pass it beside the tensor",
             )
-
-
-def draws_on_host() -> ModelError:
-    """Return the refusal of random numbers between blocks that nobody seeds."""
-    return ModelError(
-        "the model's forward draws random numbers of Python's or numpy's between its blocks",
-        expected="a forward that does the same in every step, between blocks",
-        fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
-    )
-
-
-def changes_variable(name: str) -> ModelError:
-    """Return the refusal of a forward whose variables outside of the model change while it runs."""
-    return ModelError(
-        f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
-        expected="variables outside of the model that stay as they are while the forward runs",
-        fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
-    )
 
 
 def name_of(func: Any) -> str:

@@ -24,17 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from drumline.core.errors import ModelError
-from drumline.runtime.backward.inner_gradients import transformed
+from drumline.runtime.backward.guards import transformed
 from drumline.runtime.blocks.graph import CallGraph, may_draw
 from drumline.runtime.follow.attributes import BETWEEN, AttributeName, Attributes
-from drumline.runtime.follow.interception import Nodes, coming_by, version_of
+from drumline.runtime.follow.inputs import Inputs, Kind, unchecked
+from drumline.runtime.follow.interception import coming_by, node_like, version_of
 from drumline.runtime.follow.notes import Notes
-from drumline.runtime.follow.numbers import unchecked, unpacked
 from drumline.runtime.follow.refusals import (
+    HOOKS,
     LocalHooks,
     around,
-    changes_variable,
-    draws_on_host,
     line_here,
     line_of,
     name_of,
@@ -53,28 +52,21 @@ from drumline.runtime.watch.watch import Surroundings
 from drumline.runtime.weights.catalogue import whole_name
 
 
-def trace(
-    skeleton: Skeleton,
-    inside: frozenset[str],
-    form: Any,
-    metas: Sequence[Meta],
-    *,
-    train: bool,
-    autocast: torch.dtype | None = None,
-) -> tuple[CallGraph, list[AttributeName]]:
-    """Follow the model's forward on inputs of this form; returns its graph, and which attributes decided it.
+def trace(skeleton: Skeleton, inside: frozenset[str], kind: Kind) -> tuple[CallGraph, list[AttributeName]]:
+    """Follow the model's forward on inputs of this kind; returns its graph, and which attributes decided it.
 
     It is followed as it will run: with gradients if it trains, and under autocast to a type if one is given.
     """
     refuse_backward_hooks(skeleton.model, inside)
     device = skeleton.device.type
     chance = HostChance()
-    with torch.set_grad_enabled(train), torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-        inputs = skeleton.fakes(metas)
-        args, kwargs = unpacked(unpack(inputs, form), skeleton.device)
+    autocast = torch.autocast(device, dtype=kind.autocast, enabled=kind.autocast is not None)
+    with torch.set_grad_enabled(kind.train), autocast:
+        inputs = skeleton.fakes(kind.metas)
+        args, kwargs = Inputs(*unpack(inputs, kind.form)).unpacked(skeleton.device)
         tracer = _Tracer(skeleton, inside, inputs)
         everywhere = Surroundings(skeleton.model.modules())
-        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=train):
+        with chance.kept(), everywhere.kept(), unchecked(), tracer.watching(train=kind.train):
             try:
                 made = skeleton.model(*args, **kwargs)
             except ModelError:
@@ -106,9 +98,9 @@ class _Tracer(Notes, TorchFunctionMode):
         self.read: tuple[Tensor, ...] = ()  # what was last asked for its numbers, between blocks
         self.thread = threading.get_ident()
         self.names = skeleton.names
-        self.attributes = Attributes(skeleton.names, self._who, line_here)
+        self.attributes = Attributes(skeleton.names, self._who)
         self.function = ""  # the autograd function that runs now, between blocks
-        self.nodes = Nodes()
+        self.nodes: dict[int, Any] = {}  # what stands for nodes of autograd's graph: the same for the same
         self.surroundings = Surroundings(one for name, one in skeleton.model.named_modules() if name in inside)
         self.variables = self.surroundings.now()
         self.chance = HostChance()  # where Python's random numbers stood when the last block ended
@@ -152,9 +144,8 @@ class _Tracer(Notes, TorchFunctionMode):
             has_past = given[0].grad_fn is not None
         number = self.numbers.get(id(given[0]))
         if has_past and number is not None:
-            made = {value: call for call, one in enumerate(self.graph.calls) for _, value in one.makes}
             reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
-            self.bar(made.get(number, 0), reason)
+            self.bar(self.made_by.get(number, 0), reason)
 
     def _look(self, tensor: Tensor) -> None:
         at, block = len(self.graph.calls), self.within[-1]
@@ -164,9 +155,8 @@ class _Tracer(Notes, TorchFunctionMode):
             self.reads.add(name)
         elif (number := self.numbers.get(id(tensor))) is not None:
             if self.graph.is_carried(number):
-                first = max(self.graph.made_at.get(number, -1), 0)
-                del self.graph.made_at
-                self.bar(first, f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}")
+                reason = f"{block!r} uses a tensor that is not among its arguments{self.kept_in(tensor)}"
+                self.bar(self.made_by.get(number, 0), reason)
                 self.taken.add(id(tensor))
         elif (made := self.where.get(id(tensor))) is not None:
             other = self.graph.calls[made].block
@@ -193,7 +183,7 @@ class _Tracer(Notes, TorchFunctionMode):
         versions = [version_of(one) for one in given]
         made = func(*args, **kwargs)
         if property_of(func) == "grad_fn":
-            return self.nodes.of(made)
+            return None if made is None else self.nodes.setdefault(id(made), node_like(made))
         changed = [one for one, before in zip(given, versions, strict=True) if version_of(one) != before]
         if func is Tensor.requires_grad_ or property_of(func, "__set__") == "requires_grad":
             func, changed = Tensor.requires_grad_, [given[0]]
@@ -251,9 +241,17 @@ class _Tracer(Notes, TorchFunctionMode):
     def _look_around(self) -> None:
         """Refuse what has changed since the last block, and could not be repeated."""
         if self.chance.has_moved():
-            raise draws_on_host()
+            raise ModelError(
+                "the model's forward draws random numbers of Python's or numpy's between its blocks",
+                expected="a forward that does the same in every step, between blocks",
+                fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+            )
         if name := self.surroundings.changed(self.variables):
-            raise changes_variable(name)
+            raise ModelError(
+                f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
+                expected="variables outside of the model that stay as they are while the forward runs",
+                fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
+            )
         self.attributes.look()
 
     def _unmarked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -279,7 +277,7 @@ class _Tracer(Notes, TorchFunctionMode):
         """Watch all that goes on, in the mode wanted."""
         model = self.skeleton.model
         before = [(module, dict(vars(module))) for module in model.modules()]
-        parts = [(part, dict(part)) for module, own in before for part in (own[kind] for kind in _PARTS)]
+        parts = [(own[kind], dict(own[kind])) for _, own in before for kind in _PARTS if kind in own]
         buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
         self.hooks = LocalHooks(model)
         if not train:
@@ -291,7 +289,6 @@ class _Tracer(Notes, TorchFunctionMode):
                 yield
             self._refuse_exchanged(buffers)
         finally:
-            self.hooks.take_back()
             for module, own in before:
                 vars(module).clear()
                 vars(module).update(own)
@@ -338,6 +335,4 @@ class _Tracer(Notes, TorchFunctionMode):
 
 _READS = ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "__array__")
 _COMPARES = ("lt", "le", "gt", "ge")
-
-
-_PARTS = ("_parameters", "_buffers", "_modules")
+_PARTS = ("_parameters", "_buffers", "_modules", *HOOKS)  # the dicts that a module consists of

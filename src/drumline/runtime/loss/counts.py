@@ -1,5 +1,9 @@
 """How much each part of a loss counts in a microbatch: told from the labels that its calls really get.
 
+          microbatch   0     1     2     3
+words that count      18    17     0     9      one mean: shares 18/44, 17/44, 0, 9/44
+sentences              2     2     1     1      a second mean: both are multiplied by factors of their own
+
 What a loss compares with is made of the inputs by plain functions (shifted, flattened, clamped). Those calls are
 written out as a function of the inputs, so that all microbatches can be counted before the first of them has run.
 
@@ -9,15 +13,17 @@ A loss function is watched while it runs: its calls into torch are the graph tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from drumline.core.errors import BatchError
 from drumline.runtime.blocks.emit import Emitter
 from drumline.runtime.blocks.graph import Call, CallGraph, Value
-from drumline.runtime.loss.terms import Labels, Term, Terms, Walk, arguments_of, name_of
+from drumline.runtime.loss.terms import Labels, Term, Walk, arguments_of, name_of
 from drumline.runtime.values import found_in, pack, tensors_in
 
 
@@ -100,12 +106,11 @@ _ALONG = (
 class Counts:
     """Counts the parts of one graph's loss; `piece` is where a parameter that weighs classes is found."""
 
-    def __init__(self, graph: CallGraph, terms: Terms, state: Callable[[str], str]) -> None:
-        self.graph = graph
-        self.terms = terms.known
+    def __init__(self, walk: Walk) -> None:
+        graph, self.terms = walk.graph, walk.terms
         wanted = list(dict.fromkeys(value for term in self.terms for value in _needed(term)))
         _, calls = graph.origins(wanted)
-        emitter = Emitter(graph, str, state)
+        emitter = Emitter(graph)
         self._places = {value: at for at, value in enumerate(wanted)}
         # All that is wanted is returned, parameters and constants too.
         returns = f"({''.join(f'{emitter.expression(None, [value])}, ' for value in wanted)})"
@@ -151,11 +156,11 @@ def labels_counted(target: Tensor, ignored: int, weight: Tensor | None = None) -
     return (weight.double()[classes] * counts).sum()
 
 
-def mixed_by(walk: Walk, terms: Terms) -> list[str]:
+def mixed_by(walk: Walk) -> list[str]:
     """Return the calls on the way to a loss that may not go row by row, for a closer look."""
     found = dict.fromkeys(
         name_of(walk.graph.calls[at])
-        for term in terms.known
+        for term in walk.terms
         for at in walk.data_calls(term)
         if not _is_row_by_row(walk, at)
     )
@@ -185,3 +190,57 @@ def _works_inside(call: Call) -> bool:
     flat = [one for each in named for one in (each if isinstance(each, tuple | list) else [each])]
     dims = [one for one in flat if isinstance(one, int) and not isinstance(one, bool)]
     return bool(dims) and all(one == -1 or one >= 1 for one in dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """Each microbatch's share, and where one share cannot be right for all parts of the loss, factors for these."""
+
+    shares: Sequence[Count]
+    factors: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+
+def weighed(counts: Sequence[Sequence[Count | None]], rows: Sequence[int], *, others: bool = False) -> Weighing:
+    """Return the microbatches' shares from what every part counts in each, None for a sum.
+
+    With `others`, parts that nothing is known of, microbatches count by their rows.
+
+    >>> weighed([[3], [1]], [2, 2]).shares
+    [0.75, 0.25]
+    >>> weighed([[3, 2], [1, 2]], [2, 2])
+    Weighing(shares=[0.5, 0.5], factors={0: [1.5, 1.0], 1: [0.5, 1.0]})
+    >>> weighed([[None], [None]], [2, 2]).shares
+    [1.0, 1.0]
+    """
+    columns = list(zip(*counts, strict=True))
+    if len(columns) == 1 and not others and any(isinstance(one, Tensor) and not one.is_cpu for one in columns[0]):
+        return Weighing(_parts(columns[0]))
+    parts = [[float(one) for one in _parts([_plain(one) for one in column])] for column in columns]
+    base = [one / sum(rows) for one in rows]
+    if not others and parts and all(_alike(parts[0], one) for one in parts[1:]):
+        return Weighing(parts[0])
+    if all(_alike(base, one) for one in parts):
+        return Weighing(base)
+    factors = {at: [column[at] / base[at] for column in parts] for at in range(len(rows))}
+    return Weighing(base, factors)
+
+
+def _parts(column: Sequence[Count | None]) -> list[Count]:
+    """Return what part of the whole each microbatch's count is; all of a sum's are added as they are."""
+    counts = [one for one in column if one is not None]
+    if len(counts) < len(column):
+        return [1.0] * len(column)
+    total = sum(counts[1:], start=counts[0])
+    if not isinstance(total, Tensor) and not total > 0:
+        raise BatchError(
+            f"the microbatches' loss weights are {counts}", expected="numbers of 0 or more, not all of them 0"
+        )
+    return [one / total for one in counts]
+
+
+def _plain(count: Count | None) -> float | None:
+    return None if count is None else float(count)
+
+
+def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(abs(a - b) <= 1e-9 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from drumline.runtime.blocks.graph import CallGraph
-from drumline.runtime.loss.terms import Terms
+from drumline.runtime.loss.terms import Walk
 from drumline.runtime.values import pack
 
 Factors = Sequence[float | Tensor]
@@ -78,16 +77,17 @@ class Multiplying(TorchFunctionMode):
     inside of themselves, and what their hooks call, is not in the graph and does not count.
     """
 
-    def __init__(self, graph: CallGraph, terms: Terms, factors: Factors, model: nn.Module) -> None:
+    def __init__(self, walk: Walk, factors: Factors, model: nn.Module) -> None:
         super().__init__()
-        self._blocks = [model.get_submodule(name) for name in dict.fromkeys(one.block for one in graph.calls) if name]
+        calls = walk.graph.calls
+        self._blocks = [model.get_submodule(name) for name in dict.fromkeys(one.block for one in calls) if name]
         self._depth = 0
         self._handles: list[RemovableHandle] = []
         self._calls: dict[Any, int] = {}
         self._parts: dict[tuple[Any, int], float | Tensor] = {}
-        by_call = dict(zip((term.call for term in terms.known), factors, strict=True))
+        by_call = dict(zip((term.call for term in walk.terms), factors, strict=True))
         before: dict[Any, int] = {}
-        for at, call in enumerate(graph.calls):
+        for at, call in enumerate(calls):
             function = call.function.function if isinstance(call.function, Scaled) else call.function
             number = before[function] = before.get(function, -1) + 1
             if at in by_call and function is not None:
@@ -123,9 +123,9 @@ class Multiplying(TorchFunctionMode):
         return _multiplied(func, args, kwargs or {}, self._parts.get((func, number)))
 
 
-def scale(graph: CallGraph, terms: Terms, sheet: Sheet) -> None:
+def scale(walk: Walk, sheet: Sheet) -> None:
     """Let the calls that make the parts of a loss look up what these count."""
-    for part, term in enumerate(terms.known):
-        call = graph.calls[term.call]
+    for part, term in enumerate(walk.terms):
+        call = walk.graph.calls[term.call]
         if call.function is not None:
-            graph.calls[term.call] = replace(call, function=Scaled(call.function, part, sheet))
+            walk.graph.calls[term.call] = replace(call, function=Scaled(call.function, part, sheet))

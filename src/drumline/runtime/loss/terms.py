@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import functional
@@ -76,14 +76,6 @@ class Term:
         return self.labels is None and self.divided is None and self.num_bytes is None
 
 
-@dataclass(slots=True)
-class Terms:
-    """The parts of a loss, and the names of calls that are neither a mean nor a sum."""
-
-    known: list[Term] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-
-
 def name_of(call: Call) -> str:
     """Return the name of what is called."""
     name: str = call.block or getattr(call.function, "__name__", str(call.function))
@@ -98,9 +90,12 @@ def arguments_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class Walk:
-    """The way back from a graph's loss; `fixed` are inputs that are alike in all microbatches, `known` those before."""
+    """The way back from a graph's loss: its parts, and the names of calls that are neither a mean nor a sum.
 
-    def __init__(self, graph: CallGraph, known: Collection[int], fixed: Collection[int] = ()) -> None:
+    `fixed` are inputs that are alike in all microbatches, `known` those before.
+    """
+
+    def __init__(self, graph: CallGraph, loss: int, known: Collection[int], fixed: Collection[int] = ()) -> None:
         self.graph = graph
         self.known = set(known)
         self.fixed = set(fixed)
@@ -110,14 +105,11 @@ class Walk:
                 self.changes.setdefault(value, []).append(at)
         self._changed_storages = {graph.values[value].storage for value in self.changes}
         self._has_constant = False
-        self.found = Terms()
-
-    def terms(self, loss: int) -> Terms:
-        """Return the parts of a loss."""
+        self.terms: list[Term] = []
+        self.others: list[str] = []
         self._value(loss)
-        if self._has_constant and any(one.is_sum for one in self.found.known):
-            self.found.others.append("a constant beside a sum")  # would be added once for every microbatch
-        return self.found
+        if self._has_constant and any(one.is_sum for one in self.terms):
+            self.others.append("a constant beside a sum")  # would be added once for every microbatch
 
     def _value(self, value: int) -> None:
         for at in self.changes.get(value, ()):
@@ -131,7 +123,7 @@ class Walk:
             if value not in self.changes or self.graph.calls[made].takes:
                 self._call(made)
         elif self.graph.is_carried(value):
-            self.found.others.append("an input")
+            self.others.append("an input")
 
     def _changed(self, at: int, value: int) -> None:
         call = self.graph.calls[at]
@@ -140,16 +132,16 @@ class Walk:
                 if one != value:
                     self._value(one)
         elif name_of(call) not in _PRODUCTS | _QUOTIENTS or any(not self.is_fixed(one) for one in call.takes[1:]):
-            self.found.others.append(name_of(call))
+            self.others.append(name_of(call))
 
     def _call(self, at: int) -> None:
         call = self.graph.calls[at]
         name = name_of(call)
         term = None if call.block else self._term(at)
         if term is not None:
-            self.found.known.append(term)
+            self.terms.append(term)
         elif call.block:
-            self.found.others.append(name)
+            self.others.append(name)
         elif name in _PASSED_ON or name in _SUMS or (name in ("mean", "sum") and self._is_of_losses(call)):
             for one in call.takes:
                 self._value(one)
@@ -158,9 +150,9 @@ class Walk:
             if len(varying) == 1 and (name in _PRODUCTS or call.takes[0] == varying[0]):
                 self._value(varying[0])
             else:
-                self.found.others.append(name)
+                self.others.append(name)
         else:
-            self.found.others.append(name)
+            self.others.append(name)
 
     def _term(self, at: int) -> Term | None:
         """Return the term that a call makes, if it says what it is a mean or a sum of."""
@@ -189,10 +181,10 @@ class Walk:
         count = self._count(bottom) if self.is_known(bottom) else None
         if count is None:
             return None
-        above = Walk(self.graph, self.known, self.fixed).terms(top)
-        if above.others or not above.known or not all(one.is_sum for one in above.known):
+        above = Walk(self.graph, top, self.known, self.fixed)
+        if above.others or not above.terms or not all(one.is_sum for one in above.terms):
             return None
-        return Term(at, divided=count, data=tuple(value for one in above.known for value in one.data))
+        return Term(at, divided=count, data=tuple(value for one in above.terms for value in one.data))
 
     def _count(self, value: int) -> int | None:
         """Return the sum that a value is, up to factors and a least value; None if it is none."""

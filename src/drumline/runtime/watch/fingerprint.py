@@ -149,17 +149,15 @@ def only_named(before: Any, now: Any) -> bool:
 def can_change(value: Any) -> bool:
     """Whether a value may become another one without being exchanged.
 
+    An object of somebody's own class, such as a config, may: its fields are plain attributes.
+
     >>> can_change([1]), can_change((1, 2)), can_change("a")
     (True, False, False)
-    """
-    return isinstance(value, _CHANGING) or (not isinstance(value, _SETTLED) and is_object(value))
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an object of somebody's own class, such as a config: its fields are plain attributes.
-
     >>> from types import SimpleNamespace
-    >>> is_object(SimpleNamespace(scale=1)), is_object(nn.ReLU()), is_object(print)
+    >>> can_change(SimpleNamespace(scale=1)), can_change(nn.ReLU()), can_change(print)
     (True, False, False)
     """
-    return bool(_fields(value)) or (hasattr(value, "__dict__") and _fields(value) is not None)
+    if isinstance(value, _CHANGING):
+        return True
+    fields = None if isinstance(value, _SETTLED) else _fields(value)
+    return fields is not None and (bool(fields) or hasattr(value, "__dict__"))

@@ -230,19 +230,16 @@ class Watch:
     def _now(self) -> list[Any]:
         found: list[Any] = [len(one) and list(one) for one in _GLOBAL]
         found += [code_of(module) for name, _, module in self._alive() if name in self._inside]
-        for _, seen in self._modules:
-            module = seen()
-            if module is None:
-                continue
+        for _, _, module in self._alive():
             own = module.__dict__
             found.append(own["training"])
             found += [(kind, list(own[kind])) for kind in _HOOKS if own[kind]]
             if own["_parameters"]:
                 found.append([one is not None and one.requires_grad for one in own["_parameters"].values()])
         for (_, key), seen in self._places.items():
-            module = seen()
-            if module is not None:
-                found.append(fingerprint(_attribute(module, key)))
+            owner = seen()
+            if owner is not None:
+                found.append(fingerprint(_attribute(owner, key)))
         return found + self._surroundings.now()
 
     def refuse_exchanged(self) -> None:
@@ -298,12 +295,20 @@ def _attribute(module: nn.Module, key: str) -> Any:
     return MISSING
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own.
+
+    >>> has_hooks(nn.ReLU())
+    False
+    """
+    return any(vars(module)[kind] for kind in _HOOKS)
+
+
 def refuse_hooks(root: nn.Module) -> None:
     """Refuse hooks on an nn.Sequential whose blocks are run one by one, without it."""
-    for kind in _HOOKS:
-        if getattr(root, kind):
-            raise ModelError(
-                "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
-                expected="hooks on its blocks, or an example with which the model is followed, hooks included",
-                fix="put the hook on a block, or pass example= to Pipeline before it is made",
-            )
+    if has_hooks(root):
+        raise ModelError(
+            "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
+            expected="hooks on its blocks, or an example with which the model is followed, hooks included",
+            fix="put the hook on a block, or pass example= to Pipeline before it is made",
+        )
