@@ -20,7 +20,6 @@ import torch
 from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
-from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import edges_of
 from drumline.runtime.capture.capture import Drive
 from drumline.runtime.channel.channel import Channel, Wait
@@ -37,6 +36,16 @@ def leave_all() -> None:
         crew.close()
 
 
+class CrewObserver:
+    """Does nothing when this process waits or fails; whoever watches does something."""
+
+    def waiting(self) -> None:
+        """Hear that this rank has nothing to do until a message comes."""
+
+    def failed(self) -> None:
+        """Hear that this process cannot go on."""
+
+
 class Crew:
     """This process's channels, and what all ranks do together."""
 
@@ -47,7 +56,7 @@ class Crew:
         self.over = ""  # why nothing more can be done together
         # Runs this process's ranks through their rows, waiting where they have to.
         self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
-        self._observers: list[Observer] = []
+        self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
         if hub is None:
             _open.add(self)
@@ -104,7 +113,7 @@ class Crew:
         for channel in self.channels:
             channel.connect(edges)
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: CrewObserver) -> None:
         """Tell an observer whenever this process waits or fails."""
         self._observers.append(observer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -77,9 +77,9 @@ class Engine(Observer):
             stage.split_only(self.assembly.split_of(stage.index))
         self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
 
-    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+    def run(self, step: Step) -> None:
         """Run every rank of this process through its row, that of a step without training in eval mode."""
-        randomness, executors = self.assembly.randomness, self.executors
+        randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.number
         if not step.train:
             executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
@@ -157,10 +157,10 @@ class CapturingEngine(Engine):
         """Note whether the step can be replayed; asks all other ranks."""
         step.repeats = self.captured.fits(step)
 
-    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+    def run(self, step: Step) -> None:
         """Run a step that trains by graphs, or have it captured on its way."""
         if not step.train:
-            super().run(step, drafts)
+            super().run(step)
         else:
             self.assembly.randomness.step = step.number
-            self.captured.run(step, drafts, self._crew.drive)
+            self.captured.run(step, step.drafts, self._crew.drive)

@@ -154,7 +154,7 @@ class StepRun:
                 self.intake.cut(step)
             for observer in observers:
                 observer.begin(step)
-            self.engine.run(step, self.recording.drafts)
+            self.engine.run(step)
             for observer in reversed(observers):
                 observer.end(step)
             return self._tell(step, given())
@@ -174,18 +174,14 @@ class StepRun:
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
         each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
+        for observer in self.observers:
+            observer.tell(step, each)
         topic = step_topic(step.number)
+        self.crew.tell(topic, each)
         tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
-        if step.train:
-            self.recording.ended(tally)
-        with self.recording.between.during("tell"):
-            if step.train:
-                self.recording.fill(each)
-            self.crew.tell(topic, each)
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
-        if step.train:
-            with self.recording.between.during("write"):
-                self.recording.add(tally, each)
+        for observer in self.observers:
+            observer.told(step, tally, each)
         return tally
 
     def _told(self, step: Step) -> Told:
