@@ -124,6 +124,10 @@ class Crew:
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
 
+    def collect(self, what: str, value: Any) -> list[Any]:
+        """Tell one value for all ranks of this process, and return what every rank told."""
+        return self.all_told(what, [value] * len(self.channels))
+
     def all_told(self, what: str, values: Sequence[Any]) -> list[Any]:
         """Tell the values of this process's ranks to all, and return what every rank told."""
         topic = f"{what}/{next(self._topics)}"

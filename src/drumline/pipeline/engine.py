@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -136,11 +137,7 @@ class CapturingEngine(Engine):
         self.captured = self._capture()
 
     def _capture(self) -> Capture:
-        recorder, crew = recorder_for(self.assembly.device), self._crew
-
-        def agree(changes: int) -> list[int]:
-            return crew.all_told("capture", [changes] * len(crew.channels))
-
+        recorder, agree = recorder_for(self.assembly.device), partial(self._crew.collect, "capture")
         return Capture(self.executors, self.assembly.randomness, recorder, agree)
 
     def take_up(self, program: Program) -> None:

@@ -146,8 +146,12 @@ class StepRun:
         for observer in observers:
             observer.called(step)
         with self.crew.together("the start of a step", lambda: self.engine.action):
-            self._take(step, call)
-            given = self._given(call)
+            if step.train:
+                self.frozen.check_still(self.engine.stages())
+            batch = self.intake.called(call.batch, call.named)
+            self.intake.take(step, batch, call.target, self.engine.ends, self.crew.rank)
+            # What other ranks compare their batches with; ranks of one process have one.
+            given = None if self.crew.alone else begun((call.batch, call.named), call.target)
             for observer in observers:
                 observer.taken(step)
             if not step.repeats or self.intake.counts_labels:  # else it weighs what the last one did
@@ -157,17 +161,7 @@ class StepRun:
             self.engine.run(step)
             for observer in reversed(observers):
                 observer.end(step)
-            return self._tell(step, given())
-
-    def _take(self, step: Step, call: CalledWith) -> None:
-        intake, engine = self.intake, self.engine
-        if step.train:
-            self.frozen.check_still(engine.stages())
-        intake.take(step, intake.called(call.batch, call.named), call.target, engine.ends, self.crew.rank)
-
-    def _given(self, call: CalledWith) -> Callable[[], Given | None]:
-        """Return what says what other ranks compare their batches with; ranks of one process have one."""
-        return (lambda: None) if self.crew.alone else begun((call.batch, call.named), call.target)
+            return self._tell(step, given and given())
 
     def _tell(self, step: Step, given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""

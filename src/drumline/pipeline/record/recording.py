@@ -148,8 +148,7 @@ class Recording(Observer):
         self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
     ) -> None:
         """Write what is known before the first step; all ranks call it."""
-        own = environment_of(assembly.device)
-        told = self._crew.all_told("environment", [own] * len(self._crew.channels))
+        told = self._crew.collect("environment", environment_of(assembly.device))
         if 0 in self._ranks and self.folder is not None:
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
