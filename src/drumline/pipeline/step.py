@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,24 +52,19 @@ class CalledWith(NamedTuple):
 
 @dataclass
 class StepResult:
-    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage."""
+    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage.
+
+    `output` is the model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None.
+    """
 
     step: int
-    _loss: Callable[[], Tensor | None]
-    _output: Any = None
+    _loss: Callable[[], Tensor | None] = field(repr=False)
+    output: Any = field(default=None, repr=False)
 
     @cached_property
     def loss(self) -> Tensor | None:
         """The mean loss over the batch, detached; None where no target was given."""
         return self._loss()
-
-    @property
-    def output(self) -> Any:
-        """The model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None."""
-        return self._output
-
-    def __repr__(self) -> str:
-        return f"StepResult(step={self.step})"
 
 
 @dataclass(eq=False)
