@@ -54,8 +54,6 @@ class Crew:
         self.hub = hub
         self.timeout = timeout
         self.over = ""  # why nothing more can be done together
-        # Runs this process's ranks through their rows, waiting where they have to.
-        self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
         self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
         if hub is None:
@@ -116,6 +114,11 @@ class Crew:
     def observe(self, observer: CrewObserver) -> None:
         """Tell an observer whenever this process waits or fails."""
         self._observers.append(observer)
+
+    @property
+    def drive(self) -> Drive:
+        """What runs this process's ranks through their rows, waiting where they have to."""
+        return self._drive if self.hub is None else partial(take_turns, self.hub)
 
     def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         for wait in runs[0]:
