@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from drumline.core.lower import lower
 from drumline.core.program import Program
 from drumline.core.prove.violation import InvalidProgram
 from drumline.core.simulate.simulate import makespans, simulate
-from drumline.core.timeline.timeline import LatestInputs, Timeline
+from drumline.core.timeline.timeline import Timeline
 from matrices import examples
 from programs import NAMES, build, costs_for, programs
 from reference import reference_times
@@ -259,6 +260,5 @@ def test_what_is_computed_on_arrays_is_what_a_plain_timeline_says(program: Progr
     assert timeline.columns.code.tolist() == plain["columns"].func(timeline).code.tolist()
 
 
-def ends(timeline: Timeline, inputs: LatestInputs) -> list[float | None]:
-    places = [inputs.place(index) for index in range(len(inputs.ranks))]
-    return [None if place is None else timeline.tracks[place[0]].ends[place[1]] for place in places]
+def ends(timeline: Timeline, inputs: Sequence[tuple[int, int]]) -> list[float | None]:
+    return [None if rank < 0 else timeline.tracks[rank].ends[index] for rank, index in inputs]

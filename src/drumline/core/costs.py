@@ -225,6 +225,9 @@ def _check_length(name: str, value: Sequence[float], count: int, what: str) -> N
         )
 
 
+_ENDS = {"from", "to"}
+
+
 def _edge_to_json(source: int, target: int, edge: Edge) -> dict[str, float]:
     speed = {} if edge.bytes_per_second == math.inf else {"bytes_per_second": edge.bytes_per_second}
     return {"from": source, "to": target, "latency": edge.latency, **speed}
@@ -236,12 +239,7 @@ def _edges_from_json(listed: Any) -> dict[tuple[int, int], Edge]:
     if not isinstance(listed, list):
         raise CostsError(f"edges is {listed!r:.80}", expected=expected)
     for entry in listed:
-        if not isinstance(entry, dict) or not {"from", "to"} <= entry.keys() <= {
-            "from",
-            "to",
-            "latency",
-            "bytes_per_second",
-        }:
+        if not isinstance(entry, dict) or not _ENDS <= entry.keys() <= _ENDS | {"latency", "bytes_per_second"}:
             raise CostsError(f"edges holds {shown(entry)}", expected=expected)
         ends = entry["from"], entry["to"]
         if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):

@@ -153,11 +153,11 @@ def parse_json(text: str | bytes, kind: Kind) -> Any:
     Traceback (most recent call last):
     drumline.core.errors.DrumlineError: 'comm' stands there twice; expected every name once
     """
-    deep = f"not JSON as it is read here: nested deeper than {MAX_DEPTH} levels"
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=float)
+        _check_inside(found)
     except RecursionError:
-        raise kind.refuse(deep) from None
+        raise kind.refuse(f"not JSON as it is read here: nested deeper than {MAX_DEPTH} levels") from None
     except _Refused as refused:
         raise kind.error(refused.error, expected=refused.expected) from None
     except json.JSONDecodeError as error:
@@ -166,11 +166,6 @@ def parse_json(text: str | bytes, kind: Kind) -> Any:
         raise kind.refuse(f"not JSON: the byte at offset {error.start} is not UTF-8 text") from None
     except ValueError:  # Python refuses to read numbers of more than 4300 digits
         raise kind.error("a number of thousands of digits stands there", expected="64 bits or fewer") from None
-    try:
-        if not _is_shallow(found):
-            raise kind.refuse(deep)
-    except _Refused as refused:
-        raise kind.error(refused.error, expected=refused.expected) from None
     return found
 
 
@@ -194,8 +189,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _is_shallow(value: Any) -> bool:
-    """Whether a value is not nested too deeply; refuse numbers and texts in it that nothing else can handle."""
+def _check_inside(value: Any) -> None:
+    """Refuse numbers and texts in a value that nothing else can handle; raise RecursionError if it nests too deeply."""
     level = _inner([value], "a number")
     for _ in range(MAX_DEPTH):
         deeper: list[tuple[Any, str]] = []
@@ -207,7 +202,8 @@ def _is_shallow(value: Any) -> bool:
             else:
                 deeper += _inner(one, name)
         level = deeper
-    return not level
+    if level:
+        raise RecursionError
 
 
 def _inner(values: list[Any], name: str) -> list[tuple[Any, str]]:

@@ -65,7 +65,7 @@ def lower(program: Program, *, ahead: int = 2, channel: str = Queues.EDGE) -> Pr
         return program
     index = Index(program, program.placement)
     if queues is not Queues.EDGE:
-        lowered = Program.of(in_one_order(index), program.name)
+        lowered = Program.of(_Run(index).to_the_end(), program.name)
         if violations := validate(lowered, channel=queues):
             raise InvalidProgram(program.name, violations)
         return lowered
@@ -111,21 +111,13 @@ _SECONDS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEI
 _MESSAGE, _ACTION = 0, 1  # at one moment messages come first: no action stands between a message and what made it
 
 
-def in_one_order(index: Index) -> list[list[Action]]:
-    r"""Return the rows of a valid program with its messages spelled out.
+class _Run:
+    r"""The rows of a valid program, run on paper.
 
-    >>> from drumline.core.program import Program
     >>> program = Program.parse("0F0,0B0\n1F0,1B0")
-    >>> in_one_order(Index(program, program.placement))
+    >>> _Run(Index(program, program.placement)).to_the_end()
     [[0F0, 0SEND_F0, 0RECV_B0, 0B0], [1RECV_F0, 1F0, 1B0, 1SEND_B0]]
     """
-    run = _Run(index)
-    run.to_the_end()
-    return run.written
-
-
-class _Run:
-    """The rows, run on paper."""
 
     def __init__(self, index: Index) -> None:
         self.rows: Sequence[Sequence[Action]] = index.program.rows
@@ -146,8 +138,8 @@ class _Run:
         self.events: list[tuple[int, int, int, int, rules.Message | None, int]] = []
         self.count = 0
 
-    def to_the_end(self) -> None:
-        """Write down what happens, event by event."""
+    def to_the_end(self) -> list[list[Action]]:
+        """Write down what happens, event by event, and return the rows with their messages spelled out."""
         self.wake(range(len(self.rows)), 0)
         while self.events:
             now, kind, _, rank, message, target = heappop(self.events)
@@ -160,6 +152,7 @@ class _Run:
                 row.insert(len(row) - (row != [] and row[-1].is_compute), message.recv)
                 self.happen(message.recv, now)
         assert self.at == [len(row) for row in self.rows], "a valid program runs to its end"
+        return self.written
 
     def begin(self, rank: int, now: int) -> None:
         """Write down a rank's next action, and when its messages will be made."""

@@ -106,15 +106,12 @@ def _with_state(program: Program) -> Program:
     rows = []
     for row in program.rows:
         said = {(action.stage, action.op) for action in row if action.op in STATE_OPS}
+        computes = [(at, part) for at, action in enumerate(row) if action.is_compute for part in action.work]
         first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        last_backward: dict[int, int] = {}
-        for at, action in enumerate(row):
-            for part in action.work if action.is_compute else ():
-                first.setdefault(part.stage, at)
-                last[part.stage] = at
-                if part.op in rules.RELEASES:
-                    last_backward[part.stage] = at
+        for at, part in computes:
+            first.setdefault(part.stage, at)
+        last = {part.stage: at for at, part in computes}
+        last_backward = {part.stage: at for at, part in computes if part.op in rules.RELEASES}
         completed: list[Action] = []
         for at, action in enumerate(row):
             completed += [Action(s, Op.UNSHARD) for s in first if first[s] == at and (s, Op.UNSHARD) not in said]

@@ -113,7 +113,7 @@ class AutoSchedule(Observer):
             better = self.searched.predicted_gain >= _LEAST_GAIN
             print(_said(self.searched, program) if better else _kept(self.searched, program), file=sys.stderr)
             mine = found.program if better else None
-        told: Program | None = crew.all_told("search", [mine] * len(crew.channels))[0]
+        told: Program | None = crew.collect("search", mine)[0]
         self._seen, self._changed, self._is_over = [], number, told is None
         return told
 

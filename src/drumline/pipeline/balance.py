@@ -292,7 +292,7 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
         intake.loss if has_loss else None,
         max_seconds=_SECONDS_TO_MEASURE,
     )
-    found = _of_rank_0(measured, lambda value: crew.all_told("balance", [value] * len(crew.channels)))
+    found = _of_rank_0(measured, partial(crew.collect, "balance"))
     if crew.rank == 0:
         print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
     return found

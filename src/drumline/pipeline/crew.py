@@ -21,7 +21,6 @@ import torch
 from drumline.core.errors import MismatchError, RunError
 from drumline.core.program import Program
 from drumline.pipeline import transports
-from drumline.pipeline.observer import Observer
 from drumline.pipeline.programs import edges_of
 from drumline.runtime.capture.capture import Drive
 from drumline.runtime.channel.channel import Channel, Wait
@@ -48,6 +47,16 @@ def _tell_of_turns(num_ranks: int) -> None:
     )
 
 
+class CrewObserver:
+    """Does nothing when this process waits or fails; whoever watches does something."""
+
+    def waiting(self) -> None:
+        """Hear that this rank has nothing to do until a message comes."""
+
+    def failed(self) -> None:
+        """Hear that this process cannot go on."""
+
+
 class Crew:
     """This process's channels, and what all ranks do together."""
 
@@ -56,9 +65,7 @@ class Crew:
         self.hub = hub
         self.timeout = timeout
         self.over = ""  # why nothing more can be done together
-        # Runs this process's ranks through their rows, waiting where they have to.
-        self.drive: Drive = self._drive if hub is None else partial(take_turns, hub)
-        self._observers: list[Observer] = []
+        self._observers: list[CrewObserver] = []
         self._topics = itertools.count()
         if hub is None:
             _open.add(self)
@@ -117,9 +124,14 @@ class Crew:
         for channel in self.channels:
             channel.connect(edges)
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: CrewObserver) -> None:
         """Tell an observer whenever this process waits or fails."""
         self._observers.append(observer)
+
+    @property
+    def drive(self) -> Drive:
+        """What runs this process's ranks through their rows, waiting where they have to."""
+        return self._drive if self.hub is None else partial(take_turns, self.hub)
 
     def _drive(self, runs: Sequence[Generator[Wait, None, None]]) -> None:
         for wait in runs[0]:
@@ -127,6 +139,10 @@ class Crew:
                 observer.waiting()
             self.channels[0].block(wait, self._deadline())
         self.channels[0].flush(self._deadline())
+
+    def collect(self, what: str, value: Any) -> list[Any]:
+        """Tell one value for all ranks of this process, and return what every rank told."""
+        return self.all_told(what, [value] * len(self.channels))
 
     def all_told(self, what: str, values: Sequence[Any]) -> list[Any]:
         """Tell the values of this process's ranks to all, and return what every rank told."""

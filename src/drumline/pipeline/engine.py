@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -76,9 +77,9 @@ class Engine(Observer):
             stage.split_only(self.assembly.split_of(stage.index))
         self.executors[:] = [one.running(self.assembly.program) for one in self.executors]
 
-    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+    def run(self, step: Step) -> None:
         """Run every rank of this process through its row, that of a step without training in eval mode."""
-        randomness, executors = self.assembly.randomness, self.executors
+        randomness, executors, drafts = self.assembly.randomness, self.executors, step.drafts
         randomness.step = step.number
         if not step.train:
             executors, drafts = self.evaluators, [Draft(executor.rank) for executor in self.evaluators]
@@ -135,11 +136,7 @@ class CapturingEngine(Engine):
         self.captured = self._capture()
 
     def _capture(self) -> Capture:
-        recorder, crew = recorder_for(self.assembly.device), self._crew
-
-        def agree(changes: int) -> list[int]:
-            return crew.all_told("capture", [changes] * len(crew.channels))
-
+        recorder, agree = recorder_for(self.assembly.device), partial(self._crew.collect, "capture")
         return Capture(self.executors, self.assembly.randomness, recorder, agree)
 
     def take_up(self, program: Program) -> None:
@@ -156,10 +153,10 @@ class CapturingEngine(Engine):
         """Note whether the step can be replayed; asks all other ranks."""
         step.repeats = self.captured.fits(step)
 
-    def run(self, step: Step, drafts: Sequence[Draft]) -> None:
+    def run(self, step: Step) -> None:
         """Run a step that trains by graphs, or have it captured on its way."""
         if not step.train:
-            super().run(step, drafts)
+            super().run(step)
         else:
             self.assembly.randomness.step = step.number
-            self.captured.run(step, drafts, self._crew.drive)
+            self.captured.run(step, step.drafts, self._crew.drive)

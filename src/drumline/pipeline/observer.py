@@ -1,20 +1,24 @@
 """What watches a pipeline's steps: adaptation, recording, capture, and what is put aside meanwhile.
 
-    called ── taken ── begin ── waiting, waiting, ... ── end          failed, whenever anything does
+    called ── taken ── begin ── waiting, waiting, ... ── end ── tell ── told       failed, whenever anything does
 
 Whoever runs a step calls all observers at each moment, and knows nothing else of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from drumline.pipeline.crew import CrewObserver
+from drumline.pipeline.record.tally import Tally, Told
 from drumline.runtime.executor import Step
 
 
-class Observer:
+class Observer(CrewObserver):
     """Does nothing at any of these moments; whoever watches does something at some of them.
 
-    Observers hear of `called`, `taken` and `begin` in their order, and of `end` in the opposite one. Evaluations have
-    none of these four.
+    Observers hear of `end` in the opposite order, and of all else in their own. Evaluations have `tell` and `told`
+    alone.
     """
 
     def called(self, step: Step) -> None:
@@ -26,11 +30,11 @@ class Observer:
     def begin(self, step: Step) -> None:
         """Hear that the batch was cut, and that the step runs from here on."""
 
-    def waiting(self) -> None:
-        """Hear that this rank has nothing to do until a message comes."""
-
     def end(self, step: Step) -> None:
         """Hear that all rows of this process have ended and what was sent has left."""
 
-    def failed(self) -> None:
-        """Hear that this process cannot go on."""
+    def tell(self, step: Step, each: Sequence[Told]) -> None:
+        """Hear what the ranks of this process are about to tell all others of the step, and add to it."""
+
+    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+        """Hear that they have; the tally is what will be heard of all ranks."""

@@ -12,11 +12,7 @@ from drumline.schedules import generate
 
 
 def program_for(
-    schedule: str | Path | Program,
-    *,
-    num_ranks: int,
-    num_microbatches: int | None,
-    stages_per_rank: int | None = None,
+    schedule: str | Path | Program, *, num_ranks: int, num_microbatches: int | None, stages_per_rank: int | None = None
 ) -> Program:
     """Return the program that `schedule` means on these ranks, and check that it is one the executor can run.
 

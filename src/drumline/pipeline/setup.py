@@ -139,7 +139,7 @@ class _SetUp:
             agree_on_lines(
                 crew, "graph", [] if plan is None else [one for each in plan.written.values() for one in each]
             )
-            different = first_difference(crew.all_told("values", [values]))
+            different = first_difference(crew.collect("values", values))
         return ModelCheck(given.model, blocks, crew, intake, is_on=given.check_model, different=different)
 
     def _stages(self, intake: Intake, numbers: Precision) -> tuple[list[tuple[Block, ...]], Balance | None]:
@@ -198,4 +198,4 @@ class _SetUp:
 
     def _agree(self, described: dict[str, Any]) -> None:
         """Raise, alike on all ranks, unless all were given the same."""
-        transports.agree(self.crew.all_told("set-up", [described] * len(self.crew.channels)))
+        transports.agree(self.crew.collect("set-up", described))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,24 +52,19 @@ class CalledWith(NamedTuple):
 
 @dataclass
 class StepResult:
-    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage."""
+    """The outcome of one step. `loss` is the whole batch's, on every rank; reading it may wait for the last stage.
+
+    `output` is the model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None.
+    """
 
     step: int
-    _loss: Callable[[], Tensor | None]
-    _output: Any = None
+    _loss: Callable[[], Tensor | None] = field(repr=False)
+    output: Any = field(default=None, repr=False)
 
     @cached_property
     def loss(self) -> Tensor | None:
         """The mean loss over the batch, detached; None where no target was given."""
         return self._loss()
-
-    @property
-    def output(self) -> Any:
-        """The model's output for the whole batch, after `eval_step` on ranks that hold the last stage; else None."""
-        return self._output
-
-    def __repr__(self) -> str:
-        return f"StepResult(step={self.step})"
 
 
 @dataclass(eq=False)
@@ -146,46 +141,36 @@ class StepRun:
         for observer in observers:
             observer.called(step)
         with self.crew.together("the start of a step", lambda: self.engine.action):
-            self._take(step, call)
-            given = self._given(call)
+            if step.train:
+                self.frozen.check_still(self.engine.stages())
+            batch = self.intake.called(call.batch, call.named)
+            self.intake.take(step, batch, call.target, self.engine.ends, self.crew.rank)
+            # What other ranks compare their batches with; ranks of one process have one.
+            given = None if self.crew.alone else begun((call.batch, call.named), call.target)
             for observer in observers:
                 observer.taken(step)
             if not step.repeats or self.intake.counts_labels:  # else it weighs what the last one did
                 self.intake.cut(step)
             for observer in observers:
                 observer.begin(step)
-            self.engine.run(step, self.recording.drafts)
+            self.engine.run(step)
             for observer in reversed(observers):
                 observer.end(step)
-            return self._tell(step, given())
-
-    def _take(self, step: Step, call: CalledWith) -> None:
-        intake, engine = self.intake, self.engine
-        if step.train:
-            self.frozen.check_still(engine.stages())
-        intake.take(step, intake.called(call.batch, call.named), call.target, engine.ends, self.crew.rank)
-
-    def _given(self, call: CalledWith) -> Callable[[], Given | None]:
-        """Return what says what other ranks compare their batches with; ranks of one process have one."""
-        return (lambda: None) if self.crew.alone else begun((call.batch, call.named), call.target)
+            return self._tell(step, given and given())
 
     def _tell(self, step: Step, given: Given | None) -> Tally:
         """Tell all ranks how the step went here; returns what will be heard of all of them."""
         told = self._told(step)
         told.given, told.followed = given, self.followed.fresh()
         each = [told] + [Told(train=step.train) for _ in self.crew.channels[1:]]
+        for observer in self.observers:
+            observer.tell(step, each)
         topic = step_topic(step.number)
+        self.crew.tell(topic, each)
         tally = Tally(step.number, lambda: self.crew.heard(topic), self.frozen.program, self.updates.scaler)
-        if step.train:
-            self.recording.ended(tally)
-        with self.recording.between.during("tell"):
-            if step.train:
-                self.recording.fill(each)
-            self.crew.tell(topic, each)
         self.ledger.add(tally, trained=step.train, alone=self.crew.alone)
-        if step.train:
-            with self.recording.between.during("write"):
-                self.recording.add(tally, each)
+        for observer in self.observers:
+            observer.told(step, tally, each)
         return tally
 
     def _told(self, step: Step) -> Told:

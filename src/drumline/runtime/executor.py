@@ -50,6 +50,7 @@ class Step:
     train: bool = True
     repeats: bool = False  # whether it is captured already, and like the last one on all ranks: it need not be cut
     scale: float = 1.0  # what the loss's gradient is multiplied by
+    drafts: Sequence[Draft] = ()  # of what each rank of this process measures
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from drumline.core import rules
 from drumline.core.action import Action, Op
-from drumline.core.errors import RecordError
+from drumline.core.errors import RecordError, counted
 from drumline.core.files import Kind
 from drumline.core.parsed import Parsed
 from drumline.core.program import Program, once_per_program
@@ -235,10 +235,8 @@ def _flat(table: Parsed, name: str) -> Sequence[int]:
 def _check_length(name: str, flat: Sequence[int], starts: Sequence[int], num_timed: int) -> None:
     allowed = (len(starts),) if name == "ends" else (0, num_timed)
     if len(flat) not in allowed:
-        many = "number" if len(flat) == 1 else "numbers"
-        raise RecordError(
-            f"a damaged record: {name} has {len(flat)} {many}", expected=f"one for each of {num_timed} timed actions"
-        )
+        has = counted(len(flat), "number")
+        raise RecordError(f"a damaged record: {name} has {has}", expected=f"one for each of {num_timed} timed actions")
 
 
 def _check_columns(table: str, flat: Sequence[int], counts: Mapping[str, int]) -> None:

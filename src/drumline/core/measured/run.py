@@ -61,7 +61,7 @@ class Run:
         self.path = Path(path)
         if not is_there(path, _FOLDER) or not self.path.is_dir():
             raise RecordError(f"{path} is no folder", expected="the folder that record= named")
-        if not is_there(self.path / CONFIG, _OBJECT):
+        if not is_there(self.path / CONFIG, _FILE):
             raise RecordError(
                 f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"
             )
@@ -78,7 +78,7 @@ class Run:
         _check_plan(self.path / PLAN, self.plan, self.program)
         self._ranks = [_Lines(self.path / rank_file(rank), self.id) for rank in range(self.program.num_ranks)]
         self._metrics = _Lines(self.path / METRICS, self.id)
-        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _LINES)]
+        missing = [str(rank) for rank, lines in enumerate(self._ranks) if not is_there(lines.path, _FILE)]
         if missing:
             raise RecordError(
                 f"{path} has no record of rank {', '.join(missing)}",
@@ -162,13 +162,13 @@ class Run:
     @property
     def has_ended(self) -> bool:
         """Whether rank 0 has closed the run; one that was killed never says so."""
-        return is_there(self.path / ENDED, _OBJECT)
+        return is_there(self.path / ENDED, _FILE)
 
     def _object(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        if not is_there(path, _OBJECT):
+        if not is_there(path, _FILE):
             raise RecordError(f"{path} is missing", expected="all files of the run in one folder")
-        found = read_object(path, _OBJECT)
+        found = read_object(path, _FILE)
         if not isinstance(found.get("run"), str):
             raise RecordError(f"{path} names no run", expected="the file as the run wrote it")
         if name != CONFIG:
@@ -189,16 +189,15 @@ class Run:
 
 _WROTE = "the file as the run wrote it"
 _FOLDER = Kind("run", RecordError, "the folder that record= named")
-_OBJECT = Kind("run", RecordError, _WROTE)
-_LINES = Kind("run", RecordError, _WROTE)
+_FILE = Kind("run", RecordError, _WROTE)
 _LONGEST_NAME = 200
 _MOST_STEPS = 10**7
 
 
 def _check_plan(path: Path, plan: dict[str, Any], program: Program) -> None:
     """Refuse a plan whose parts are not what reports take them for."""
-    with named(path, _OBJECT):
-        table = Parsed(plan, _OBJECT)
+    with named(path, _FILE):
+        table = Parsed(plan, _FILE)
         table["schedule"].text()
         if plan.get("blocks") is not None:
             if len(table["blocks"].each()) != program.num_stages:
@@ -227,9 +226,9 @@ class _Lines:
 
     def known(self) -> Mapping[int, tuple[int, int]]:
         """Return where the lines are by now, by step."""
-        if not is_there(self.path, _LINES):
+        if not is_there(self.path, _FILE):
             return self._places
-        with opened(self.path, _LINES) as file:
+        with opened(self.path, _FILE) as file:
             if os.fstat(file.fileno()).st_size == self._end:
                 return self._places
             file.seek(self._end)
@@ -253,7 +252,7 @@ class _Lines:
     def read(self, step: int) -> dict[str, Any]:
         """Return the line of a step."""
         start, size = self._places[step]
-        with opened(self.path, _LINES) as file:
+        with opened(self.path, _FILE) as file:
             file.seek(start)
             line = file.read(size)
         try:

@@ -99,10 +99,8 @@ class GraphBuilder:
         self.follows = (np.cumsum(columns.timed & columns.heads) - 1)[~columns.timed]
         self.follows[self.follows < first[self.untimed.rank]] = -1
         self.num_timed = self.num_nodes = int(first[-1])
-        self.chain: list[Ints] = [self.work.rank[self.work.heads]]
-        self.key: list[Ints] = [np.arange(self.num_timed) * 4 + 2]
-        self.need: list[Ints] = [np.full(self.num_timed, -1)]
-        self.crossing: list[Ints] = [np.full(self.num_timed, -1)]
+        self.need, self.crossing = np.full((2, self.num_timed), -1)  # of the timed actions
+        self.nodes = [(self.work.rank[self.work.heads], np.arange(self.num_timed) * 4 + 2, self.need, self.crossing)]
         self.num_chains = self.num_ranks
         self.node = self.recv_node = np.full(len(producer), -1)
         self.exchanges = np.flatnonzero(self.untimed.code == CODE[Op.REDUCE_GRAD])
@@ -116,10 +114,7 @@ class GraphBuilder:
 
     def add(self, chain_number: Ints, key: Ints, need: Ints, crossing: Ints) -> Ints:
         """Add nodes and return their indices."""
-        self.chain.append(chain_number)
-        self.key.append(key)
-        self.need.append(need)
-        self.crossing.append(crossing)
+        self.nodes.append((chain_number, key, need, crossing))
         self.num_nodes += len(key)
         return np.arange(self.num_nodes - len(key), self.num_nodes)
 
@@ -127,7 +122,7 @@ class GraphBuilder:
         """Make every consumer wait for `need`, its input; a second input of one action waits at a gate before it."""
         crossing = np.arange(len(need))
         _, first = np.unique(self.taken_by, return_index=True)
-        self.need[0][self.taken_by[first]], self.crossing[0][self.taken_by[first]] = need[first], crossing[first]
+        self.need[self.taken_by[first]], self.crossing[self.taken_by[first]] = need[first], crossing[first]
         if len(first) < len(need):
             again = np.delete(crossing, first)
             self.add(self.target[again], self.taken_by[again] * 4 + 1, need[again], again)
@@ -251,14 +246,11 @@ class GraphBuilder:
             self.awaited[np.searchsorted(self.waits, at)] = self.exchange_node[place]
         for update, turn in _turns(self.work, Op.UPDATE) if posted else ():
             if turn in posted:
-                self.need[0][self.work.cell[update]] = self.exchange_node[posted[turn]]
+                self.need[self.work.cell[update]] = self.exchange_node[posted[turn]]
 
     def build(self, messages: Messages, num_stages: int, num_microbatches: int) -> TimeGraph:
         """Give every node its number, chain by chain, and return the graph."""
-        chain_number, key, need, crossing = (
-            np.concatenate(parts) if len(parts) > 1 else parts[0]
-            for parts in (self.chain, self.key, self.need, self.crossing)
-        )
+        chain_number, key, need, crossing = map(np.concatenate, zip(*self.nodes, strict=True))
         # One more than there are nodes, so that -1 stays -1.
         new = np.arange(self.num_nodes + 1)
         new[-1] = -1

@@ -11,29 +11,19 @@ from drumline.core.action import Op
 from drumline.core.costs import Costs
 from drumline.core.simulate.graph import CODE, OPS, Floats, Ints, Messages, TimeGraph
 
-_FIELDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward_input",
-    Op.BACKWARD_WEIGHT: "backward_weight",
-    Op.UPDATE: "update",
-}
+_FIELDS = {op: op.name.lower() for op in (*rules.NEEDS, Op.UPDATE)}
 
 
 def work_seconds(graph: TimeGraph, costs: Costs) -> Floats:
     """Return the seconds of every plain action."""
     seconds: Floats = _table(graph, costs)[graph.work.code, graph.work.stage]
-    factors = np.array(costs.factors(graph.num_microbatches))
-    return _scaled(graph, seconds, factors) if np.any(factors != 1.0) else seconds
+    return _scaled(graph, seconds, [costs])
 
 
 def work_seconds_many(graph: TimeGraph, many: Sequence[Costs]) -> Floats:
     """Return the seconds of every plain action, one column per costs."""
     tables = np.stack([_table(graph, costs) for costs in many], axis=2)
-    seconds: Floats = tables[graph.work.code, graph.work.stage]
-    if any(costs.microbatch_factor != 1.0 for costs in many):
-        return _scaled(graph, seconds, np.array([costs.factors(graph.num_microbatches) for costs in many]).T)
-    return seconds
+    return _scaled(graph, tables[graph.work.code, graph.work.stage], many)
 
 
 def _table(graph: TimeGraph, costs: Costs) -> Floats:
@@ -41,13 +31,7 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
     table = np.zeros((len(OPS), graph.num_stages))
     for op, name in _FIELDS.items():
         value = getattr(costs, name)
-        if isinstance(value, float | int):
-            table[CODE[op]] = value
-        elif value is not None:
-            table[CODE[op]] = costs.per_stage(name, graph.num_stages)
-    if costs.backward is None:
-        halves = CODE[Op.BACKWARD_INPUT], CODE[Op.BACKWARD_WEIGHT]
-        table[CODE[Op.BACKWARD]] = table[halves[0]] + table[halves[1]]
+        table[CODE[op]] = value if isinstance(value, float | int) else costs.per_stage(name, graph.num_stages)
     if costs.recompute is not False:
         again = np.array(costs.recomputes(graph.num_stages)) * table[CODE[Op.FORWARD]]
         for op in (Op.BACKWARD, Op.BACKWARD_INPUT):
@@ -55,10 +39,12 @@ def _table(graph: TimeGraph, costs: Costs) -> Floats:
     return table
 
 
-def _scaled(graph: TimeGraph, seconds: Floats, factors: Floats) -> Floats:
+def _scaled(graph: TimeGraph, seconds: Floats, many: Sequence[Costs]) -> Floats:
     """Return the seconds of compute actions times their microbatch's factor; updates take as long whatever it is."""
-    computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
-    seconds[computes] *= factors[graph.work.microbatch[computes]]
+    if any(costs.microbatch_factor != 1.0 for costs in many):
+        factors = np.array([costs.factors(graph.num_microbatches) for costs in many]).T
+        computes = np.isin(graph.work.code, [CODE[op] for op in rules.NEEDS])
+        seconds[computes] *= factors[graph.work.microbatch[computes]].reshape(-1, *seconds.shape[1:])
     return seconds
 
 

@@ -30,7 +30,7 @@ from drumline.core.simulate.graph import OPS, Columns, Floats, Messages, NotComp
 from drumline.core.simulate.memory import Holding, holdings
 from drumline.core.timeline.attribute import attribute
 from drumline.core.timeline.idle import Idle, Limit
-from drumline.core.timeline.timeline import LatestInputs, Span, SpanLane, Timeline, Track, Transfer
+from drumline.core.timeline.timeline import Span, SpanLane, Timeline, Track, Transfer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,8 +118,8 @@ class Simulation(Timeline):
         return found
 
     @cached_property
-    def latest_inputs(self) -> Sequence[LatestInputs]:
-        """Per rank, where what each timed action needed last of another rank ran."""
+    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
+        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 where it had none."""
         graph, crossings, actions = self.graph, self.graph.crossings, self.graph.action_nodes
         index_of = np.full(graph.num_nodes, -1)
         index_of[np.concatenate(actions)] = np.concatenate([np.arange(len(nodes)) for nodes in actions])
@@ -129,7 +129,7 @@ class Simulation(Timeline):
         rank, index = np.full((2, graph.num_nodes), -1)
         rank[consumers[order]] = crossings.source[order]
         index[consumers[order]] = index_of[producers[order]]
-        return [LatestInputs(rank[nodes].tolist(), index[nodes].tolist()) for nodes in actions]
+        return [list(zip(rank[nodes].tolist(), index[nodes].tolist(), strict=True)) for nodes in actions]
 
     @cached_property
     def awaited(self) -> dict[tuple[int, int], Span]:

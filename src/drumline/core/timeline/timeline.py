@@ -85,18 +85,6 @@ class Track:
         return self.ends[-1] - next(first, self.ends[-1]) if self.ends else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LatestInputs:
-    """Where the latest input of each of a rank's timed actions ran: rank and index there, -1 where it had none."""
-
-    ranks: Sequence[int]
-    indices: Sequence[int]
-
-    def place(self, index: int) -> tuple[int, int] | None:
-        """Return (rank, index) of the input of the action at `index`, or None."""
-        return (self.ranks[index], self.indices[index]) if self.ranks[index] >= 0 else None
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(ABC):
     r"""All ranks' tracks. Who makes one may override what it knows better: messages, memory, a balanced twin.
@@ -267,16 +255,15 @@ class Timeline(ABC):
         return depths
 
     @cached_property
-    def latest_inputs(self) -> Sequence[LatestInputs]:
-        """Per rank, where what each timed action needed last of another rank ran."""
+    def latest_inputs(self) -> Sequence[Sequence[tuple[int, int]]]:
+        """Per rank, where the latest input of each timed action ran: (rank, index there), both -1 where it had none.
+
+        Only what another rank made counts.
+        """
         return [
-            LatestInputs(*map(list, zip(*(self._latest_input(rank, action) for action in track.actions), strict=True)))
+            [(self.inputs(rank, action) or [(0.0, -1, -1, action)])[-1][1:3] for action in track.actions]
             for rank, track in enumerate(self.tracks)
         ]
-
-    def _latest_input(self, rank: int, action: Action) -> tuple[int, int]:
-        found = self.inputs(rank, action)
-        return found[-1][1:3] if found else (-1, -1)
 
     @cached_property
     def located(self) -> dict[tuple[int, Op, int | None], tuple[int, int]]:
@@ -305,8 +292,8 @@ class Timeline(ABC):
 
     def latest_input(self, rank: int, index: int) -> tuple[float, int, Action] | None:
         """Return when, on which rank and by which plain action the last input from another rank was made, if any."""
-        place = self.latest_inputs[rank].place(index)
-        if place is None:
+        place = self.latest_inputs[rank][index]
+        if place[0] < 0:
             return None
         track, action = self.tracks[place[0]], self.tracks[rank].actions[index]
         made = track.actions[place[1]]
@@ -374,8 +361,8 @@ class Timeline(ABC):
         awaited = self.awaited_before(rank, index)
         if awaited is not None:
             return awaited
-        latest = self.latest_inputs[rank].place(index)
-        return latest if latest is not None else ((rank, index - 1) if index else None)
+        latest = self.latest_inputs[rank][index]
+        return latest if latest[0] >= 0 else ((rank, index - 1) if index else None)
 
     def _before_awaited(self, awaited: Span) -> tuple[int, int] | None:
         """Return the action, of either rank that takes part, that an exchange or a message started right behind."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from drumline.core.errors import DrumlineError, ModelError, UsageError, nearest
+from drumline.core.errors import DrumlineError, ModelError, UsageError, installing, nearest
 from drumline.core.files import Kind, is_regular, read_object
 from drumline.pipeline.model.blocks import is_chain
 from drumline.runtime.blocks.cut import Model, blocks_of

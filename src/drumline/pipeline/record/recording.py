@@ -113,7 +113,6 @@ class Recording(Observer):
         self._ledger, self._holdings = ledger, holdings
         self.is_on = record is not False
         self.folder: RunFolder | None = None
-        self.drafts: Sequence[Draft] = ()  # of the step that runs
         self._crew = crew
         self._ranks = [channel.rank for channel in crew.channels]
         self._clocks = clocks
@@ -148,34 +147,44 @@ class Recording(Observer):
         self, settings: Mapping[str, Any], program: Program, assembly: Assembly, balance: Balance | None
     ) -> None:
         """Write what is known before the first step; all ranks call it."""
-        own = environment_of(assembly.device)
-        told = self._crew.all_told("environment", [own] * len(self._crew.channels))
+        told = self._crew.collect("environment", environment_of(assembly.device))
         if 0 in self._ranks and self.folder is not None:
             plan = plan_of(program, assembly, balance)
             self.folder.describe(program, config_of(settings), plan, {"ranks": told})
 
     def called(self, step: Step) -> None:
         """Begin drafts for a step."""
-        self.drafts = [Draft(rank, step.number) for rank in self._ranks]
-        for draft, clock, channel in zip(self.drafts, self._clocks, self._crew.channels, strict=True):
+        step.drafts = [Draft(rank, step.number) for rank in self._ranks]
+        for draft, clock, channel in zip(step.drafts, self._clocks, self._crew.channels, strict=True):
             draft.clock = clock.number
             if self._has_clocks:
                 draft.heard = [moment for one in channel.comparisons() for moment in one]
-        self.between.hand_over(self.drafts)
+        self.between.hand_over(step.drafts)
 
     def end(self, step: Step) -> None:
         """Note that all rows of this process have ended and what was sent has left."""
-        self._spent(LEAVE)
+        self._spent(step, LEAVE)
 
-    def ended(self, tally: Tally) -> None:
-        """Note that only the telling is left."""
-        if self._crew.alone and self.is_on:
-            tally.own = partial(self.settled, self.drafts)
-        self._spent(END)
-        self.between.ended(self.drafts)
+    def tell(self, step: Step, each: Sequence[Told]) -> None:
+        """Note that only the telling is left, and put into it the records that are settled."""
+        if step.train:
+            self._spent(step, END)
+            self.between.ended(step.drafts)
+        self.between.enter("tell")
+        if step.train and self.is_on:
+            self._fill(step, each)
 
-    def _spent(self, kind: int) -> None:
-        for draft, clock in zip(self.drafts, self._clocks, strict=True):
+    def told(self, step: Step, tally: Tally, each: Sequence[Told]) -> None:
+        """Take in what the ranks of this process told of a step, to be written during the next one."""
+        self.between.leave()
+        if step.train:
+            if self._crew.alone and self.is_on:
+                tally.own = partial(self.settled, step.drafts)
+            with self.between.during("write"):
+                self._add(tally, each)
+
+    def _spent(self, step: Step, kind: int) -> None:
+        for draft, clock in zip(step.drafts, self._clocks, strict=True):
             now = clock.now()
             draft.spent(kind, draft.end_ns, now)
             draft.end_ns = now
@@ -195,17 +204,15 @@ class Recording(Observer):
         with self.between.during("hear"):
             self._ledger.settle(until=None, gradients_left=self._holdings.has_gradients)
 
-    def fill(self, each: Sequence[Told]) -> None:
+    def _fill(self, step: Step, each: Sequence[Told]) -> None:
         """Put into what the ranks tell the records that are settled: of this step, or else of the last one."""
-        if not self.is_on:
-            return
         if self._late:
             for told, record in zip(each, self.settled(self._late), strict=True):
                 told.late = record
-        self._late = self.drafts
-        if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, self.drafts, strict=True)):
+        self._late = step.drafts
+        if all(clock.settle(draft, wait=False) for clock, draft in zip(self._clocks, step.drafts, strict=True)):
             self._late = ()
-            for told, draft in zip(each, self.drafts, strict=True):
+            for told, draft in zip(each, step.drafts, strict=True):
                 told.record = draft.record()
 
     def settled(self, drafts: Sequence[Draft]) -> list[Record]:
@@ -214,8 +221,7 @@ class Recording(Observer):
             clock.settle(draft, wait=True)
         return [draft.record() for draft in drafts]
 
-    def add(self, tally: Tally, each: Sequence[Told]) -> None:
-        """Take in what the ranks of this process told of a step, to be written during the next one."""
+    def _add(self, tally: Tally, each: Sequence[Told]) -> None:
         if self.folder is None or not self.folder.is_open:
             return
         self.waiting()

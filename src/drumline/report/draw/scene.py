@@ -217,8 +217,8 @@ def explanations(timeline: Timeline) -> dict[str, Any]:
 def _row(timeline: Timeline, rank: int, causes: Sequence[Idle], clock: PageTime) -> dict[str, Any]:
     inputs = timeline.latest_inputs[rank]
     return {
-        "need_rank": packed(inputs.ranks),
-        "need_index": packed(inputs.indices),
+        "need_rank": packed([rank for rank, _ in inputs]),
+        "need_index": packed([index for _, index in inputs]),
         "idle": {
             "start": clock.times([idle.start for idle in causes]),
             "seconds": clock.lengths([idle.seconds for idle in causes]),
@@ -235,8 +235,8 @@ def _words(timeline: Timeline, idle: Idle) -> str:
     if template is None or idle.before is None:
         return idle.why
     place = timeline.located.get(idle.before[:3])
-    needed = None if place is None else timeline.latest_inputs[place[0]].place(place[1])
-    if needed is None:
+    needed = (-1, -1) if place is None else timeline.latest_inputs[place[0]][place[1]]
+    if needed[0] < 0:
         return idle.why
     action = timeline.tracks[needed[0]].actions[needed[1]]
     said = template.format(before=idle.before, needed=f"{action} of rank {needed[0]}")
