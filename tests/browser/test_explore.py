@@ -100,7 +100,7 @@ def test_a_memory_limit_is_shown_where_it_is_broken(page: Any) -> None:
 def test_counts_that_a_schedule_refuses_are_explained_in_place(page: Any) -> None:
     slide(page, "ranks", 5)
     after(page, lambda: page.select_option("select[name=schedule]", "chimera"))
-    assert "4 or 6 would do" in page.locator("#trouble").inner_text()
+    assert "use 4 or 6" in page.locator("#trouble").inner_text()
     slide(page, "ranks", 6)
     assert page.locator("#trouble").is_hidden()
 

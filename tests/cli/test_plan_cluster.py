@@ -130,7 +130,7 @@ def test_nodes_and_their_devices_make_the_cluster(capsys: pytest.CaptureFixture[
         (
             (*SMALL, "--tensor", "2", "--pipeline", "2", "--data", "4"),
             "TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8",
-            "DP 2 would do",
+            "use DP 2",
         ),
         ((*SMALL, "--recompute", "ful"), "recompute is pinned to 'ful'", "did you mean full?"),
         ((*SMALL, "--schedules", "1f1v"), "schedule is pinned to '1f1v'", "did you mean 1f1b?"),

@@ -82,7 +82,7 @@ def test_a_captured_step_has_no_timeline(folder: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"there is no run in .*; expected a folder with config.json"):
         read_run(tmp_path)
-    with pytest.raises(RecordError, match="is no folder"):
+    with pytest.raises(RecordError, match="no such folder"):
         read_run(tmp_path / "nothing")
 
 

@@ -128,7 +128,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is a file, not a folder"):
         pipeline(record=tmp_path / "run")
 
 

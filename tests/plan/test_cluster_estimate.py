@@ -235,10 +235,10 @@ def test_ends_get_fewer_layers_where_they_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"data": 4}, "tensor 2 x pipeline 2 x data 4 x context 1 are 16 devices; expected 8, .*; data 2 would do"),
+        ({"data": 4}, "tensor 2 x pipeline 2 x data 4 x context 1 are 16 devices; expected 8, .*; use data 2"),
         ({"tensor": 16, "data": 1}, "are 32 devices; expected 8, .*; no data parallelism does: 32 does not divide 8"),
-        ({"batch": 15}, "a batch of 15 on data 2 x microbatch 1; expected a multiple of 2; 14 would do"),
-        ({"microbatch": 16}, "a batch of 16 on data 2 x microbatch 16; expected a multiple of 32; 32 would do"),
+        ({"batch": 15}, "a batch of 15 on data 2 x microbatch 1; expected a multiple of 2; use 14"),
+        ({"microbatch": 16}, "a batch of 16 on data 2 x microbatch 16; expected a multiple of 32; use 32"),
         ({"pipeline": 0}, "pipeline is 0; expected a whole number of 1 or more"),
         ({"tensor": 2.0}, "tensor is 2.0; expected a whole number of 1 or more"),
         ({"zero": 4}, "zero is 4; expected 0, 1, 2 or 3"),

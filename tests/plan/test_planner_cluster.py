@@ -156,11 +156,11 @@ def test_pins_hold(pins: Pins, name: str, value: object) -> None:
     [
         (
             Pins(tensor=2, pipeline=2, data=4),
-            ["TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8", "DP 2 would do"],
+            ["TP 2 x PP 2 x DP 4 is 16 devices, and the cluster has 8", "use DP 2"],
         ),
         (Pins(tensor=2, pipeline=3), ["TP 2 x PP 3 is 6 devices", "8"]),
-        (Pins(tensor=2, pipeline=1, data=2), ["4 devices", "DP 4 would do"]),
-        (Pins(tensor=16), ["TP 16 does not divide the attention heads of small, 8", "TP 8 would do"]),
+        (Pins(tensor=2, pipeline=1, data=2), ["4 devices", "use DP 4"]),
+        (Pins(tensor=16), ["TP 16 does not divide the attention heads of small, 8", "use TP 8"]),
         (Pins(data=8, pipeline=1, tensor=1, context=3), ["CP 3 cannot share sequences of 1024"]),
         (Pins(expert=2), ["EP 2 for small, which has no experts"]),
     ],
@@ -172,7 +172,7 @@ def test_contradictory_pins_are_refused(pins: Pins, words: list[str]) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a batch of 30 sequences does not divide among DP 4.*a batch of 32 would do"):
+    with pytest.raises(PlanError, match=r"a batch of 30 sequences does not divide among DP 4.*use a batch of 32"):
         plan(PLAIN, small_cluster(), batch=30, evaluate=Rough(), pins=Pins(data=4))
 
 
@@ -190,7 +190,7 @@ def test_pins_without_meaning_are_refused(values: dict[str, object], words: str)
 def test_headroom_and_nodes_must_make_sense() -> None:
     with pytest.raises(PlanError, match="headroom is 1"):
         planned(headroom=1.0)
-    with pytest.raises(PlanError, match=r"10 devices in nodes of 4.*12 or 8 would do"):
+    with pytest.raises(PlanError, match=r"10 devices in nodes of 4.*use 12 or 8"):
         plan(PLAIN, small_cluster(10), batch=32, evaluate=Rough())
 
 

@@ -35,7 +35,7 @@ def test_schedules_that_do_not_admit_the_counts_are_left_out_with_the_reason() -
         "stages_per_rank": 1,
         "error": "dualpipe with 3 ranks: its two directions meet in the middle",
         "expected": "an even number of ranks",
-        "fix": "2 or 4 would do",
+        "fix": "use 2 or 4",
     }
     assert left_out_text(rows.left_out).splitlines()[2].startswith("left out: pipedream-2bw with 2 microbatches")
     assert compare(4, num_microbatches=8).left_out == ()

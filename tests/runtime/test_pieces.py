@@ -176,6 +176,7 @@ class Rounded(nn.Module):
 
 
 def test_functions_with_a_backward_of_their_own_keep_it() -> None:
+    torch.manual_seed(0)  # some weights round everything away
     model = Rounded()
     blocks = pieces_of(model, Inputs((x(),), {}))
     mine, theirs = gradients(model, through(blocks, x())), gradients(model, model(x()))

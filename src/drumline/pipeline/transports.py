@@ -57,7 +57,7 @@ def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) ->
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise UsageError(
-                f"transport {transport!r} in a process that is no rank",
+                f"transport {transport!r} in a process that no launcher started",
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
         _join(timeout)

@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not lengths or "Transfer-Encoding" in self.headers:
             raise _BadRequest(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
         if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
-            raise _BadRequest(HTTPStatus.BAD_REQUEST, "Content-Length is no plain number")
+            raise _BadRequest(HTTPStatus.BAD_REQUEST, "Content-Length is not a whole number")
         length = int(lengths[0][-20:])
         if len(lengths[0]) > 20 or length > MAX_BODY_BYTES:
             raise _BadRequest(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY_BYTES >> 20} MiB")

@@ -183,7 +183,7 @@ class Schedule:
 
 def _near(odd: int) -> str:
     """Return which even counts are nearest to an odd one."""
-    return f"{' or '.join(str(count) for count in (odd - 1, odd + 1) if count)} would do"
+    return f"use {' or '.join(str(count) for count in (odd - 1, odd + 1) if count)}"
 
 
 def _checked(rows: Rows, name: str) -> Iterator[tuple[Action, ...]]:

@@ -49,7 +49,7 @@ def read_run(path: str | Path) -> Run:
 
     >>> read_run("no-such-folder")
     Traceback (most recent call last):
-    drumline.core.errors.RecordError: no-such-folder is no folder; expected the folder that record= named
+    drumline.core.errors.RecordError: no such folder: no-such-folder; pass the folder that you gave to record=
     """
     return Run(path)
 
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not is_there(path, _FOLDER) or not self.path.is_dir():
-            raise RecordError(f"{path} is no folder", expected="the folder that record= named")
+            raise RecordError(f"no such folder: {path}", fix="pass the folder that you gave to record=")
         if not is_there(self.path / CONFIG, _FILE):
             raise RecordError(
                 f"there is no run in {path}", expected=f"a folder with {CONFIG}", fix="name the folder itself"

@@ -44,7 +44,7 @@ def problem(path: Path, ranks: Sequence[int]) -> str:
     ''
     """
     if os.path.exists(path) and not os.path.isdir(path):
-        return f"{path} is no folder"
+        return f"{path} is a file, not a folder"
     mine = [rank_file(rank) for rank in ranks] + ([CONFIG, METRICS] if 0 in ranks else [])
     there = [name for name in mine if os.path.exists(path / name)]
     return f"{path} holds a run already: {there[0]} is there" if there else ""

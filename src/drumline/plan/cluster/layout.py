@@ -141,7 +141,7 @@ def _check_values(layout: Layout) -> None:
 def _check_devices(cluster: Cluster, layout: Layout) -> None:
     if layout.num_devices != cluster.num_devices:
         copy = layout.tensor * layout.pipeline * layout.context
-        fix = f"data {cluster.num_devices // copy} would do"
+        fix = f"use data {cluster.num_devices // copy}"
         if cluster.num_devices % copy:
             fix = f"no data parallelism does: {copy} does not divide {cluster.num_devices}"
         raise PlanError(
@@ -202,5 +202,5 @@ def _check_batch(layout: Layout) -> None:
         raise PlanError(
             f"a batch of {layout.batch} on data {layout.data} x microbatch {layout.microbatch}",
             expected=f"a multiple of {each}",
-            fix=f"{layout.batch - layout.batch % each or each} would do",
+            fix=f"use {layout.batch - layout.batch % each or each}",
         )

@@ -136,5 +136,5 @@ def check(cluster: Cluster, batch: int, headroom: float, top: int) -> None:
         raise PlanError(
             f"{counted(cluster.num_devices, 'device')} in nodes of {cluster.devices_per_node}",
             expected="whole nodes",
-            fix=f"{nodes * cluster.devices_per_node} or {(nodes - 1) * cluster.devices_per_node} would do",
+            fix=f"use {nodes * cluster.devices_per_node} or {(nodes - 1) * cluster.devices_per_node}",
         )

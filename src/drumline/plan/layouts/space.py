@@ -176,7 +176,7 @@ def _unfit(transformer: Transformer, tensor: int) -> PlanError | None:
             return PlanError(
                 f"TP {tensor} does not divide the {what} of {transformer.name}, {number}",
                 expected="a degree that does",
-                fix=f"TP {good[-1]} would do" if good else "",
+                fix=f"use TP {good[-1]}" if good else "",
             )
     return None
 
@@ -216,7 +216,7 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
     if devices % product or ({"TP", "PP", "DP"} <= given.keys() and product != devices):
         last = list(given)[-1] if "DP" not in given else "DP"
         others = product // given[last]
-        fix = f"{last} {devices // others} would do" if devices % others == 0 else ""
+        fix = f"use {last} {devices // others}" if devices % others == 0 else ""
         return PlanError(
             f"{written} is {counted(product, 'device')}, and the cluster has {devices}",
             expected="degrees whose product is the number of devices",
@@ -236,7 +236,7 @@ def _contradiction(transformer: Transformer, cluster: Cluster, batch: int, pins:
         return PlanError(
             f"a batch of {batch} sequences does not divide among DP {pins.data}",
             expected="a batch that is a multiple of DP",
-            fix=f"a batch of {-(-batch // pins.data) * pins.data} would do",
+            fix=f"use a batch of {-(-batch // pins.data) * pins.data}",
         )
     return PlanError(
         f"no layout{f' with {written}' if written else ''} uses {counted(devices, 'device')} for a batch of {batch}",
