@@ -34,7 +34,7 @@ class Chart {
       element("div", { className: "heading" },
         element("h2", { textContent: model.name }), element("span", { className: "facts", textContent: facts }), this.note,
         element("span", { className: "figures" }, figure("makespan", timeText(raw.makespan)),
-          figure("bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
+          figure(raw.bubble_of ?? "bubble", percent(raw.bubble)), figure("peak", model.amount(model.peak)))),
       element("div", { className: "body" }, this.left, this.plot, this.right));
     this.overlay = svgNode("svg", { class: "overlay" }, this.plot);
     this.curtain = svgNode("svg", { class: "overlay curtain" }, this.plot);

@@ -46,6 +46,8 @@ def plan_page(told: Explanation, reasons: Reasons) -> str:
         names=None if drawn is None else [drawn.shows],
         seconds=True,
     )
+    if drawn is not None and drawn.timeline.program.num_microbatches < told.plan.chosen.layout.num_microbatches:
+        data["timelines"][0]["bubble_of"] = "bubble of this drawing"
     data["strips"] = drawn is not None and drawn.timeline.num_ranks <= _STRIPS  # the toolbar shows and hides them
     style = asset("report.css") + asset("plan.css")
     if drawn is None:
@@ -81,7 +83,7 @@ def _cards(told: Explanation) -> str:
         ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
         ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
-        ("bubble", f"{chosen.estimate.bubble:.1%}", "of the pipeline's makespan"),
+        ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
         ("memory", size_text(chosen.bytes), f"of {size_text(plan.limit_bytes)}, {plan.headroom:.0%} headroom"),
     ]
     return cards(figures) + f'<p class="note">The objective: {safe(told.objective)}.</p>'
@@ -94,7 +96,10 @@ def _seconds(plan: ClusterPlan) -> str:
     spent = {item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
     table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen))
-    return card("Where a step goes", "".join(rows) + legend_html(used) + table)
+    waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
+    note = f"The table is of the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
+    note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
+    return card("Where a step goes", f'{"".join(rows)}{legend_html(used)}{table}<p class="note">{note}</p>')
 
 
 def _bytes(plan: ClusterPlan) -> str:
