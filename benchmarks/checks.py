@@ -8,10 +8,10 @@ microbatches. Timed inside of real steps, on each rank: looking at the model bef
 share is the median of all three as a part of the quickest tenth of the steps, from a barrier to the end of `settle`,
 which other work on the machine disturbs least; that of the rank with the larger one is shown. The bar is 1% at D = 256.
 The check of the first step is what a first step takes with it less what it takes without, from a barrier to the end of
-`settle`, each of a pipeline that is made anew; beside it stands one microbatch's forward and backward of the plain model
-in the same process. The three take turns, and the medians are compared, on two processes and in one with both ranks:
-by the clock, and by what the slower process's processor worked, which other work on the machine disturbs less. All are
-warm: the first call of a kernel in a process, which any first microbatch pays, is in none of them.
+`settle`, each of a pipeline that is made anew; beside it stands one microbatch's forward and backward of the plain
+model in the same process. The three take turns, and the medians are compared, on two processes and in one with both
+ranks: by the clock, and by what the slower process's processor worked, which other work on the machine disturbs less.
+All are warm: the first call of a kernel in a process, which any first microbatch pays, is in none of them.
 """
 
 from __future__ import annotations
