@@ -1,9 +1,10 @@
 """What the comparisons between ranks cost per step, and the check of the first step once.
 
     python benchmarks/checks.py [--rounds 100] [--sizes 256x64 ...] [--schedules 1f1b ...] [--json FILE]
+    python benchmarks/checks.py --first [--model transformer] [--microbatches 2]  # the check of the first step alone
 
 Two ranks, one thread each; 8 blocks of Linear(D, D) + GELU with a path around each, so that the model is followed; 8
-microbatches. Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
+microbatches. Or 6 layers of nn.TransformerEncoderLayer(D, 4) on sequences of 64. Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
 ("batch": sampled, put into what is told anyway, and taken out of it), and comparing what all ranks told ("agree"). The
 share is the median of all three as a part of the quickest tenth of the steps, from a barrier to the end of `settle`,
 which other work on the machine disturbs least; that of the rank with the larger one is shown. The bar is 1% at D = 256.
@@ -75,7 +76,7 @@ def watched() -> dict[str, list[float]]:
     return seconds
 
 
-def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict[str, Any]]:
+def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, first: bool) -> list[dict[str, Any]]:
     """Run every case on this rank."""
     import torch
     from torch import Tensor, nn
@@ -93,17 +94,29 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict
                 x = x + block(x)
             return x
 
+    class Transformer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            layers = (nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(6))
+            self.blocks = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    kind, inner = (Around, ()) if model == "mlp" else (Transformer, (64,))
     seconds = watched()
     rows = []
     for width, depth in sizes:
         for name in names:
             torch.manual_seed(1)
-            x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
+            x, y = (torch.randn(microbatches * depth, *inner, width) for _ in range(2))
 
             def made(width: int = width, name: str = name, x: Tensor = x, **settings: Any) -> Any:
                 torch.manual_seed(0)
                 return dl.Pipeline(
-                    Around(width),
+                    kind(width),
                     loss_fn=functional.mse_loss,
                     num_microbatches=microbatches,
                     schedule=name,
@@ -114,9 +127,9 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict
                 )
 
             row: dict[str, Any] = {"schedule": name, "width": width, "rows": depth}
-            if torch.distributed.is_initialized():
+            if torch.distributed.is_initialized() and not first:
                 row |= steps(made, seconds, x, y, rounds)
-            row |= first_steps(made, Around(width), x, y, microbatches, rounds=max(rounds // 5, 5))
+            row |= first_steps(made, kind(width), x, y, microbatches, rounds=max(rounds // 5, 5))
             rows.append(row)
     return rows
 
@@ -217,22 +230,25 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["256x64"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1", "zb-v"])
+    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--first", action="store_true", help="only the check of the first step")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import drumline as dl
 
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
-    ranks = dl.launch(measure, sizes, args.microbatches, list(args.schedules), args.rounds, num_ranks=2)
-    print(
-        "D/rows    schedule   step ms (quartiles)  quickest"
-        "             watch us             batch us             agree us   share"
-    )
-    for each in zip(*ranks, strict=True):
+    given = sizes, args.microbatches, list(args.schedules), args.rounds, args.model, args.first
+    ranks, alone = (dl.launch(measure, *given, num_ranks=number) for number in (2, 1))
+    if not args.first:
+        print(
+            "D/rows    schedule   step ms (quartiles)  quickest"
+            "             watch us             batch us             agree us   share"
+        )
+    for each in [] if args.first else zip(*ranks, strict=True):
         row = max(each, key=share)
         case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {spread(row['step'], 1e3):>22s}"
         case += f"{quickest(row['step']) * 1e3:10.4g}"
         print(f"{case}{''.join(f'{spread(row[part], 1e6):>21s}' for part in PARTS)}  {share(row):6.2%}")
-    alone = dl.launch(measure, sizes, args.microbatches, list(args.schedules), args.rounds, num_ranks=1)
     print("\nD/rows    schedule processes seconds        the check adds to the step ms    one microbatch ms  times")
     for each in [*zip(*ranks, strict=True), *zip(*alone, strict=True)]:
         for part in ("", " processor"):

@@ -56,18 +56,6 @@ class _Card:
     given: Given
 
 
-def needs_check(model: Model) -> bool:
-    """Whether anything of a model is followed, so that it could be followed wrongly.
-
-    >>> needs_check(nn.Sequential(nn.ReLU())), needs_check(nn.Linear(2, 2))
-    (False, True)
-    """
-    if not is_chain(model):
-        return True
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return isinstance(model, nn.Sequential) and any(getattr(model, one) for one in hooks)
-
-
 class ModelCheck:
     """The check of one pipeline; it holds the whole model until the first step has ended."""
 
@@ -81,7 +69,7 @@ class ModelCheck:
         is_on: bool,
         different: tuple[int, int, str] | None,
     ) -> None:
-        self.is_pending = is_on and needs_check(model)
+        self.is_pending = is_on and not is_chain(model)  # else nothing was followed
         self.checked: Checked | None = None
         self.refusal: DrumlineError | None = None
         self._crew, self._intake = crew, intake
