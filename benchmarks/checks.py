@@ -4,7 +4,8 @@
     python benchmarks/checks.py --first [--model transformer] [--microbatches 2]  # the check of the first step alone
 
 Two ranks, one thread each; 8 blocks of Linear(D, D) + GELU with a path around each, so that the model is followed; 8
-microbatches. Or 6 layers of nn.TransformerEncoderLayer(D, 4) on sequences of 64. Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
+microbatches. Or 6 layers of nn.TransformerEncoderLayer(D, 4) on sequences of 64.
+Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
 ("batch": sampled, put into what is told anyway, and taken out of it), and comparing what all ranks told ("agree"). The
 share is the median of all three as a part of the quickest tenth of the steps, from a barrier to the end of `settle`,
 which other work on the machine disturbs least; that of the rank with the larger one is shown. The bar is 1% at D = 256.

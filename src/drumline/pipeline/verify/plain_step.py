@@ -1,6 +1,7 @@
 """One microbatch through the model by itself, forward and backward, with nothing left behind: what pieces must equal.
 
-Gradients leave for the host as they are made, and none stays in the model; on the host they are taken, not copied.
+Gradients leave for the host as they are made, and none stays in the model; on the host they are taken, not copied,
+unless others hold their memory too.
 Buffers, attributes, random generators and gradients of before are given back. The user's hooks run, since what they do
 is part of the model; those that run once a parameter's gradient has been added do not, since an optimizer may be in
 them.
@@ -112,7 +113,7 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.
     def taken(one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
         if one in mine and one.grad is not None:
-            made = one.grad.detach().cpu()
+            made = one.grad.detach().to("cpu", copy=_is_shared(one.grad))
             gradients[one] = gradients[one] + made if one in gradients else made
         one.grad = None
 
@@ -131,6 +132,12 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.
             if hooks is not None:
                 one._post_accumulate_grad_hooks = hooks
             one.grad = gradient
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Whether others hold a gradient's memory too, a buffer of the model's perhaps, and may change it."""
+    storage = gradient.untyped_storage() if gradient.layout is torch.strided else None
+    return storage is None or torch._C._storage_Use_Count(storage._cdata) > 2  # the gradient, and `storage` here
 
 
 @contextmanager
