@@ -4,11 +4,10 @@
     in the step       a witness notes the same microbatch's gradients, output and loss where the stages are
     after the step    each rank compares its own; what several ranks hold is compared by their sum: see verdict.py
 
-It costs one microbatch's forward and backward of the model, once: no gradient is copied where the pieces' equals the
-model's in all bits. Where ranks have only their own stages in memory (a
-model on the meta device), each runs the model's own forward and hears of others' blocks what they make: see relay.py.
-Rank 0 says what cannot be compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is:
-there is nothing to check.
+It costs little more than one microbatch's forward and backward of the model, once: no gradient is copied where the
+pieces' equals the model's in all bits. Where ranks have only their own stages in memory (a model on the meta device),
+each runs the model's own forward and hears of others' blocks what they make: see relay.py. Rank 0 says what cannot be
+compared. A list of blocks, or an nn.Sequential without hooks of its own, runs as it is: there is nothing to check.
 """
 
 from __future__ import annotations
