@@ -25,6 +25,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,17 @@ def first_steps(
                 with made(check_model=what == "checked") as pipe:
                     gc.collect()  # what earlier pipelines left would be looked through in the middle
                     gc.freeze()
-                    taken = together(lambda pipe=pipe: (pipe.step(x, target=y), pipe.settle()))
+                    taken = together(partial(settled, pipe, x, y))
             if turn >= 2:
                 for part, seconds in zip(("", " processor"), taken, strict=True):
                     found[what + part].append(seconds)
     return found
+
+
+def settled(pipe: Any, x: Any, y: Any) -> None:
+    """Run a step to its end."""
+    pipe.step(x, target=y)
+    pipe.settle()
 
 
 def together(run: Callable[[], Any]) -> tuple[float, float]:

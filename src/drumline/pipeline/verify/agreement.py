@@ -12,7 +12,8 @@ from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from drumline.core.errors import MismatchError
 from drumline.pipeline.crew import Crew
@@ -150,7 +151,7 @@ def weights_of(model: Model) -> dict[str, bytes]:
     return samples_of({name: one for name, one in named if not one.is_meta})
 
 
-def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
+def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Return a few elements of each tensor, as bytes; of a device's tensors together, so that it is asked once.
 
     >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
