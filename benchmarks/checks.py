@@ -1,14 +1,19 @@
 """What the comparisons between ranks cost per step, and the check of the first step once.
 
     python benchmarks/checks.py [--rounds 100] [--sizes 256x64 ...] [--schedules 1f1b ...] [--json FILE]
+    python benchmarks/checks.py --first [--model transformer] [--microbatches 2]  # the check of the first step alone
 
 Two ranks, one thread each; 8 blocks of Linear(D, D) + GELU with a path around each, so that the model is followed; 8
-microbatches. Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
+microbatches. Or 6 layers of nn.TransformerEncoderLayer(D, 4) on sequences of 64.
+Timed inside of real steps, on each rank: looking at the model before a step ("watch"), at the batch
 ("batch": sampled, put into what is told anyway, and taken out of it), and comparing what all ranks told ("agree"). The
 share is the median of all three as a part of the quickest tenth of the steps, from a barrier to the end of `settle`,
 which other work on the machine disturbs least; that of the rank with the larger one is shown. The bar is 1% at D = 256.
-The check of the first step stands beside one microbatch's forward and backward of the plain model, timed before it in
-the same process, likewise the quickest tenth; each pipeline is made anew for it.
+The check of the first step is what a first step takes with it less what it takes without, from a barrier to the end of
+`settle`, each of a pipeline that is made anew; beside it stands one microbatch's forward and backward of the plain
+model in the same process. The three take turns, and the medians are compared, on two processes and in one with both
+ranks: by the clock, and by what the slower process's processor worked, which other work on the machine disturbs less.
+All are warm: the first call of a kernel in a process, which any first microbatch pays, is in none of them.
 """
 
 from __future__ import annotations
@@ -20,11 +25,13 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 BLOCKS = 8
 PARTS = ("watch", "batch", "agree")
+FIRST = ("microbatch", "unchecked", "checked")
 
 
 def timed(seconds: list[float], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +78,7 @@ def watched() -> dict[str, list[float]]:
     return seconds
 
 
-def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict[str, Any]]:
+def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, first: bool) -> list[dict[str, Any]]:
     """Run every case on this rank."""
     import torch
     from torch import Tensor, nn
@@ -89,26 +96,42 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int) -> list[dict
                 x = x + block(x)
             return x
 
+    class Transformer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            layers = (nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(6))
+            self.blocks = nn.ModuleList(layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    kind, inner = (Around, ()) if model == "mlp" else (Transformer, (64,))
     seconds = watched()
     rows = []
     for width, depth in sizes:
         for name in names:
             torch.manual_seed(1)
-            x, y = (torch.randn(microbatches * depth, width) for _ in range(2))
+            x, y = (torch.randn(microbatches * depth, *inner, width) for _ in range(2))
 
-            def made(width: int = width, name: str = name, x: Tensor = x) -> Any:
+            def made(width: int = width, name: str = name, x: Tensor = x, **settings: Any) -> Any:
                 torch.manual_seed(0)
-                settings: dict[str, Any] = {
-                    "num_microbatches": microbatches,
-                    "schedule": name,
-                    "example": x,
-                    "balance": "even",
-                }
-                return dl.Pipeline(Around(width), loss_fn=functional.mse_loss, **settings)
+                return dl.Pipeline(
+                    kind(width),
+                    loss_fn=functional.mse_loss,
+                    num_microbatches=microbatches,
+                    schedule=name,
+                    example=x,
+                    balance="even",
+                    num_ranks=2,
+                    **settings,
+                )
 
-            row = {"schedule": name, "width": width, "rows": depth, **steps(made, seconds, x, y, rounds)}
-            model = Around(width)
-            row |= first_steps(made, model, x, y, microbatches, rounds=max(rounds // 5, 5))
+            row: dict[str, Any] = {"schedule": name, "width": width, "rows": depth}
+            if torch.distributed.is_initialized() and not first:
+                row |= steps(made, seconds, x, y, rounds)
+            row |= first_steps(made, kind(width), x, y, microbatches, rounds=max(rounds // 5, 5))
             rows.append(row)
     return rows
 
@@ -138,30 +161,57 @@ def steps(
 
 
 def first_steps(
-    made: Callable[[], Any], model: Any, x: Any, y: Any, microbatches: int, *, rounds: int
+    made: Callable[..., Any], model: Any, x: Any, y: Any, microbatches: int, *, rounds: int
 ) -> dict[str, list[float]]:
-    """Return what the check of a first step took, and one microbatch of the plain model."""
+    """Return what first steps took with the check and without, and one microbatch of the plain model, in turns."""
     import torch
-    import torch.distributed as dist
     from torch.nn import functional
 
-    found: dict[str, list[float]] = {"check": [], "microbatch": []}
+    found: dict[str, list[float]] = {f"{what}{part}": [] for what in FIRST for part in ("", " processor")}
     one, wanted = x.tensor_split(microbatches)[0], y.tensor_split(microbatches)[0]
-    for turn in range(rounds + 2):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def plain() -> None:
         torch.autograd.backward(functional.mse_loss(model(one), wanted))
-        plain = time.perf_counter() - start
-        model.zero_grad()
-        with made() as pipe:
-            gc.collect()  # what earlier pipelines left would be looked through in the middle
-            gc.freeze()
-            pipe.step(x, target=y)
-            checked = pipe.checked
-        if turn >= 2:
-            found["microbatch"].append(plain)
-            found["check"].append(checked.seconds)
+
+    for turn in range(rounds + 2):
+        order = FIRST if turn % 2 else FIRST[::-1]
+        for what in order:
+            if what == "microbatch":
+                taken = together(plain)
+                model.zero_grad()
+            else:
+                with made(check_model=what == "checked") as pipe:
+                    gc.collect()  # what earlier pipelines left would be looked through in the middle
+                    gc.freeze()
+                    taken = together(partial(settled, pipe, x, y))
+            if turn >= 2:
+                for part, seconds in zip(("", " processor"), taken, strict=True):
+                    found[what + part].append(seconds)
     return found
+
+
+def settled(pipe: Any, x: Any, y: Any) -> None:
+    """Run a step to its end."""
+    pipe.step(x, target=y)
+    pipe.settle()
+
+
+def together(run: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds that something took from when all ranks are ready, and those that the processor worked."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+    start, worked = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - start, time.process_time() - worked
+
+
+def first_row(row: dict[str, Any], part: str) -> str:
+    """Return what the check adds to a first step, by pairs, beside one microbatch."""
+    added = [one - other for one, other in zip(row["checked" + part], row["unchecked" + part], strict=True)]
+    times = statistics.median(added) / statistics.median(row["microbatch" + part])
+    return f"{spread(added, 1e3):>26s} {spread(row['microbatch' + part], 1e3):>26s} {times:6.2f}"
 
 
 def spread(values: list[float], unit: float) -> str:
@@ -188,29 +238,33 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["256x64"])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=["1f1b", "zb-h1", "zb-v"])
+    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--first", action="store_true", help="only the check of the first step")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import drumline as dl
 
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
-    ranks = dl.launch(measure, sizes, args.microbatches, list(args.schedules), args.rounds, num_ranks=2)
-    print(
-        "D/rows    schedule   step ms (quartiles)  quickest"
-        "             watch us             batch us             agree us   share"
-    )
-    for each in zip(*ranks, strict=True):
+    given = sizes, args.microbatches, list(args.schedules), args.rounds, args.model, args.first
+    ranks, alone = (dl.launch(measure, *given, num_ranks=number) for number in (2, 1))
+    if not args.first:
+        print(
+            "D/rows    schedule   step ms (quartiles)  quickest"
+            "             watch us             batch us             agree us   share"
+        )
+    for each in [] if args.first else zip(*ranks, strict=True):
         row = max(each, key=share)
         case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {spread(row['step'], 1e3):>22s}"
         case += f"{quickest(row['step']) * 1e3:10.4g}"
         print(f"{case}{''.join(f'{spread(row[part], 1e6):>21s}' for part in PARTS)}  {share(row):6.2%}")
-    print("\nD/rows    schedule   check of the first step ms   one microbatch, forward and backward ms   times")
-    for each in zip(*ranks, strict=True):
-        row = max(each, key=lambda one: statistics.median(one["check"]))
-        times = quickest(row["check"]) / quickest(row["microbatch"])
-        case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s}"
-        print(f"{case} {spread(row['check'], 1e3):>28s} {spread(row['microbatch'], 1e3):>41s} {times:7.2f}")
+    print("\nD/rows    schedule processes seconds        the check adds to the step ms    one microbatch ms  times")
+    for each in [*zip(*ranks, strict=True), *zip(*alone, strict=True)]:
+        for part in ("", " processor"):
+            row = max(each, key=lambda one: statistics.median(one["checked" + part]))
+            case = f"{row['width']:4d}/{row['rows']:<4d} {row['schedule']:8s} {len(each):9d}"
+            print(f"{case} {part.strip() or 'wall':9s} {first_row(row, part)}")
     if args.json:
-        args.json.write_text(json.dumps(ranks, indent=2))
+        args.json.write_text(json.dumps([ranks, alone], indent=2))
 
 
 if __name__ == "__main__":

@@ -239,15 +239,15 @@ PIPELINE = (
     Bug(
         "shares-of-the-check-upside-down",
         "pipeline/verify/model_check.py",
-        "one.mul_(share / self._given.share)",
-        "one.mul_(self._given.share / share)",
+        "ratio = share / self._given.share",
+        "ratio = self._given.share / share",
         "A loss whose shares are known only once it is seen is said to be computed wrongly.",
     ),
     Bug(
         "first-microbatch-checked",
         "pipeline/verify/model_check.py",
-        "        at = next((at for at, one in enumerate(step.shares) if float(one)), 0)\n        return Slice(",
-        "        at = 0\n        return Slice(",
+        "return step, next((at for at, one in enumerate(step.shares) if float(one)), 0)",
+        "return step, 0",
         "A microbatch that counts nothing is compared, in which every model is right.",
     ),
     Bug(

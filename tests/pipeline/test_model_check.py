@@ -17,6 +17,8 @@ from drumline.core.errors import ModelError
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify.comparing import off, sketch
 from drumline.pipeline.verify.plain import Plain, undisturbed
+from drumline.pipeline.verify.plain_step import Slice, plain_step
+from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import Randomness
 from faults import FAULTS, Skips, data, lost_path
 from torch_models import on_meta
@@ -266,3 +268,41 @@ def test_sketches_see_what_sums_would_hide() -> None:
     assert max(abs(a) for a in sketch(one)) > 1
     assert off(one, one + 1e-9) < 1e-7
     assert off(one * float("nan"), one) == float("inf")
+
+
+class _IntoABuffer(torch.autograd.Function):
+    """Adds a parameter, whose gradient it returns in memory that it uses again."""
+
+    memory = torch.zeros(3)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _IntoABuffer.memory.copy_(gradient.sum(0))
+        return gradient, _IntoABuffer.memory.detach()
+
+
+def test_a_gradient_in_memory_that_is_used_again_is_copied() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Any:
+            return _IntoABuffer.apply(x, self.bias)  # type: ignore[no-untyped-call]
+
+    model = Biased()
+    seen = plain_step(
+        Plain([model], ["0"]),
+        Slice(0, torch.ones(2, 3), None, 1.0),
+        lambda output, _: output.sum(),
+        wanted=[model.bias],
+        device=torch.device("cpu"),
+        randomness=Randomness(0, torch.device("cpu")),
+        precision=Precision(),
+    )
+    _IntoABuffer.memory.zero_()
+    assert seen.gradients[model.bias].tolist() == [2.0, 2.0, 2.0]

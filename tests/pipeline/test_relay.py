@@ -17,8 +17,8 @@ from drumline.core.errors import DrumlineError
 from drumline.pipeline.launch.launch import launch
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.verify import relay
-from drumline.pipeline.verify.model_check import Checked
 from drumline.pipeline.verify.relay import GaveUp, Places, Relay
+from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Live
 from drumline.runtime.randomness import Randomness

@@ -16,7 +16,7 @@ from drumline.pipeline.options import Options, made_with
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
-from drumline.pipeline.verify.model_check import Checked
+from drumline.pipeline.verify.verdict import Checked
 from drumline.runtime.executor import Step
 from drumline.runtime.gradients import clip
 

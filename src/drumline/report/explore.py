@@ -129,7 +129,7 @@ def answer(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     try:
         program = settings.program(csv)
         timeline = _simulated(settings, csv)
-        other = settings.other and _simulated(settings.other, None)
+        other = _compared(settings)
     except InvalidProgram as error:
         return {"violations": listed(error.violations), "rows": [[str(a) for a in row] for row in program.rows]}
     except DrumlineError as error:
@@ -151,14 +151,22 @@ def explain(settings: Settings, csv: str | None = None) -> dict[str, Any]:
     >>> explain(Settings(schedule="1f1b"))["why"]["rows"][3]["idle"]["words"][-1]
     'the pipeline drains; 0B7 of rank 0 ends last'
     """
-    other = settings.other and _simulated(settings.other, None)
-    return {"why": explanations(_simulated(settings, csv)), "against": other and explanations(other)}
+    other = _compared(settings)
+    return {
+        "why": explanations(_simulated(settings, csv)),
+        "against": None if other is None else explanations(other),
+    }
 
 
 @lru_cache(maxsize=4)
 def _simulated(settings: Settings, csv: str | None) -> Simulation:
     """Simulate once: the picture and its explanations are asked for one after the other."""
     return simulate(settings.program(csv), settings.costs, limit=settings.limit)
+
+
+def _compared(settings: Settings) -> Simulation | None:
+    """Simulate the schedule to compare with, if there is one."""
+    return None if settings.other is None else _simulated(settings.other, None)
 
 
 def _over_limit(timeline: Simulation, limit: Limit | None) -> list[int]:

@@ -88,8 +88,14 @@ def _bubbles(plain: Sequence[Outcome]) -> str:
         mine = [one for one in plain if one.trial.schedule == schedule]
         points = [(float(one.trial.num_microbatches), 1 - one.utilisation) for one in mine]
         series.append(Series(f"{name}, measured", points, marks=True))
-    words = {"title": "Bubble over M", "x_label": "microbatches M", "y_label": "idle share of the ranks"}
-    return chart(series, width=560, height=300, **words)
+    return chart(
+        series,
+        title="Bubble over M",
+        x_label="microbatches M",
+        y_label="idle share of the ranks",
+        width=560,
+        height=300,
+    )
 
 
 def _losses(plain: Sequence[Outcome]) -> str:

@@ -13,11 +13,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drumline.core.errors import MismatchError
 from drumline.pipeline.crew import Crew
-from drumline.pipeline.verify.elements import NUM_ELEMENTS, samples_begun
+from drumline.pipeline.verify.elements import samples_begun
 from drumline.runtime.blocks.cut import Block, Model, blocks_of
 from drumline.runtime.blocks.pieces import Piece
 from drumline.runtime.blocks.script import Script
@@ -151,28 +151,13 @@ def weights_of(model: Model) -> dict[str, bytes]:
     return samples_of({name: one for name, one in named if not one.is_meta})
 
 
-@torch.no_grad()
-def samples_of(named: Mapping[str, Tensor]) -> dict[str, bytes]:
+def samples_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Return a few elements of each tensor, as bytes; of a device's tensors together, so that it is asked once.
 
     >>> samples_of({"a": torch.zeros(100)}) == samples_of({"a": torch.ones(100)})
     False
     """
-    picked = {name: _picked(one) for name, one in named.items()}
-    places: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-    for name, one in picked.items():
-        places.setdefault((one.device, one.dtype), []).append(name)
-    found: dict[str, bytes] = {}
-    for names in places.values():
-        together = torch.cat([picked[name] for name in names]).cpu()
-        for name, one in zip(names, torch.split(together, [picked[name].numel() for name in names]), strict=True):
-            found[name] = one.contiguous().view(torch.uint8).numpy().tobytes()
-    return {name: found[name] for name in named}
-
-
-def _picked(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // NUM_ELEMENTS)]
+    return dict(zip(named, samples_begun(list(named.values()))(), strict=True))
 
 
 def first_difference(told: Sequence[Mapping[str, bytes]]) -> tuple[int, int, str] | None:

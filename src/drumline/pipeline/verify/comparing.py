@@ -64,7 +64,7 @@ def off(made: Tensor | None, wanted: Tensor | None, *, floor: float = 0.0) -> fl
     elif made.shape != wanted.shape:
         return math.inf
     else:
-        if made.dtype == wanted.dtype and torch.equal(made, wanted):
+        if made is wanted or (made.dtype == wanted.dtype and torch.equal(made, wanted)):
             return 0.0
         apart, size = norm_of(_wide(made) - _wide(wanted)), norm_of(wanted)
         if not math.isfinite(apart + size) and _same_nans(made, wanted):

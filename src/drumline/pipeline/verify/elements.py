@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,17 +90,4 @@ def _picked(tensor: Tensor) -> Tensor:
     step = max(1, number // NUM_ELEMENTS)
     if tensor.is_contiguous():
         return tensor.view(-1)[::step].contiguous()
-    return torch.stack([tensor[_index(place, tensor.shape)] for place in range(0, number, step)])
-
-
-def _index(place: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return where in a tensor an element stands that is the `place`-th in order.
-
-    >>> _index(5, (2, 3))
-    (1, 2)
-    """
-    found = []
-    for size in reversed(shape):
-        place, at = divmod(place, size)
-        found.append(at)
-    return tuple(reversed(found))
+    return torch.stack([tensor[np.unravel_index(place, tensor.shape)] for place in range(0, number, step)])

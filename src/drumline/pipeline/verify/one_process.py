@@ -160,7 +160,8 @@ class OneProcess:
             output = run(value)
             if not float(share):  # a mean over nothing, which is NaN
                 return torch.zeros((), device=self._device)
-            loss = self._loss(output, target)
+            loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
+            assert loss is not None
             weight = torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
             if loss.requires_grad:
                 torch.autograd.backward(loss, weight)
@@ -189,7 +190,7 @@ class OneProcess:
                 torch.no_grad(),
                 undisturbed(self._plain.modules),
                 self._randomness.kept_aside(),
-                HostChance().again(),
+                HostChance().kept(),
                 self._plain.seeding(0, self._randomness) as run,
             ):
                 made.append([one.clone() for one in pack(run(value))[0]])
@@ -200,11 +201,6 @@ class OneProcess:
                     expected="a forward that does the same every time, for inputs of the same kind",
                     fix="look for what it does once only, or only sometimes, between its blocks",
                 )
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        loss = own_loss(output) if self._loss_fn is None else self._loss_fn(output, target)
-        assert loss is not None
-        return loss
 
 
 def accumulation_order(program: Program, stage: int) -> list[int]:

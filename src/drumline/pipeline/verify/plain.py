@@ -26,6 +26,7 @@ _TORCHS_OWN = {
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
     "_backward_pre_hooks",
 }  # fmt: skip
+_CONTAINERS = (list, deque, dict, set)
 
 
 class Plain:
@@ -120,7 +121,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     tables = [(module, dict(module._buffers)) for module in modules]
     values = {id(one): (one, one.detach().clone()) for _, table in tables for one in table.values() if one is not None}
     attributes = [({name: one for name, one in vars(module).items() if name not in _TORCHS_OWN}) for module in modules]
-    inside = [_contents(one) for each in attributes for one in each.values()]
+    inside = [_contents(one) for each in attributes for one in each.values() if type(one) in _CONTAINERS]
     try:
         yield
     finally:
@@ -153,12 +154,10 @@ def _contents(value: Any) -> Callable[[], None]:
             value.extend(items)
 
         return put_back
-    if type(value) in (dict, set):
-        content = value.copy()
+    content = value.copy()
 
-        def refill() -> None:
-            value.clear()
-            value.update(content)
+    def refill() -> None:
+        value.clear()
+        value.update(content)
 
-        return refill
-    return lambda: None
+    return refill

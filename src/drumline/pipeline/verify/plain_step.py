@@ -1,8 +1,10 @@
 """One microbatch through the model by itself, forward and backward, with nothing left behind: what pieces must equal.
 
-Gradients leave for the host as they are made and none stays in the model. Buffers, attributes, random generators and
-gradients of before are given back. The user's hooks run, since what they do is part of the model; those that run once a
-parameter's gradient has been added do not, since an optimizer may be in them.
+Gradients leave for the host as they are made, and none stays in the model; on the host they are taken, not copied,
+unless others hold their memory too.
+Buffers, attributes, random generators and gradients of before are given back. The user's hooks run, since what they do
+is part of the model; those that run once a parameter's gradient has been added do not, since an optimizer may be in
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from drumline.pipeline.verify.plain import Plain, undisturbed
 from drumline.runtime.loss.sheet import Factors
 from drumline.runtime.precision import Precision
 from drumline.runtime.randomness import HostChance, Randomness
-from drumline.runtime.values import moved, pack, unpack
+from drumline.runtime.values import mapped, moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Wanted:
     output: Any
     loss: Tensor
     gradients: dict[nn.Parameter, Tensor]
-    drew: bool  # whether it drew random numbers of torch's
+    drew: bool  # whether it drew random numbers of torch's, if anybody listened
     drew_elsewhere: bool  # whether it drew some of Python's or numpy's, which nobody seeds
 
 
@@ -59,8 +61,11 @@ def plain_step(
     precision: Precision,
     scale: float = 1.0,
     multiplying: AbstractContextManager[object] | None = None,
+    listens: bool = False,
 ) -> Wanted:
     """Run the microbatch, and return the gradients of the parameters that are `wanted`, with the loss times its share.
+
+    Whether it draws random numbers is told if one `listens`.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> seen = plain_step(
@@ -74,17 +79,17 @@ def plain_step(
     found: dict[nn.Parameter, Tensor] = {}
     chance = HostChance()
     inputs, target = moved(given.inputs, device), moved(given.target, device)
-    tensors, form = pack(inputs)
-    inputs = unpack([one.detach().clone() for one in tensors], form)  # a model may change them in place
+    inputs = mapped(inputs, lambda one: one.detach().clone())  # a model may change them in place
+    modules = plain.modules
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_on(device, plain.modules))
-        stack.enter_context(undisturbed(plain.modules))
+        stack.enter_context(_on(device, modules))
+        stack.enter_context(undisturbed(modules))
         stack.enter_context(_collected(plain, wanted, found))
         stack.enter_context(randomness.kept_aside())
-        stack.enter_context(chance.again())
+        stack.enter_context(chance.kept())
         run = stack.enter_context(plain.seeding(given.microbatch, randomness))
-        with randomness.listening() as drawing, precision.autocast:
+        with randomness.listening() if listens else nullcontext(()) as drawing, precision.autocast:
             with multiplying or nullcontext():
                 output = run(inputs)
             loss = loss_fn(output, target)
@@ -94,8 +99,7 @@ def plain_step(
             weight = torch.as_tensor(given.share * scale, dtype=loss.dtype, device=loss.device)
             torch.autograd.backward(loss, weight)
         drew_elsewhere = chance.has_moved()
-    outputs, output_form = pack(output)
-    on_host = unpack([one.detach().cpu() for one in outputs], output_form)
+    on_host = mapped(output, lambda one: one.detach().cpu())
     return Wanted(on_host, loss.detach().cpu(), found, bool(drawing), drew_elsewhere)
 
 
@@ -109,7 +113,7 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.
     def taken(one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
         if one in mine and one.grad is not None:
-            made = one.grad.detach().to("cpu", copy=True)
+            made = one.grad.detach().to("cpu", copy=_is_shared(one.grad))
             gradients[one] = gradients[one] + made if one in gradients else made
         one.grad = None
 
@@ -128,6 +132,12 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.
             if hooks is not None:
                 one._post_accumulate_grad_hooks = hooks
             one.grad = gradient
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Whether others hold a gradient's memory too, a buffer of the model's perhaps, and may change it."""
+    storage = gradient.untyped_storage() if gradient.layout is torch.strided else None
+    return storage is None or torch._C._storage_Use_Count(storage._cdata) > 2  # the gradient, and `storage` here
 
 
 @contextmanager

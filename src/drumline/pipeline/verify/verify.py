@@ -101,15 +101,8 @@ class Verification:
 
     def summary(self) -> dict[str, Any]:
         """Return it as plain values; a difference that is not finite is None."""
-        finite = {
-            name: value if math.isfinite(value) else None
-            for name, value in (
-                ("loss", self.loss),
-                ("loss_difference", self.loss_difference),
-                ("gradient_difference", self.gradient_difference),
-                ("weight_difference", self.weight_difference),
-            )
-        }
+        names = ("loss", "loss_difference", "gradient_difference", "weight_difference")
+        numbers = {name: getattr(self, name) for name in names}
         return {
             "schedule": self.schedule,
             "ranks": self.num_ranks,
@@ -117,7 +110,7 @@ class Verification:
             "microbatches": self.num_microbatches,
             "steps": self.num_steps,
             "transport": self.transport,
-            **finite,
+            **{name: one if math.isfinite(one) else None for name, one in numbers.items()},
             "worst_parameter": self.worst_parameter,
             "first_wrong_parameter": self.first_wrong_parameter,
             "parameters": len(self.gradient_differences),
@@ -219,11 +212,11 @@ def verify(
     case = _Case(program, model, transport, checkpoint, dropout, num_steps, seed, timeout)
     with one_thread():
         made = case.material()
-        case = replace(case, start=fingerprint(made))
-        known = CutOnce.of(made, case.program)
-        case = replace(case, balance=known.counts)
+        start = fingerprint(made)
+        known = CutOnce.of(made, program)
+        case = replace(case, start=start, balance=known.counts)
         del made  # it was followed; the reference is one that never was
-        one_process = OneProcess(case.made_again(), case.program, case.seed, known)
+        one_process = OneProcess(case.made_again(), program, seed, known)
         expected = [one_process.step()]  # before ranks are started: what fails here is the model's own fault
         if transport == "in-process":
             found = [_in_turns(case)]

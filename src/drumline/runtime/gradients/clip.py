@@ -8,7 +8,7 @@ took.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,10 +96,14 @@ def all_finite(tensors: Sequence[Tensor]) -> bool | Tensor:
 
 
 class Witness:
-    """Watches a rank's stages at one microbatch; the step goes on as ever."""
+    """Watches a rank's stages at one microbatch; the step goes on as ever.
 
-    def __init__(self, microbatch: int) -> None:
+    A gradient that equals the `expected` one in all bits is noted as that tensor itself, so that it is not copied.
+    """
+
+    def __init__(self, microbatch: int, expected: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         self.microbatch = microbatch
+        self.expected = expected or {}
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.output: Any = None
 
@@ -109,10 +113,18 @@ class Witness:
         made = run(*given)
         for one, earlier in before.items():
             if one.grad is not None:
-                added = one.grad.detach().clone() if earlier is None else one.grad.detach() - earlier
-                on_host = added.cpu()  # where there is room for it until the step has ended
-                self.gradients[one] = self.gradients[one] + on_host if one in self.gradients else on_host
+                added = self._kept(one.grad.detach(), earlier, self.expected.get(one))
+                self.gradients[one] = self.gradients[one] + added if one in self.gradients else added
         return made
+
+    @staticmethod
+    def _kept(gradient: Tensor, earlier: Tensor | None, expected: Tensor | None) -> Tensor:
+        """Return what was added, on the host, where there is room for it until the step has ended."""
+        if earlier is not None:
+            return (gradient - earlier).cpu()
+        if expected is not None and _same_bits(gradient, expected):
+            return expected
+        return gradient.to("cpu", copy=True)
 
     def listening(self, stage: Stage, run: Callable[..., Any], *given: Any) -> Any:
         """Run a stage's forward, and note what its loss is computed of."""
@@ -126,3 +138,8 @@ class Witness:
 
         with put_in([(vars(stage), "loss", noted)]):
             return run(*given)
+
+
+def _same_bits(gradient: Tensor, expected: Tensor) -> bool:
+    kind, wanted = ((one.device, one.dtype, one.layout) for one in (gradient, expected))
+    return kind == wanted and gradient.layout is torch.strided and torch.equal(gradient, expected)
