@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drumline.cli.main import main
+from drumline.plan.device.blocks import Times
+from drumline.plan.device.model_profile import ModelProfile
 from drumline.plan.device.plan import Plan
+from drumline.report.plan.profiles import profile_text
 from profiles import SOME, model_profile
 from some import some
 
@@ -38,13 +42,29 @@ def test_plan_shows_what_it_chose_from_and_why(
     assert Plan.load(out_file).schedule == "zb-h1"
 
 
+def test_a_profile_of_a_busy_machine_is_told_with_its_plan(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ModelProfile.load(profile)
+    rows, largest = found.sizes[-1]
+    spreads = [Times(0.1 * one.times.forward, 0.1 * one.times.backward, 0.0, 0.0) for one in largest.layers]
+    layers = tuple(replace(one, spreads=spread) for one, spread in zip(largest.layers, spreads, strict=True))
+    noisy = replace(found, sizes=(*found.sizes[:-1], (rows, replace(largest, layers=layers))))
+    noisy.save(tmp_path / "noisy.json")
+    _, out, _ = run(capsys, "plan", str(tmp_path / "noisy.json"), "--ranks", "2", "--batch", "8", *FEW)
+    assert "This machine was busy: half of the runs differ by 10% or more from a block's time." in " ".join(out.split())
+    assert "the machine was not quiet" in profile_text(noisy)
+    assert "the machine was not quiet" not in profile_text(found)
+
+
 def test_plan_as_json_has_all_of_it(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "plan", profile, "--ranks", "2", "--batch", "8", *FEW, "--memory", "20MiB", "--headroom", "0", "--json"
     )
     found = json.loads(out)
     assert code == 0
-    assert set(found) == {"best", "candidates", "rejected"}
+    assert set(found) == {"best", "candidates", "rejected", "busy_machine"}
+    assert found["busy_machine"] == ""
     best = found["best"]
     assert best["step_seconds"] == pytest.approx(sum(best["seconds"].values()))
     assert max(one["total"] for one in best["rank_bytes"]) <= 20 * 2**20

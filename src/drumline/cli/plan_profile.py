@@ -48,15 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and report."""
     from drumline.plan.device.combinations import CHECKPOINTING
+    from drumline.plan.device.model_profile import ModelProfile
     from drumline.plan.device.planner import plan
 
     flags.require(args, "ranks", "batch", example=f"plan {args.subject} --ranks 2 --batch 16")
     flags.check_counts(args, "ranks", "batch")
     args.formats = FORMATS
     files_of(args)
+    profile = ModelProfile.load(args.subject)
+    disturbed = profile.sizes[-1][1].disturbed
     try:
         found = plan(
-            args.subject,
+            profile,
             num_ranks=args.ranks,
             batch=args.batch,
             memory_bytes=args.memory,
@@ -76,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
 
     def make(form: str, paper: Paper) -> str:
         if form == "text":
-            return _text(found, paper.width)
+            return _text(found, disturbed, paper.width)
         if form == "plan":
             return found.best.to_json()
         return _page(found) if form == "html" else _picture(found)
 
-    deliver(args, make, lambda: _summary(found))
+    deliver(args, make, lambda: {**_summary(found), "busy_machine": disturbed})
     return 0
 
 
@@ -117,7 +120,7 @@ def _summary(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _text(planned: Planned, width: int) -> str:
+def _text(planned: Planned, disturbed: str, width: int) -> str:
     from drumline.report.table import table
 
     best = planned.best
@@ -138,6 +141,8 @@ def _text(planned: Planned, width: int) -> str:
         f" {_checkpointing(best.checkpoint)}",
         f"a step takes {best.step_seconds * 1e3:.1f} ms: {items}",
     ]
+    if disturbed:
+        lines.append(f"{disturbed} Predicted times are no better than that: profile again on a quiet machine.")
     for rank, one in enumerate(best.rank_bytes):
         parts = ", ".join(f"{name} {size / _MIB:.1f}" for name, size in _items(one) if size)
         limit = "" if best.limits is None else f" of {best.limits[rank] / _MIB:.1f}"

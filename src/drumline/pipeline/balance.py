@@ -295,4 +295,6 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
     found = _of_rank_0(measured, partial(crew.collect, "balance"))
     if crew.rank == 0:
         print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
+        if found.profile.disturbed:
+            print(f"{found.profile.disturbed} Measure again on a quiet one, or give balance=.", file=sys.stderr)
     return found

@@ -15,6 +15,8 @@ from drumline.core.placement import Placement
 from drumline.plan.cut.chain import BlockCosts
 from drumline.plan.cut.cuts import ends_of
 
+NOISY = 0.05  # a share above which a profile says more of the machine than of the model
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -85,6 +87,23 @@ class Profile:
     overhead: Times
     device: str
     num_runs: int
+
+    @property
+    def noise(self) -> float:
+        """The median over blocks of how far the quartiles of F and B are from the middle, as a share."""
+        shares = sorted(
+            (one.spreads.forward + one.spreads.backward) / (one.times.forward + one.times.backward)
+            for one in self.layers
+            if one.spreads is not None and one.times.forward + one.times.backward > 0
+        )
+        return shares[len(shares) // 2] if shares else 0.0
+
+    @property
+    def disturbed(self) -> str:
+        """What to tell the user where the machine was busy while this was measured; nothing where it was quiet."""
+        if self.noise <= NOISY:
+            return ""
+        return f"This machine was busy: half of the runs differ by {self.noise:.0%} or more from a block's time."
 
     def costs(
         self,

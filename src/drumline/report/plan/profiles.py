@@ -11,7 +11,6 @@ from drumline.report.draw.palette import SHADES
 from drumline.report.draw.sheet import picture_page
 from drumline.report.table import table
 
-_NOISY = 0.05  # a spread above which a profile says more of the machine than of the model
 _TIMES = ("forward", "backward", "backward_input", "backward_weight")
 _PARTS = {
     "forward": ("F", Op.FORWARD),
@@ -25,12 +24,11 @@ def profile_text(profile: ModelProfile, *, width: int = 120) -> str:
     rows, largest = profile.sizes[-1]
     counts = f"{len(profile.layers)} blocks, {profile.model.num_parameters:,} parameters"
     ranks = f"{profile.num_ranks} rank{'s' if profile.num_ranks > 1 else ''} at once"
-    spread = _spread(largest)
     lines = [
         f"{profile.model.name}: {counts}",
         f"{profile.device}; {ranks}, {profile.num_threads} thread{'s' if profile.num_threads > 1 else ''} each; medians"
-        f" of {largest.num_runs} runs, half of which are within {spread:.1%} of a block's time"
-        + (": the machine was not quiet" if spread > _NOISY else ""),
+        f" of {largest.num_runs} runs, half of which are within {largest.noise:.1%} of a block's time"
+        + (": the machine was not quiet" if largest.disturbed else ""),
         "",
         f"microbatches of {rows}:",
         _blocks(largest, width),
@@ -84,16 +82,6 @@ def _links(profile: ModelProfile, width: int) -> str:
         points = (f"{seconds * 1e6:.0f}" for _, seconds in one.points)
         rows.append([f"{one.source} -> {one.target}", f"{one.line.seconds * 1e6:.0f}", f"{speed:.2f}", *points])
     return table(header, rows, width=width)
-
-
-def _spread(profile: Profile) -> float:
-    """Return the median over blocks of how far the quartiles of F and B are from the middle, as a share."""
-    shares = sorted(
-        (one.spreads.forward + one.spreads.backward) / (one.times.forward + one.times.backward)
-        for one in profile.layers
-        if one.spreads is not None and one.times.forward + one.times.backward > 0
-    )
-    return shares[len(shares) // 2] if shares else 0.0
 
 
 def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
