@@ -337,7 +337,7 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         ),
         ({"loss_weight": 2}, ModelError, "loss_weight is 2; expected a function"),
         ({"transport": "carrier pigeon"}, UsageError, "carrier pigeon"),
-        ({"transport": "gloo"}, UsageError, "no rank"),
+        ({"transport": "gloo"}, UsageError, "no launcher started"),
         ({"model": "resnet"}, ModelError, "the model is a str"),
         ({"model": []}, ModelError, "no blocks"),
         ({"model": [nn.Linear(2, 2), 3]}, ModelError, "block '1' is a int"),

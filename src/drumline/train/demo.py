@@ -32,6 +32,7 @@ TRIALS = (
     Trial("1f1b", 8),
     Trial("1f1b", 8, "full"),
 )
+COMPARED = {"gpipe": "GPipe", "1f1b": "1F1B"}  # what the report opens with, by the names that people know
 Progress = Callable[[int, int, str], None]  # steps done, of how many, and what is running
 
 _SECONDS_BETWEEN_LOOKS = 0.5

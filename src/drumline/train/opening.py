@@ -7,16 +7,12 @@ what recomputing saves, and why ranks compute for less of the time than the sche
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from drumline.report.draw.chart import Series, chart
 from drumline.report.draw.markup import Part, bar_row, card, legend_html, table_html
 from drumline.report.units import percent, size_text
+from drumline.train.demo import COMPARED, Outcome
 
-if TYPE_CHECKING:
-    from drumline.train.demo import Outcome
-
-_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 _MOST = 16  # microbatches up to which the curve of the bubble goes
 _HEADER = ("schedule", "loss by epoch", "bubble", "least bubble", "longest queue", "stash, rank 0 + 1", "weights")
 _PARTS = {
@@ -42,7 +38,7 @@ _RECOMPUTED = (
 
 def opening(outcomes: Sequence[Outcome]) -> str:
     """Return the panel's markup; trials of other schedules are left to the rest of the report."""
-    told = [one for one in outcomes if one.trial.schedule in _NAMES]
+    told = [one for one in outcomes if one.trial.schedule in COMPARED]
     plain = sorted((one for one in told if one.trial.checkpoint == "none"), key=_order)
     again = {_order(one): one for one in told if one.trial.checkpoint != "none"}
     parts = [
@@ -56,11 +52,11 @@ def opening(outcomes: Sequence[Outcome]) -> str:
 
 
 def _order(one: Outcome) -> tuple[int, int]:
-    return one.trial.num_microbatches, list(_NAMES).index(one.trial.schedule)
+    return one.trial.num_microbatches, list(COMPARED).index(one.trial.schedule)
 
 
 def _name(one: Outcome) -> str:
-    return f"{_NAMES[one.trial.schedule]}, M = {one.trial.num_microbatches}"
+    return f"{COMPARED[one.trial.schedule]}, M = {one.trial.num_microbatches}"
 
 
 def _table(plain: Sequence[Outcome]) -> str:
@@ -84,7 +80,7 @@ def _bubbles(plain: Sequence[Outcome]) -> str:
     ranks = plain[0].run.program.num_ranks
     bound = [(float(count), (ranks - 1) / (count + ranks - 1)) for count in range(1, _MOST + 1)]
     series = [Series("least bubble: (P - 1) / (M + P - 1)", bound)]
-    for schedule, name in _NAMES.items():
+    for schedule, name in COMPARED.items():
         mine = [one for one in plain if one.trial.schedule == schedule]
         points = [(float(one.trial.num_microbatches), 1 - one.utilisation) for one in mine]
         series.append(Series(f"{name}, measured", points, marks=True))
