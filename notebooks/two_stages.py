@@ -14,9 +14,9 @@
 # %% [markdown]
 # # A pipeline of two stages
 #
-# Ten layers, five on each of two ranks; a batch of 64 cut into microbatches that flow through them. What changes from
-# run to run is only the *schedule*: in which order each rank runs its forwards and backwards. Three schedules, first
-# drawn and timed on paper, then really run, then held against the formulas.
+# This notebook trains ten layers, five on each of two ranks. A rank is a process. Each batch of 64 rows is cut into
+# microbatches, which flow through the ranks. Only the *schedule* changes from run to run: the order in which each rank
+# runs its forwards and backwards. We draw three schedules, run them, and compare the measurements with the formulas.
 #
 # It runs on two processes of this machine, on its CPU or its GPU, in about a minute.
 
@@ -24,7 +24,8 @@
 import importlib.util
 
 if importlib.util.find_spec("drumline") is None:
-    # %pip install --quiet "drumline[notebook]"
+    # In a clone, the package is one folder up.
+    # %pip install --quiet --editable "..[notebook]"
     pass
 
 # %%
@@ -46,8 +47,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # %% [markdown]
 # ## On paper
 #
-# A schedule is data: rows of actions, one row per rank. `F` is a forward, `B` a backward; `I` and `W` are the halves of
-# a backward that make the gradient of the input and of the weights. A picture explains itself: point at a box or a gap.
+# A schedule is data: rows of actions, one row per rank. `F` is a forward and `B` a backward. `I` and `W` are the two
+# halves of a backward: the gradient of the input and the gradient of the weights. Point at a box or a gap to see what
+# it is. Idle time is hatched, one colour per cause.
 
 # %%
 dl.simulate(dl.generate("gpipe", num_ranks=2, num_microbatches=4))
@@ -63,9 +65,8 @@ dl.simulate(dl.generate("zb-h1", num_ranks=2, num_microbatches=4))
 #
 # $$\text{utilisation} = \frac{M}{M + P - 1}$$
 #
-# of the time: 4/5 here, whatever runs it. GPipe and 1F1B differ in what they hold: GPipe stashes all M microbatches,
-# 1F1B at most P - r of them on rank r. Only filling the bubble with other work passes the bound: zb-h1 puts weight
-# gradients there.
+# of the time. That is 4/5 here. GPipe and 1F1B differ in the activations they hold: GPipe stashes all M microbatches,
+# 1F1B at most P - r of them on rank r. zb-h1 passes the bound: it fills the bubble with weight gradients.
 
 # %%
 for name in ("gpipe", "1f1b", "zb-h1"):
@@ -104,8 +105,8 @@ def batches():
 # %% [markdown]
 # ## Training by a schedule
 #
-# The loop is PyTorch's own, but for `pipe.step` in place of forward and backward. `dl.launch` starts the two ranks; a
-# function from a notebook cell will do. `record` names a folder for all that is measured.
+# The loop is PyTorch's own, with `pipe.step` in place of forward and backward. `dl.launch` starts the two ranks and
+# takes a function from a notebook cell. `record` names the folder for the measurements.
 
 
 # %%
@@ -169,7 +170,8 @@ for name, (_, losses, weights) in trials.items():
 # %% [markdown]
 # ## Measured beside its bound
 #
-# A recorded run is read back from its folder. Every step has its figures, and its timeline looks like a simulated one.
+# `dl.read_run` reads a recorded run from its folder. Every step has its figures. Measured timelines look like simulated
+# ones.
 
 
 # %%
@@ -203,8 +205,8 @@ trials["1f1b"][0].timeline()
 # %% [markdown]
 # ## Queues and stash
 #
-# Messages that are made and not yet taken up wait in the queue of their edge; activations that wait for their backward
-# are the stash. GPipe's is the whole batch; 1F1B's is at most two microbatches on rank 0 and one on rank 1.
+# A message that was sent and not yet received waits in the queue of its edge. Activations that wait for their backward
+# are the stash. GPipe stashes the whole batch; 1F1B at most two microbatches on rank 0 and one on rank 1.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
@@ -223,7 +225,7 @@ plt.show()
 # %% [markdown]
 # ## Eight microbatches, with and without checkpointing
 #
-# More microbatches raise the bound to 8/9. Checkpointing keeps only a stage's input and computes the rest again in the
+# Eight microbatches raise the bound to 8/9. Checkpointing keeps only a stage's input and recomputes the rest in the
 # backward: less stash, more work.
 
 # %%

@@ -1,4 +1,7 @@
-"""The notebooks run from top to bottom, and are what their sources say. `python THIS --update` writes them anew."""
+"""The notebooks run from top to bottom, and are what their sources say, with the outputs of a run.
+
+`python THIS --update` runs them and writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import pytest
 from extras import needed
 
 jupytext: Any = needed("jupytext", extra="notebook")
+nbformat: Any = needed("nbformat", extra="notebook")
 nbmake: Any = needed("nbmake.nb_run", extra="notebook")
 needed("matplotlib", extra="viz")
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 SOURCES = sorted(FOLDER.glob("*.py"))
 
 
@@ -33,7 +37,12 @@ def test_a_notebook_is_what_its_source_says(source: Path) -> None:
     there = jupytext.read(source.with_suffix(".ipynb"))
     wanted = made(source)
     assert [(one.cell_type, one.source) for one in there.cells] == [(one.cell_type, one.source) for one in wanted.cells]
-    assert not any(one.get("outputs") for one in there.cells), "outputs are made by running it"
+    shown = [output.get("data", {"text": ""}) for one in there.cells for output in one.get("outputs", ())]
+    kinds = [kind for one in shown for kind in one]
+    assert kinds.count("image/png") == 3, "a reader on the web sees what it draws"
+    assert kinds.count("text/html") >= 4
+    assert "text" in kinds
+    assert not [one for cell in there.cells for one in cell.get("outputs", ()) if one.output_type == "error"]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda one: one.stem)
@@ -58,4 +67,9 @@ def test_a_notebook_runs(source: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 if __name__ == "__main__" and "--update" in sys.argv:
     for one in SOURCES:
-        jupytext.write(made(one), one.with_suffix(".ipynb"))
+        path = one.with_suffix(".ipynb")
+        jupytext.write(made(one), path)
+        notebook = nbmake.NotebookRun(path, 600, verbose=False).execute().nb
+        for at, cell in enumerate(notebook.cells):
+            cell["id"], cell["metadata"] = f"cell-{at}", {}
+        nbformat.write(notebook, path)
