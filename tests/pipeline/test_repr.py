@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from torch import nn
@@ -13,9 +14,9 @@ from drumline.pipeline import crew
 pytestmark = pytest.mark.torch
 
 
-def pipeline(**options: object) -> dl.Pipeline:
+def pipeline(**options: Any) -> dl.Pipeline:
     blocks = [nn.Linear(2, 2) for _ in range(4)]
-    return dl.Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=3, **options)  # type: ignore[arg-type]
+    return dl.Pipeline(blocks, loss_fn=nn.functional.mse_loss, num_microbatches=3, **options)
 
 
 def test_a_pipeline_shows_what_runs_where() -> None:

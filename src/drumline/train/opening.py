@@ -21,7 +21,7 @@ _PARTS = {
     "imbalance": "unequal ops",
     "drain": "fill and drain",
 }
-_COMPARED = (
+_SAME_BUBBLE = (
     "Both schedules have the same bubble: it depends on the number of microbatches M alone. GPipe runs all forwards"
     " first, so it stashes the whole batch. 1F1B starts each backward as soon as it can, so rank 0 stashes two"
     " microbatches at most."
@@ -46,7 +46,7 @@ def opening(outcomes: Sequence[Outcome]) -> str:
         card("Why utilisation stays below its bound", _losses(plain)),
         card("Stash before and after recomputing", _stashes(plain, again)),
     ]
-    measured = card("What was measured", f"<p>{_COMPARED}</p>{_table(plain)}", wide=True)
+    measured = card("What was measured", f"<p>{_SAME_BUBBLE}</p>{_table(plain)}", wide=True)
     beside = f'<div class="pair">{"".join(parts)}</div>'
     return f'<section class="report"><h2>GPipe against 1F1B</h2>{measured}{beside}</section>'
 

@@ -113,6 +113,14 @@ class Timeline(ABC):
         """Every idle interval with its cause; they sum to `idle`."""
 
     @cached_property
+    def causes_by_rank(self) -> tuple[tuple[Idle, ...], ...]:
+        """The same for each rank by itself."""
+        each: list[list[Idle]] = [[] for _ in range(self.num_ranks)]
+        for idle in self.causes:
+            each[idle.rank].append(idle)
+        return tuple(map(tuple, each))
+
+    @cached_property
     def columns(self) -> Columns:
         """The tracks' actions as arrays."""
         return Columns.of([track.actions for track in self.tracks])

@@ -5,8 +5,6 @@ const PLAY_SECONDS = 12; // for the stretch in view
 class Player {
   constructor(page) { Object.assign(this, { page, now: null, playing: false }); }
 
-  get running() { return this.playing; }
-
   toggle() {
     if (this.playing) return this.pause();
     const { view } = this.page.state;

@@ -166,10 +166,9 @@ def _row(timeline: Timeline, rank: int, canvas: _Canvas, name_of: Callable[[int,
     text = [*(".." if canvas.cell > 1 else ".").ljust(canvas.cell)] * canvas.num_slots
     paint = [""] * len(text)
     track = timeline.tracks[rank]
-    for idle in timeline.causes if colour else ():
-        if idle.rank == rank:
-            low, high = canvas.columns(idle.start, idle.end)
-            paint[low:high] = [f"38;5;{IDLE[idle.cause].terminal}"] * (high - low)
+    for idle in timeline.causes_by_rank[rank] if colour else ():
+        low, high = canvas.columns(idle.start, idle.end)
+        paint[low:high] = [f"38;5;{IDLE[idle.cause].terminal}"] * (high - low)
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
         low, high = canvas.columns(start, end)
         if high <= low:

@@ -204,11 +204,8 @@ def explanations(timeline: Timeline) -> dict[str, Any]:
     True
     """
     clock = PageTime.of(timeline)
-    causes: list[list[Idle]] = [[] for _ in range(timeline.num_ranks)]
-    for idle in timeline.causes:
-        causes[idle.rank].append(idle)
     return {
-        "rows": [_row(timeline, rank, idle, clock) for rank, idle in enumerate(causes)],
+        "rows": [_row(timeline, rank, idle, clock) for rank, idle in enumerate(timeline.causes_by_rank)],
         "critical": _critical(timeline),
         "queues": _queues(timeline, clock),
     }

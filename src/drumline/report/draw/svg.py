@@ -49,12 +49,11 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     layout = _RankRows(timeline, max(width, 320))
     axis = Axis(0, timeline.makespan, _LEFT, _LEFT + layout.room)
     legend, legend_rows = _legend(timeline, layout)
-    idle = {rank: [one for one in timeline.causes if one.rank == rank] for rank in range(timeline.num_ranks)}
     lines = [
         text(layout.width - 76, _TOP - 7, "idle", anchor="end", fill=MUTED),
         text(layout.width - 16, _TOP - 7, "peak", anchor="end", fill=MUTED),
         *upright(axis, _TOP - 3, layout.bottom + 5, most=max(2, int(layout.room / 70))),
-        *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout, idle[rank])),
+        *(line for rank in range(timeline.num_ranks) for line in _row(timeline, rank, layout)),
         *legend,
     ]
     program = timeline.program
@@ -70,14 +69,14 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     )
 
 
-def _row(timeline: Timeline, rank: int, layout: _RankRows, idle: Sequence[Idle]) -> Iterator[str]:
+def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
     y, middle = layout.y(rank), layout.y(rank) + layout.row / 2 + 4
     share = timeline.idle[rank] / timeline.makespan if timeline.makespan > 0 else 0.0
     yield text(16, middle, f"rank {rank}")
     yield text(layout.width - 76, middle, _percent(share), anchor="end")
     yield text(layout.width - 16, middle, _peak(timeline, rank), anchor="end")
     yield rect(_LEFT, y, layout.room, layout.row, TRACK, corner=2)
-    yield from _idle(idle, y, layout, titled=timeline.program.num_actions <= _TITLES_UP_TO)
+    yield from _idle(timeline.causes_by_rank[rank], y, layout, titled=timeline.program.num_actions <= _TITLES_UP_TO)
     track, columns = timeline.tracks[rank], timeline.columns
     here = columns.rank == rank
     local = iter(further(timeline.program.placement, columns.stage[here], columns.microbatch[here]).tolist())

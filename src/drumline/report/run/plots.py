@@ -84,7 +84,7 @@ def _timeline(axis: Any, timeline: Timeline, name: str, *, end: float) -> None:
             linewidth=0.3,
         )
         for cause, hatch in IDLE.items():
-            gaps = [one for one in timeline.causes if one.rank == rank and one.cause is cause]
+            gaps = [one for one in timeline.causes_by_rank[rank] if one.cause is cause]
             axis.broken_barh(
                 [((one.start - timeline.start) * _MILLI, one.seconds * _MILLI) for one in gaps],
                 (rank - 0.4, 0.8),
