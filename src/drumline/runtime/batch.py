@@ -26,6 +26,16 @@ How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]
 
 
+class Microbatches(tuple[Any, ...]):
+    """One value for each microbatch, in place of a tensor that would be cut: their shapes may differ.
+
+    >>> len(Microbatches([torch.ones(2, 7), torch.ones(2, 3)]))
+    2
+    """
+
+    __slots__ = ()
+
+
 def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
     """Return the microbatches of `batch`: every tensor in it is cut along its rows, the rest is repeated.
 

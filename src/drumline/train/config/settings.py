@@ -1,0 +1,235 @@
+"""The settings of a training run as plain values: one class per table of the config file, every key once.
+
+    [model]          what is trained            [optimizer]      how parameters are updated
+    [data]           what it is trained on      [learning_rate]  how the rate changes over steps
+    [batch]          how much of it in a step   [precision]      numbers, master weights
+    [lengths]        documents of unequal size  [evaluation]     held-out loss and a sample text
+    [mesh]           how many ranks of each     [run]            steps, seed, folder, what is logged
+    [pipeline]       schedule and cut
+    [memory]         what is recomputed
+
+`drumline plan` writes [model], [batch], [mesh], [pipeline] and [memory]; every other key has a default. A default of
+None means that the model, the data or the plan decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What is trained: `kind` is "gpt", "mlp", "hf" (a folder or config of Hugging Face's) or "function".
+
+    The numbers are those of `drumline.plan`'s Transformer; "mlp" uses num_layers, hidden, inputs and outputs.
+    """
+
+    kind: str = "gpt"
+    name: str = ""
+    num_layers: int = 6
+    hidden: int = 384
+    num_heads: int = 6
+    vocabulary: int | None = None  # None: the tokenizer's
+    num_key_value_heads: int = 0  # 0: as many as num_heads
+    feedforward: int = 0  # 0: 4 x hidden, or 8/3 x hidden if gated
+    head_width: int = 0  # 0: hidden / num_heads
+    gated: bool = False
+    tied: bool = False
+    learned_positions: bool = True
+    rotary_base: float = 10000.0
+    biased: bool = True
+    dropout: float = 0.0  # a plan's `true` is 0.1, its `false` 0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    inputs: int = 16
+    outputs: int = 4
+    path: str = ""  # hf: a folder with config.json, or a config file
+    pretrained: bool = True  # hf: load the folder's weights if it has any
+    function: str = ""  # "package.module:function" or "file.py:function"
+    arguments: dict[str, Any] = field(default_factory=dict)  # passed to the function by name
+    others: dict[str, Any] = field(default_factory=dict)  # numbers of a plan that no key above can express
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What it is trained on: `kind` is "text", "tokens", "instructions", "points" or "function"."""
+
+    kind: str = "text"
+    files: tuple[str, ...] = ()  # none: the text shipped with the package
+    validation: float = 0.05  # share of the documents held out
+    validation_files: tuple[str, ...] = ()
+    tokenizer: str = ""  # "bytes", or a folder; "": the model's own, else bytes
+    shuffle: bool = True
+    seed: int | None = None  # None: the run's
+    function: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0  # processes that read ahead
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How much one optimizer step sees: `sequences` in all, cut into microbatches of `microbatch`, `accumulate` times.
+
+    sequences = microbatch x microbatches of a pipeline step x data-parallel ranks x accumulate.
+    """
+
+    sequences: int = 32
+    microbatch: int = 4
+    sequence: int = 256  # tokens
+    accumulate: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSettings:
+    """Documents of unequal size: `how` is "blocks" (text cut into equal blocks), "packed", "padded" or "buckets".
+
+    packed: documents side by side in a row of batch.sequence tokens, without attention across them. padded: each
+    microbatch padded to its own longest. buckets: rows sorted into the given lengths, with a program for each.
+    """
+
+    how: str = "blocks"
+    buckets: tuple[int, ...] = ()  # lengths; none: chosen from the data
+    search: bool = False  # search a program for the microbatches at hand
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSettings:
+    """How many ranks each kind of parallelism has."""
+
+    tensor: int = 1
+    pipeline: int = 2
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """Schedule and cut, and what `drumline.Pipeline` takes beside them."""
+
+    schedule: str = "1f1b"
+    stages_per_rank: int | None = None
+    layers: tuple[int, ...] = ()  # layers of every stage, as planned; embedding and head come on top
+    balance: str = ""  # "auto" or "even"
+    cuts: tuple[str, ...] = ()
+    plan: str = ""  # a JSON file of `drumline plan PROFILE`, in place of schedule, cut and microbatches
+    transport: str = "auto"
+    device: str = ""
+    timeout: float = 300.0
+    compile: bool = False
+    capture: bool = False
+    check_model: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What is recomputed, and how state is sharded once there are data-parallel ranks."""
+
+    recompute: str = "none"
+    zero: int = 0
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerGroup:
+    """Parameters whose names match any of `names` (patterns like "*.weight"), updated by `kind`.
+
+    The first group that matches takes a parameter; `only_matrices` passes over what has not two dimensions.
+    """
+
+    names: tuple[str, ...] = ("*",)
+    kind: str = "AdamW"  # a class of torch.optim
+    only_matrices: bool = False
+    lr: float | None = None  # None: the optimizer's
+    settings: dict[str, Any] = field(default_factory=dict)  # further arguments: weight_decay, betas, ...
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """How parameters are updated: one optimizer for all, or groups by name."""
+
+    kind: str = "AdamW"
+    lr: float = 3e-4
+    settings: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[OptimizerGroup, ...] = ()
+    clip_norm: float = 1.0  # 0: no clipping
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateSettings:
+    """How the rate changes: `shape` is "constant", "linear", "cosine" or "wsd" (warm up, stay, decay)."""
+
+    shape: str = "cosine"
+    warmup_steps: int = 10
+    decay_steps: int | None = None  # wsd: steps of the decay at the end; None: a tenth of all
+    final: float = 0.1  # share of the rate at the end
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionSettings:
+    """What numbers are computed in; `master_weights` keeps float32 copies of weights in bf16 or fp16."""
+
+    compute: str = "fp32"
+    weights: str = "fp32"
+    master_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """Held-out loss every `every` steps over `batches` batches, and a sample text; 0 switches either off."""
+
+    every: int = 50
+    batches: int = 4
+    sample_every: int = 0
+    sample_tokens: int = 64
+    prompt: str = ""
+    temperature: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How long, where to, and what is logged."""
+
+    steps: int = 100
+    seed: int = 0
+    out: str = ""  # folder of the run; "": out/train/NAME
+    log_every: int = 1
+    tensorboard: bool = False
+    wandb: str = ""  # a project's name
+    threads: int | None = None  # of each rank; None: cores / local ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """All of a training run.
+
+    >>> TrainSettings().num_microbatches
+    8
+    >>> TrainSettings(mesh=MeshSettings(pipeline=4)).num_ranks
+    4
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    lengths: LengthSettings = field(default_factory=LengthSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    learning_rate: LearningRateSettings = field(default_factory=LearningRateSettings)
+    precision: PrecisionSettings = field(default_factory=PrecisionSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one pipeline step."""
+        return self.batch.sequences // (self.batch.microbatch * self.mesh.data * self.batch.accumulate)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all."""
+        mesh = self.mesh
+        return mesh.tensor * mesh.pipeline * mesh.data * mesh.context

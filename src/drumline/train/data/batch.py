@@ -1,0 +1,47 @@
+"""One pipeline step's worth of data, and the streams that give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one pipeline step gets: `pipe.step(**inputs, target=target)`.
+
+    Values are tensors, or `Microbatches` where microbatches differ in length. `num_tokens` counts targets that are not
+    ignored, `num_padded` every place that is computed. `bucket` is the length that all rows have, 0 if they differ.
+    """
+
+    inputs: dict[str, Any]
+    target: Any
+    num_tokens: int
+    num_padded: int
+    bucket: int = 0
+
+
+class Stream(Protocol):
+    """Batches without end, the same on every rank that has the same place in data parallelism."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches from where the stream is; epochs follow each other."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is: the next batch yielded after `load_state_dict` is the one that would follow."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The training stream, and held-out batches that are the same every time."""
+
+    training: Stream
+    validation: tuple[Batch, ...]
+    num_tokens: int  # of one epoch

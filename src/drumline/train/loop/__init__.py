@@ -1,0 +1,1 @@
+"""The training loop: steps, updates, evaluation, samples, and what is told about them."""

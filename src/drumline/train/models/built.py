@@ -1,0 +1,44 @@
+"""A model that is ready to be cut, with what training needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Tokenizer(Protocol):
+    """Turns text into token numbers and back."""
+
+    vocabulary: int
+    end: int  # the token between documents
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model, its loss and its tokenizer.
+
+    `loss_fn(output, target)` is a mean over the targets that are not IGNORED; None if the model returns its own loss.
+    `inputs` is the name of the argument that takes tokens or points. `takes` names further arguments that the model
+    understands: "position_ids", "document_ids" (of packed rows, to keep attention inside each document),
+    "attention_mask".
+    """
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Tensor], Tensor] | None
+    tokenizer: Tokenizer | None = None
+    inputs: str = "tokens"
+    takes: frozenset[str] = frozenset()
+
+
+IGNORED = -100  # a target that does not count
