@@ -131,7 +131,7 @@ def measure(sizes: Any, microbatches: int, names: Any, rounds: int, model: str, 
             row: dict[str, Any] = {"schedule": name, "width": width, "rows": depth}
             if torch.distributed.is_initialized() and not first:
                 row |= steps(made, seconds, x, y, rounds)
-            row |= first_steps(made, kind(width), x, y, microbatches, rounds=max(rounds // 5, 5))
+            row |= first_steps(made, partial(kind, width), x, y, microbatches, rounds=max(rounds // 5, 5))
             rows.append(row)
     return rows
 
@@ -161,7 +161,7 @@ def steps(
 
 
 def first_steps(
-    made: Callable[..., Any], model: Any, x: Any, y: Any, microbatches: int, *, rounds: int
+    made: Callable[..., Any], model: Callable[[], Any], x: Any, y: Any, microbatches: int, *, rounds: int
 ) -> dict[str, list[float]]:
     """Return what first steps took with the check and without, and one microbatch of the plain model, in turns."""
     import torch
@@ -170,15 +170,17 @@ def first_steps(
     found: dict[str, list[float]] = {f"{what}{part}": [] for what in FIRST for part in ("", " processor")}
     one, wanted = x.tensor_split(microbatches)[0], y.tensor_split(microbatches)[0]
 
-    def plain() -> None:
-        torch.autograd.backward(functional.mse_loss(model(one), wanted))
+    def plain(fresh: Any) -> None:
+        torch.autograd.backward(functional.mse_loss(fresh(one), wanted))
 
     for turn in range(rounds + 2):
         order = FIRST if turn % 2 else FIRST[::-1]
         for what in order:
             if what == "microbatch":
-                taken = together(plain)
-                model.zero_grad()
+                fresh = model()  # as the pipelines' models are: weights cold, no memory for gradients yet
+                gc.collect()
+                gc.freeze()
+                taken = together(partial(plain, fresh))
             else:
                 with made(check_model=what == "checked") as pipe:
                     gc.collect()  # what earlier pipelines left would be looked through in the middle

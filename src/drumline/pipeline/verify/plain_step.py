@@ -113,7 +113,8 @@ def _collected(plain: Plain, wanted: Sequence[nn.Parameter], gradients: dict[nn.
     def taken(one: Tensor) -> None:
         assert isinstance(one, nn.Parameter)
         if one in mine and one.grad is not None:
-            made = one.grad.detach().to("cpu", copy=_is_shared(one.grad))
+            copy = _is_shared(one.grad)  # asked before `detach`, which shares the memory too
+            made = one.grad.detach().to("cpu", copy=copy)
             gradients[one] = gradients[one] + made if one in gradients else made
         one.grad = None
 
