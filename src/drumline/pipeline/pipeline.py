@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from drumline.core.measured.measured import Measured
 from drumline.core.program import Program
 from drumline.pipeline.auto_schedule import Searched
 from drumline.pipeline.options import Options, made_with
+from drumline.pipeline.saving.loader import Loaded
+from drumline.pipeline.saving.saver import Saving
+from drumline.pipeline.saving.state import State
 from drumline.pipeline.setup import set_up
 from drumline.pipeline.state.scaler import LossScaler
 from drumline.pipeline.step import CalledWith, StepResult, output_of
@@ -75,6 +79,7 @@ class Pipeline:
         self._run = set_up(options.decided())
         self.device, self.balance = self._run.intake.device, self._run.balance
         self._crew, self._engine, self._ledger = self._run.crew, self._run.engine, self._run.ledger
+        self._state = State(self._run)
         self._recording, self._holdings, self._updates = self._run.recording, self._run.holdings, self._run.updates
 
     @property
@@ -221,8 +226,52 @@ class Pipeline:
         self._holdings.load_state_dict(mapping)
         self._run.check.loaded(mapping)
 
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+        wait: bool = False,
+    ) -> Saving:
+        """Save everything that training needs to go on, as a checkpoint in `folder`; call it on every rank.
+
+        It returns as soon as the state is copied aside; a thread writes it while training goes on, and the checkpoint
+        appears once every rank has written its part. `wait`, or `.wait()` of what is returned, waits for that.
+        `extra` is plain data of your own, such as the position in the data. `keep` removes all but the newest.
+
+        >>> import tempfile
+        >>> with Pipeline([nn.Linear(1, 1)], loss_fn=nn.functional.mse_loss, num_microbatches=1) as pipe:
+        ...     saving = pipe.save(tempfile.mkdtemp(), extra={"epoch": 3}, wait=True)
+        ...     loaded = pipe.load(saving.path)
+        >>> saving.path.name, loaded.extra
+        ('step-00000000', {'epoch': 3})
+        """
+        saving = self._state.save(folder, step, extra, keep)
+        if wait:
+            saving.wait()
+        return saving
+
+    @overload
+    def load(self, folder: str | Path, *, optimizers: bool = True) -> Loaded: ...
+
+    @overload
+    def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool) -> Loaded | None: ...
+
+    def load(self, folder: str | Path, *, optimizers: bool = True, missing_ok: bool = False) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a folder, or from the one given; call it on every rank.
+
+        Parameters, buffers, optimizer state, float32 copies, the loss scale, random generators and the step's number
+        come back bit for bit. Schedule, cut and number of ranks may differ from those that saved. Make the optimizers
+        first; `optimizers=False` loads the model alone. A damaged checkpoint is passed over with a warning. With
+        `missing_ok`, a folder without checkpoints returns None.
+        """
+        return self._state.load(folder, optimizers=optimizers, missing_ok=missing_ok)
+
     def close(self) -> None:
-        """Take leave of the other ranks; nothing is left behind but a run that was recorded."""
+        """Finish a checkpoint under way, and disconnect from the other ranks."""
+        self._state.finish()
         self._recording.close()
         self._crew.close()
 

@@ -47,7 +47,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 # What the kinds in these two tables mean: what the executor does itself in a step, and what happens between steps.
 OVERHEADS = ("begin", "post", "note", "leave", "end")
-BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "check")
+BETWEEN = ("tell", "write", "hear", "clip", "update", "data", "evaluate", "check", "save")
 
 # Columns that are moments of the rank's own clock; files count them from the step's begin.
 _MOMENTS = frozenset({"start", "end", "arrived", "from", "to"})

@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A time between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate" or "check"."""
+    """A time between two steps: "data", "update", "clip", "hear", "tell", "write", "evaluate", "check" or "save"."""
 
     rank: int
     kind: str

@@ -96,6 +96,11 @@ class Holdings(Observer):
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = []
 
+    def stored_names(self) -> set[str]:
+        """Return the names under which a state has what this process holds."""
+        blocks = [block for executor in self.executors for _, block in _blocks(executor)]
+        return {self.ties.first(name) for block in blocks for name, _ in _entries(block)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this process stores: parameters and persistent buffers whose home is one of its ranks."""
         stored: dict[str, Any] = {}

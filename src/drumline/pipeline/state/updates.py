@@ -44,6 +44,7 @@ class Updates(Observer):
         self.scaler = LossScaler() if precision.scales else None
         self.masters = Masters() if master_weights else None
         self._own: WeakSet[Optimizer] = WeakSet()
+        self._made: list[ref[Optimizer]] = []  # in the order in which they were asked for
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take note of the parameters of all stages here, and guard them against optimizers."""
@@ -104,6 +105,10 @@ class Updates(Observer):
         if self.scaler is not None:
             self.scaler.forget()
 
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that were made here and are still in use."""
+        return [one for made in self._made if (one := made()) is not None]
+
     def optimizer(
         self,
         kind: type[Optimizer],
@@ -120,6 +125,7 @@ class Updates(Observer):
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
         StateByName(named).attach(made)
+        self._made.append(ref(made))
         if self.scaler is not None or self.masters is not None:
             self._own.add(made)
             # Bound methods, because learning-rate schedulers wrap what they find here by its function.

@@ -22,6 +22,7 @@ _KINDS = {
     "hear": "waiting for other ranks",
     "write": "writing records",
     "evaluate": "evaluating",
+    "save": "saving a checkpoint",
     "outside": "your own code",
 }
 _WAYS = {

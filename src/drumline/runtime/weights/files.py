@@ -34,7 +34,7 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = Kind("index", ModelError, 'JSON with a "weight_map"', 64 * MIB)
 _WEIGHTS = Kind("file of weights", ModelError, "a whole file of weights")
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
-_TYPES = {
+TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -224,9 +224,9 @@ def _in_safetensors(file: Path) -> Iterator[Stored]:
         for name, entry in entries.items():
             begin, end = (_SIZE.size + length + int(at) for at in entry["data_offsets"])
             shape = tuple(map(int, entry["shape"]))
-            if entry["dtype"] not in _TYPES:
-                raise ModelError(f"{name!r} of {file} has the type {entry['dtype']}", expected=", ".join(_TYPES))
-            one = Stored(file, name, _TYPES[entry["dtype"]], shape, begin)
+            if entry["dtype"] not in TYPES:
+                raise ModelError(f"{name!r} of {file} has the type {entry['dtype']}", expected=", ".join(TYPES))
+            one = Stored(file, name, TYPES[entry["dtype"]], shape, begin)
             fits = _SIZE.size + length <= begin <= end <= size and min(shape, default=0) >= 0
             if not fits or end - begin != math.prod(shape) * one.dtype.itemsize:
                 raise ModelError(f"{one} does not fit into the file", expected="a whole file", fix="copy it anew")

@@ -1,0 +1,143 @@
+"""What a process contributes to a checkpoint, as tensors by name and as plain data; and the way back.
+
+    model      NAME                          parameters and buffers whose home is a rank of this process
+    training   masters/NAME                  float32 copies of parameters of lower precision
+               optimizer.0/NAME/exp_avg      state of the first optimizer that `pipe.optimizer` made
+               random.RANK/torch             where the process's own generators are
+
+Random numbers inside blocks follow from the seed and the step's number alone, so the number is all they need.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drumline.core.errors import ModelError, RecordError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A process's share: its tensors, and what is no tensor."""
+
+    model: dict[str, Tensor]
+    training: dict[str, Tensor]
+    plain: dict[str, Any]
+
+
+def model_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a state dict's tensors; anything else in it cannot be stored without pickling."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"the model's state has {name!r}, a {type(value).__name__}",
+                expected="tensors alone: checkpoints are read back without unpickling",
+                fix="make it a buffer, or save it yourself and leave it out of state_dict",
+            )
+    return {name: value.detach() for name, value in state.items()}
+
+
+def optimizer_share(number: int, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return an optimizer's tensors, and its groups and numbers as plain data."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, entries in state["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{number}/{name}/{key}"] = value.detach()
+            else:
+                numbers.setdefault(name, {})[key] = _plain(value, f"{name}'s {key}")
+    groups = [{key: _plain(value, key) for key, value in one.items()} for one in state["param_groups"]]
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+
+
+def _plain(value: Any, what: str) -> Any:
+    """Return a setting as JSON has it."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(one, what) for one in value]
+    if not isinstance(value, _PLAIN):
+        raise RecordError(
+            f"the optimizer's {what} is a {type(value).__name__}", expected="a number, a text or a tensor"
+        )
+    return value
+
+
+def joined_groups(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one optimizer's plain data from all processes'.
+
+    >>> one = {"kind": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "numbers": {}}
+    >>> joined_groups([one, {**one, "groups": [{"lr": 0.1, "params": ["b"]}]}])["groups"]
+    [{'lr': 0.1, 'params': ['a', 'b']}]
+    """
+    groups = [dict(group) for group in shares[0]["groups"]]
+    for group, *others in zip(groups, *(one["groups"] for one in shares[1:]), strict=True):
+        group["params"] = list(dict.fromkeys([*group["params"], *(name for one in others for name in one["params"])]))
+    numbers = {name: value for one in shares for name, value in one["numbers"].items()}
+    return {"kind": shares[0]["kind"], "groups": groups, "numbers": numbers}
+
+
+def restore_optimizer(
+    optimizer: Optimizer, plain: Mapping[str, Any], entries: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Give an optimizer its state back: `entries` are its parameters' tensors, by name and key."""
+    state: dict[str, dict[str, Any]] = {name: dict(one) for name, one in entries.items()}
+    for name, numbers in plain["numbers"].items():
+        state.setdefault(name, {}).update(numbers)
+    groups = [dict(group) for group in plain["groups"]]
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        for key, value in group.items():
+            now = own.get(key)
+            if isinstance(value, list) and isinstance(now, tuple):
+                group[key] = tuple(value)
+            elif isinstance(now, Tensor):
+                group[key] = torch.full_like(now, value)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def generators(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return where this process's own random generators are."""
+    tensors = {"torch": torch.get_rng_state()}
+    if device.type != "cpu":
+        tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    tensors["numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64).copy())
+    tensors["python"] = torch.tensor(numbers, dtype=torch.int64)
+    return tensors, {"python": [version, gauss], "numpy": [str(kind), *map(float, rest)]}
+
+
+def restore_generators(tensors: Mapping[str, Tensor], plain: Mapping[str, Any], device: torch.device) -> None:
+    """Let the generators go on from where they were."""
+    torch.set_rng_state(tensors["torch"])
+    if device.type in tensors:
+        torch.get_device_module(device).set_rng_state(tensors[device.type], device)
+    version, gauss = plain["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = plain["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), cached))
+
+
+def by_parameter(prefix: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return tensors named PREFIX/NAME/KEY by name and key.
+
+    >>> by_parameter("optimizer.0", [("optimizer.0/a.weight/step", torch.zeros(()))])
+    {'a.weight': {'step': tensor(0.)}}
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for full, one in tensors:
+        if full.startswith(f"{prefix}/"):
+            name, _, key = full.removeprefix(f"{prefix}/").rpartition("/")
+            found.setdefault(name, {})[key] = one
+    return found

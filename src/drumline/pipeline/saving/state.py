@@ -1,0 +1,186 @@
+"""A pipeline's whole state: taken for a checkpoint, and given back from one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ModelError, RecordError, RunError
+from drumline.pipeline.saving import folder as folders
+from drumline.pipeline.saving import snapshot
+from drumline.pipeline.saving.loader import Checkpoint, Loaded, damage
+from drumline.pipeline.saving.saver import Saver, Saving, agreed_paths
+from drumline.pipeline.saving.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from drumline.pipeline.step import StepRun
+
+
+class State:
+    """Saves and loads what one pipeline's processes hold."""
+
+    def __init__(self, run: StepRun) -> None:
+        self._run = run
+
+    @cached_property
+    def _saver(self) -> Saver:
+        crew = self._run.crew
+        return Saver(self._process, self._num_processes, crew.collect, crew.timeout)
+
+    @property
+    def _process(self) -> int:
+        return 0 if self._run.crew.alone else self._run.crew.rank
+
+    @property
+    def _num_processes(self) -> int:
+        return 1 if self._run.crew.alone else self._run.crew.num_ranks
+
+    def save(self, folder: str | Path, step: int | None, extra: Any, keep: int | None) -> Saving:
+        """Begin a checkpoint of everything; see Pipeline.save."""
+        run = self._run
+        run.recording.settle()
+        number = run.ledger.number
+        content = {
+            "step": number if step is None else step,
+            "number": number,
+            "schedule": run.frozen.program.name,
+            "scaler": None if run.updates.scaler is None else run.updates.scaler.state_dict(),
+            "extra": extra,
+        }
+        _check_plain(extra)
+        with run.recording.between.during("save"), run.crew.together("save"):
+            return self._saver.save(folder, content["step"], self._taken, content, keep=keep)
+
+    def finish(self) -> None:
+        """Wait for a checkpoint under way."""
+        if "_saver" in self.__dict__:
+            self._saver.finish()
+
+    def _taken(self) -> Snapshot:
+        run = self._run
+        training: dict[str, Tensor] = {}
+        if run.updates.masters is not None:
+            named = run.updates.masters.named(run.holdings.named_parameters())
+            low = {name for name, one in run.holdings.named_parameters() if one.dtype != torch.float32}
+            training |= {f"masters/{name}": one.detach() for name, one in named if name in low}
+        optimizers = []
+        for number, optimizer in enumerate(run.updates.optimizers()):
+            tensors, plain = snapshot.optimizer_share(number, optimizer)
+            training |= tensors
+            optimizers.append(plain)
+        tensors, plain = snapshot.generators(run.intake.device)
+        training |= {f"random.{self._process}/{name}": one for name, one in tensors.items()}
+        model = snapshot.model_tensors(run.holdings.state_dict())
+        return Snapshot(model, training, {"optimizers": optimizers, "generators": plain})
+
+    def load(self, folder: str | Path, *, optimizers: bool, missing_ok: bool) -> Loaded | None:
+        """Take in the newest checkpoint that is whole on all processes; see Pipeline.load."""
+        run = self._run
+        run.recording.settle()
+        with run.crew.together("load"):
+            self.finish()
+            found = [str(one) for one in folders.checkpoints(folder)]
+            paths = agreed_paths(run.crew.collect("checkpoints", found))
+            if not paths and missing_ok:
+                return None
+            skipped: list[str] = []
+            for path in paths:
+                opened, wrong = self._opened(path)
+                problems = [one for one in run.crew.collect("checkpoint", wrong) if one]
+                if not problems:
+                    assert opened is not None
+                    return self._take(*opened, optimizers, tuple(skipped))
+                skipped.append(f"{path}: {problems[0]}")
+                if run.crew.rank == 0:
+                    logging.getLogger("drumline").warning("passed over a damaged checkpoint: %s", skipped[-1])
+        raise RecordError(
+            f"{folder} holds no checkpoint that is whole" if skipped else f"{folder} holds no checkpoint",
+            expected="a folder given to pipe.save, or one checkpoint in it",
+            fix="; ".join(skipped),
+        )
+
+    def _opened(self, path: Path) -> tuple[tuple[Checkpoint, dict[str, Tensor], dict[str, Tensor]] | None, str]:
+        """Return a checkpoint with what this process needs of it, or what is wrong with it."""
+        try:
+            checkpoint = Checkpoint(path)
+            names = {name for name in self._run.holdings.stored_names() if name in checkpoint.model}
+            model = {name: checkpoint.model[name] for name in names}
+            own = {name for name, _ in self._run.holdings.named_parameters()}
+            mine = f"random.{self._process}/"
+            training = {
+                name: checkpoint.training[name]
+                for name in checkpoint.training
+                if name.startswith(mine) or _parameter_of(name) in own
+            }
+        except Exception as error:
+            return None, damage(error)
+        return (checkpoint, model, training), ""
+
+    def _take(
+        self,
+        checkpoint: Checkpoint,
+        model: Mapping[str, Tensor],
+        training: Mapping[str, Tensor],
+        optimizers: bool,
+        skipped: tuple[str, ...],
+    ) -> Loaded:
+        run, content = self._run, checkpoint.content
+        run.holdings.load_state_dict(model)
+        run.check.loaded({**checkpoint.model, **model} if run.check.is_pending else model)
+        if optimizers:
+            self._take_updates(content, training)
+        if content["num_processes"] == self._num_processes:
+            prefix = f"random.{self._process}/"
+            tensors = {name.removeprefix(prefix): one for name, one in training.items() if name.startswith(prefix)}
+            snapshot.restore_generators(tensors, content["generators"][self._process], run.intake.device)
+        run.ledger.number = content["number"]
+        return Loaded(checkpoint.path, content["step"], content["extra"], skipped)
+
+    def _take_updates(self, content: Mapping[str, Any], training: Mapping[str, Tensor]) -> None:
+        """Give masters, optimizers and scaler their state back."""
+        run = self._run
+        if run.updates.masters is not None:
+            with torch.no_grad():
+                for name, one in run.updates.masters.named(run.holdings.named_parameters()):
+                    if f"masters/{name}" in training:
+                        one.copy_(training[f"masters/{name}"])
+        made, stored = run.updates.optimizers(), content["optimizers"]
+        kinds, theirs = [type(one).__name__ for one in made], [one["kind"] for one in stored]
+        if kinds != theirs:
+            raise ModelError(
+                f"the checkpoint has state of {', '.join(theirs) or 'no optimizer'}",
+                expected=f"that of {', '.join(kinds) or 'no optimizer'}, which pipe.optimizer made here",
+                fix="make the same optimizers before pipe.load, or pass optimizers=False to load the model alone",
+            )
+        for number, (optimizer, plain) in enumerate(zip(made, stored, strict=True)):
+            entries = snapshot.by_parameter(f"optimizer.{number}", training.items())
+            snapshot.restore_optimizer(optimizer, plain, entries)
+        scaler = run.updates.scaler
+        if scaler is not None and content["scaler"] is not None:
+            scaler.load_state_dict(content["scaler"])
+
+
+def _parameter_of(name: str) -> str:
+    """Return the parameter that a stored tensor belongs to.
+
+    >>> _parameter_of("optimizer.0/a.weight/exp_avg"), _parameter_of("masters/a.weight")
+    ('a.weight', 'a.weight')
+    """
+    head, _, rest = name.partition("/")
+    return rest if head == "masters" else rest.rpartition("/")[0]
+
+
+def _check_plain(extra: Any) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise RunError(
+            f"extra cannot be written as JSON: {error}", expected="numbers, texts, lists and dicts"
+        ) from None
