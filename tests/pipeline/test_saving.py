@@ -20,11 +20,12 @@ from drumline.core.errors import ModelError, RecordError, RunError, WaitTimeout
 from drumline.pipeline.pipeline import Pipeline
 from drumline.pipeline.saving import saver
 from drumline.pipeline.saving.folder import checkpoints, name_of
+from drumline.pipeline.saving.staged import StagedFile
 from some import some
 
 pytestmark = pytest.mark.torch
 
-HERE = {"transport": "in-process", "num_ranks": 2, "num_microbatches": 4, "schedule": "1f1b"}
+HERE: dict[str, Any] = {"transport": "in-process", "num_ranks": 2, "num_microbatches": 4, "schedule": "1f1b"}
 
 
 class Tied(nn.Module):
@@ -42,7 +43,8 @@ class Tied(nn.Module):
         x = self.embed(tokens)
         for one in self.hidden:
             x = x + one(x)
-        return self.head(self.norm(x))
+        made: torch.Tensor = self.head(self.norm(x))
+        return made
 
 
 def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,18 +109,19 @@ def test_training_goes_on_bit_for_bit_whatever_ranks_saved(
     assert scales[0] == scales[1]
 
 
+def checksums(checkpoint: Path) -> dict[str, int]:
+    found = json.loads((checkpoint / "manifest.json").read_text())["content"]["tensors"]
+    return {name: one for file in found.values() for name, one in file.items()}
+
+
 def test_what_is_loaded_has_the_checksums_of_what_was_saved(tmp_path: Path) -> None:
     pipe, optimizer = made()
     trained(pipe, optimizer, batches(2))
-    first = json.loads((pipe.save(tmp_path / "a", wait=True).path / "manifest.json").read_text())["content"]["tensors"]
+    first = checksums(pipe.save(tmp_path / "a", wait=True).path)
     again, _ = made(num_ranks=4, schedule="zb-h1")
     again.load(tmp_path / "a")
-    second = json.loads((again.save(tmp_path / "b", wait=True).path / "manifest.json").read_text())["content"][
-        "tensors"
-    ]
-    each = [{name: crc for one in found.values() for name, crc in one.items()} for found in (first, second)]
-    assert each[0] == each[1]
-    assert any("exp_avg" in name for name in each[0])
+    assert checksums(again.save(tmp_path / "b", wait=True).path) == first
+    assert any("exp_avg" in name for name in first)
 
 
 def test_other_random_generators_of_the_process_go_on_too(tmp_path: Path) -> None:
@@ -187,9 +190,14 @@ def test_old_checkpoints_and_leftovers_are_removed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_invisible_until_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, _ = made()
-    seen = []
+    seen: list[list[Path]] = []
     complete = saver._complete
-    monkeypatch.setattr(saver, "_complete", lambda job: (seen.append(checkpoints(tmp_path)), complete(job)))
+
+    def looked(job: Any) -> None:
+        seen.append(checkpoints(tmp_path))
+        complete(job)
+
+    monkeypatch.setattr(saver, "_complete", looked)
     pipe.save(tmp_path, wait=True)
     assert seen == [[]]
     assert len(checkpoints(tmp_path)) == 1
@@ -204,7 +212,7 @@ def test_a_disk_that_refuses_leaves_the_earlier_checkpoint(tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver.StagedFile, "write", full)
+        patch.setattr(StagedFile, "write", full)
         failing = pipe.save(tmp_path)
         with pytest.raises(RunError, match="No space left on device"):
             failing.wait()

@@ -31,7 +31,7 @@ class Loaded:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint's files of one kind, read when they are asked for and held against their checksums."""
+    """The tensors of one kind of a checkpoint's files; reading one compares it with its checksum."""
 
     def __init__(self, checkpoint: Path, content: Mapping[str, Any], kind: str) -> None:
         self._checksums: dict[str, int] = {}

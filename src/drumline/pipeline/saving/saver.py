@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,8 +181,8 @@ class Saver:
             # Written aside and renamed: process 0 must not read half of it.
             folders.write_json(job.part / f"{_told_by(job.process)}.part", told)
             (job.part / f"{_told_by(job.process)}.part").rename(job.part / _told_by(job.process))
-        except OSError as error:
-            _note_failure(job, error)
+        except OSError:
+            _note_failure(job)
             raise
 
 
@@ -189,12 +190,10 @@ def _told_by(process: int) -> str:
     return f"process-{process + 1:05d}.json"
 
 
-def _note_failure(job: _Job, error: OSError) -> None:
+def _note_failure(job: _Job) -> None:
     """Tell the other processes by an empty file, for which a full disk has room."""
-    try:
+    with suppress(OSError):  # the others stop waiting by themselves
         (job.part / f"failed-{job.process + 1:05d}").touch()
-    except OSError:
-        pass  # they stop waiting by themselves
 
 
 def _refusal(job: _Job, error: BaseException) -> BaseException:

@@ -81,11 +81,11 @@ class StagedFile:
     def write(self, path: Path) -> dict[str, int]:
         """Write the file so that it outlives a power failure, and return every tensor's checksum."""
         with path.open("wb", buffering=0) as file:
-            for part in (memoryview(self._header), memoryview(self._memory.numpy()).cast("B")):
+            for part in (memoryview(self._header), self._memory.numpy().data.cast("B")):
                 while part.nbytes:
                     part = part[file.write(part) :]
             os.fsync(file.fileno())
-        return {name: zlib.crc32(memoryview(one.numpy()).cast("B")) for name, one in self._bytes.items()}
+        return {name: zlib.crc32(one.numpy().data) for name, one in self._bytes.items()}
 
 
 def checksum(tensor: Tensor) -> int:
@@ -95,4 +95,4 @@ def checksum(tensor: Tensor) -> int:
     True
     """
     flat = tensor.detach().contiguous().reshape(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()).cast("B")) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
