@@ -34,7 +34,7 @@ VERBS = {
     "verify": "check that a pipelined run matches single-process training",
     "report": "turn recorded runs into a page: where the time went, and what to change",
     "watch": "follow a run live: loss, throughput, bubble, queues",
-    "analyze": "report the bubble of a run with PyTorch's own pipelining, from its profiler traces",
+    "analyze": "report the bubble of a run with PyTorch's pipelining from its traces",
     "explore": "open schedules with sliders in the browser",
     "completion": "print a script that completes verbs, flags and schedules in your shell",
 }
