@@ -141,6 +141,37 @@ def test_a_python_file_brings_its_own_schedule(tmp_path: Path, capsys: pytest.Ca
     assert run(capsys, "check", "no-such.py", *COUNTS)[0] == 2
 
 
+def test_compare_takes_names_python_files_and_csv_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, csv = tmp_path / "own.py", tmp_path / "saved.csv"
+    path.write_text(OWN.format("a") + OWN.format("b"))
+    try:
+        assert run(capsys, "show", "gpipe", *COUNTS, "--out", str(csv))[0] == 0
+        words = ("zb-h1", str(csv), f"{path}:own-a", f"{path}:own-b")
+        code, found = run_json(capsys, "compare", *words, *COUNTS)
+        assert code == 0
+        assert [row["schedule"] for row in found["rows"]] == ["zb-h1", "saved", "own-a", "own-b"]
+        assert run_json(capsys, "compare", str(csv))[1]["rows"][0]["microbatches"] == 8
+        code, found = run_json(capsys, "compare", "1f1b", str(csv), "--ranks", "3")
+        assert [one["schedule"] for one in found["left_out"]] == ["saved"]
+    finally:
+        for name in ("own-a", "own-b"):
+            unregister(name)
+    try:
+        assert "registers own-a, own-b, not own-c" in refused_by(capsys, "compare", "1f1b", f"{path}:own-c")
+    finally:
+        for name in ("own-a", "own-b"):
+            unregister(name)
+    assert "unknown schedule 'zbh1'" in refused_by(capsys, "compare", "zbh1")
+    assert "forward-only has no backward" in refused_by(capsys, "compare", "forward-only")
+    assert "dualpipe with 3 ranks" in refused_by(capsys, "compare", "dualpipe", "--ranks", "3")
+
+
+def refused_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code, found = run_json(capsys, *words)
+    assert code == 2
+    return str(found["error"])
+
+
 def test_a_limit_that_is_broken_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = run_json(capsys, "simulate", "gpipe", *COUNTS, "--max-activations", "4")
     assert code == 1
@@ -387,6 +418,7 @@ def test_verify_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "weight_difference": 0.0,
         "worst_parameter": "",
         "first_wrong_parameter": "",
+        "last_wrong_parameter": "",
         "parameters": 32,
         "tolerance": 0.0,
         "identical": True,

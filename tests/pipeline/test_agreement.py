@@ -311,7 +311,9 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
             assert (kind, said[: len(text)]) == ("MismatchError", text), what
     assert any(each["beside"][0] == "MismatchError" and "eval_step" in each["beside"][1] for each in (zero, one))
     kind, said, _ = zero["left"]
-    assert (kind, said) == ("RankFailed", "rank 1 closed its channel while rank 0 still waits for it")
+    assert kind == "RankFailed"
+    assert said.startswith("rank 1 closed its channel while rank 0 still waits for it: rank 0 at 0B")
+    assert said.endswith("; call step and eval_step the same number of times on every rank, and close() after them")
     assert max(seconds for each in (zero, one) for *_, seconds in each.values()) < 50  # none waited for its timeout
 
 

@@ -289,6 +289,19 @@ def test_a_traceback_shows_the_lines_of_a_cell() -> None:
     assert "# the culprit" in called_elsewhere({"broken": space["broken"]})["broken"]
 
 
+def test_a_function_of_another_doctest_travels_without_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    import linecache
+
+    def among_the_examples(name: str) -> list[str]:
+        examples: list[list[str]] = []
+        return examples[3] if name == "<doctest other[3]>" else []
+
+    monkeypatch.setattr(linecache, "getlines", among_the_examples)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def seven():\n    return 7\n", "<doctest other[3]>", "exec"), space)
+    assert by_value.loads(by_value.dumps(space["seven"]))() == 7
+
+
 def test_arrays_are_parts_of_their_own_and_stay_writable() -> None:
     array = np.arange(100_000)
     parts = by_value.dumps({"a": array})

@@ -307,6 +307,30 @@ def test_past_the_timeout_ranks_show_their_stacks_and_are_named(
     assert not any(map(is_running, pids(tmp_path)))
 
 
+def test_when_a_rank_gives_up_waiting_the_one_that_hangs_shows_its_stack(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs_here() -> None:
+        write_pid(tmp_path)
+        time.sleep(10_000)
+
+    def fn() -> None:
+        if os.environ["RANK"] == "1":
+            hangs_here()
+        while not pids(tmp_path):
+            time.sleep(0.01)
+        raise WaitTimeout("rank 0 waits for rank 1")
+
+    monkeypatch.setattr("drumline.pipeline.launch.launch._SECONDS_OF_GRACE", 0.0)
+    monkeypatch.setattr(
+        "drumline.pipeline.launch.processes._SECONDS_TO_SHOW_STACKS", 200.0
+    )  # it ends when all have shown them
+    with pytest.raises(RankFailed, match="rank 0 failed with WaitTimeout: rank 0 waits for rank 1"):
+        launch(fn)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[rank 1]")]
+    assert any("in hangs_here" in line for line in shown)
+
+
 ENDLESS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it would be ignored

@@ -23,6 +23,8 @@ def test_a_pipeline_shows_what_runs_where() -> None:
     with pipeline(num_ranks=2, schedule="1f1b") as pipe:
         shown = "Pipeline(1f1b: 2 ranks (all here, in turn), 2 stages, 3 microbatches, in-process on cpu)"
         assert repr(pipe) == shown
+    with pipeline() as pipe:
+        assert repr(pipe) == "Pipeline(1f1b: 1 rank (in this process), 1 stage, 3 microbatches, in-process on cpu)"
 
 
 def test_turns_are_told_once_and_only_to_those_who_did_not_ask_for_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -348,6 +348,27 @@ def test_faults_in_how_a_model_is_followed_are_found_and_the_first_wrong_paramet
     assert found.summary()["first_wrong_parameter"] == "layers.0.weight"
 
 
+class LooksBack(nn.Module):
+    """Doubles the gradient where it sees what came before it, so not at the start of a stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 - x.detach() if x.grad_fn is not None else x
+
+
+def test_the_last_wrong_parameter_is_next_to_the_cause() -> None:
+    def made() -> Any:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(LooksBack(), nn.Linear(6, 6)) for _ in range(4)]
+        return Material(nn.Sequential(*blocks), functional.mse_loss, torch.randn(8, 6), torch.randn(8, 6))
+
+    found = in_process(model=made, num_microbatches=4)
+    assert found.loss_difference == 0
+    assert (found.first_wrong_parameter, found.last_wrong_parameter) == ("0.1.weight", "1.1.bias")
+    assert found.first_right_parameter == "2.1.weight"
+    right = in_process(model=made, num_ranks=1, num_microbatches=4)
+    assert (right.last_wrong_parameter, right.first_right_parameter) == ("", "")
+
+
 def test_hooks_on_a_container_are_part_of_the_reference() -> None:
     def hooked() -> Any:
         torch.manual_seed(0)

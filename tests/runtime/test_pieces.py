@@ -250,6 +250,11 @@ def test_no_cut_separates_a_block_from_what_it_reads_behind_the_models_back() ->
     words = r"'layers.3' reads a tensor that 'layers.1' made and did not return \(it is kept as layers.1.last\)"
     with pytest.raises(ModelError, match=f"no cut may stand before 'layers.3': {words}; the nearest cut that works"):
         cut(blocks, 2, cuts=["layers.3"])
+    words = (
+        f"the model has 3 blocks for 4 stages: no cut can stand before layers.2 .and 1 module more., because {words}"
+    )
+    with pytest.raises(ModelError, match=words):
+        cut(blocks, 4)
 
 
 class Decides(nn.Module):

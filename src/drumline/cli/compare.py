@@ -1,19 +1,23 @@
-"""`drumline compare`: all schedules for one model on given ranks, best first."""
+"""`drumline compare [SCHEDULE ...]`: all schedules, or those named, for one model on given ranks, best first."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from drumline.cli import flags
 from drumline.cli.output import TEXTS, Paper, deliver, progress, wrapped
 from drumline.core.errors import ScheduleError, UsageError
-from drumline.report.compare import compare, compare_page, compare_table, left_out_text, recommend
+from drumline.core.program import Program
+from drumline.report.compare import LeftOut, compare, compare_page, compare_table, left_out_text, recommend
 
-EXAMPLE = "drumline compare --ranks 4 --microbatches 16 --comm 0.1 --out compare.html"
+EXAMPLE = "drumline compare 1f1b zb-h1 --ranks 4 --microbatches 16 --comm 0.1 --out compare.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the verb takes."""
+    meaning = "the schedules to compare, by name, CSV file or FILE.py[:NAME] (default: all)"
+    parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=meaning)
     flags.add_counts(parser)
     flags.add_frozen(parser)
     flags.add_costs(parser)
@@ -25,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print; costs are those of a stage when every rank holds one."""
     flags.check_counts(args, "ranks", "microbatches", "stages_per_rank")
-    ranks, microbatches = args.ranks or flags.RANKS, args.microbatches or flags.MICROBATCHES
+    ran: dict[str, tuple[str, ...]] = {}
+    chosen = [flags.named(one, ran) for one in args.schedules]
+    ranks, microbatches = _counts(args, chosen)
     if args.frozen and max(args.frozen) >= ranks:
         raise UsageError(f"--frozen names stage {max(args.frozen)}", expected=f"stages 0 to {ranks - 1}, one a rank")
     costs = flags.costs_of(args)
@@ -36,15 +42,12 @@ def run(args: argparse.Namespace) -> int:
         stages_per_rank=args.stages_per_rank,
         frozen=args.frozen or (),
         limit=flags.limit_of(args, costs),
+        only=chosen or None,
         progress=progress,
     )
     progress("")
     if not rows:
-        raise ScheduleError(
-            f"no schedule admits {ranks} ranks and {microbatches} microbatches",
-            expected=rows.left_out[0].reason.expected if rows.left_out else "",
-            fix="try smaller counts",
-        )
+        raise _nothing(rows.left_out, args.schedules, ranks, microbatches)
     advice = str(recommend(rows))
 
     def make(form: str, paper: Paper) -> str:
@@ -60,3 +63,28 @@ def run(args: argparse.Namespace) -> int:
 
     deliver(args, make, summary)
     return 0 if rows[0].fits else 1
+
+
+def _counts(args: argparse.Namespace, chosen: Sequence[str | Program]) -> tuple[int, int]:
+    """Return how many ranks and microbatches to compare with: as given, else those of the first file."""
+    file = next((one for one in chosen if isinstance(one, Program)), None)
+    ranks = file.num_ranks if file else flags.RANKS
+    microbatches = file.num_microbatches if file else flags.MICROBATCHES
+    return args.ranks or ranks, args.microbatches or microbatches
+
+
+def _nothing(left_out: Sequence[LeftOut], named: Sequence[str], ranks: int, microbatches: int) -> ScheduleError:
+    """Return why there is nothing to compare."""
+    if not named:
+        return ScheduleError(
+            f"no schedule admits {ranks} ranks and {microbatches} microbatches",
+            expected=left_out[0].reason.expected if left_out else "",
+            fix="try smaller counts",
+        )
+    if left_out:
+        return left_out[0].reason
+    return ScheduleError(
+        f"{named[0]} has no backward",
+        expected="schedules that train",
+        fix=f"`drumline simulate {named[0]}` prints its times",
+    )

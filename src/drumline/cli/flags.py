@@ -241,23 +241,49 @@ def limit_of(args: argparse.Namespace, costs: Costs) -> Limit | None:
     return limit or None
 
 
-def program_of(args: argparse.Namespace) -> Program:
-    """Return the program that SCHEDULE names: generated, or read from a CSV file."""
+def program_of(args: argparse.Namespace, ranks: int = RANKS) -> Program:
+    """Return the program that SCHEDULE names: generated, on `ranks` unless --ranks says otherwise, or from a file."""
     from drumline.schedules import find
 
-    name: str = args.schedule
-    path, _, recipe = name.partition(":")
-    if path.endswith(".py"):
-        name = _registered_by(path, recipe)
-    elif name.lower().endswith(".csv") or "/" in name or is_regular(name):
-        return _loaded(args)
-    ranks = RANKS if args.ranks is None else args.ranks
+    name = named(args.schedule)
+    if isinstance(name, Program):
+        return _with_counts(name, args)
+    ranks = ranks if args.ranks is None else args.ranks
     microbatches = MICROBATCHES if args.microbatches is None else args.microbatches
     return find(name).build(ranks, microbatches, args.stages_per_rank)
 
 
-def _registered_by(path: str, wanted: str) -> str:
-    """Run a Python file that registers schedules, and return the name of the one that is meant."""
+def named(text: str, ran: dict[str, tuple[str, ...]] | None = None) -> str | Program:
+    """Return the schedule that a SCHEDULE means: its name, also if a Python file registers it, or a file's program.
+
+    `ran` has what Python files registered that ran before, and gets what this one does.
+    """
+    path, _, recipe = text.partition(":")
+    if path.endswith(".py"):
+        ran = {} if ran is None else ran
+        if path not in ran:
+            ran[path] = _added_by(path)
+        return _meant(path, recipe, ran[path])
+    if text.lower().endswith(".csv") or "/" in text or is_regular(text):
+        return Program.load(text)
+    return text
+
+
+def _meant(path: str, wanted: str, added: Sequence[str]) -> str:
+    """Return which of the schedules that a Python file registers is meant."""
+    if wanted in added:
+        return wanted
+    if len(added) == 1 and not wanted:
+        return added[0]
+    listed = ", ".join(added) or "none"
+    raise UsageError(
+        f"{path} registers {listed}" + (f", not {wanted}" if wanted and added else ""),
+        expected="one schedule, or its name behind a colon, like mine.py:name",
+    )
+
+
+def _added_by(path: str) -> tuple[str, ...]:
+    """Run a Python file, and return the names of the schedules that it registers."""
     import runpy
 
     from drumline.schedules import schedules
@@ -273,19 +299,11 @@ def _registered_by(path: str, wanted: str) -> str:
         raise UsageError(
             f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
         ) from error
-    added = [name for name in schedules() if name not in before]
-    if wanted in added:
-        return wanted
-    if len(added) == 1 and not wanted:
-        return added[0]
-    listed = ", ".join(added) or "none"
-    raise UsageError(
-        f"{path} registers {listed}", expected="one schedule, or its name behind a colon, like mine.py:name"
-    )
+    return tuple(name for name in schedules() if name not in before)
 
 
-def _loaded(args: argparse.Namespace) -> Program:
-    program = Program.load(args.schedule)
+def _with_counts(program: Program, args: argparse.Namespace) -> Program:
+    """Return a file's program; refuse counts beside it that are not its own."""
     stages_per_rank = max(len(program.placement.stages_of(rank)) for rank in range(program.num_ranks))
     for flag, given, found in (
         ("--ranks", args.ranks, program.num_ranks),

@@ -26,7 +26,7 @@ VERBS = {
     "demo": "train a small model on two ranks with several schedules, and write a report",
     "show": "draw a schedule in the terminal, or write it to a file",
     "simulate": "print the times, the idle time by cause and the memory of one schedule",
-    "compare": "compare all schedules for one model, best first",
+    "compare": "compare all schedules, or those you name, for one model, best first",
     "search": "find the best schedule within a memory limit, and say how far from optimal it can be",
     "profile": "measure a model's blocks and the links between ranks on this machine",
     "plan": "choose what to run, for a profiled model on this machine or for a model on a cluster",
@@ -34,7 +34,7 @@ VERBS = {
     "verify": "check that a pipelined run matches single-process training",
     "report": "turn recorded runs into a page: where the time went, and what to change",
     "watch": "follow a run live: loss, throughput, bubble, queues",
-    "analyze": "report the bubble of any PyTorch run from its profiler traces",
+    "analyze": "report the bubble of a run with PyTorch's pipelining from its traces",
     "explore": "open schedules with sliders in the browser",
     "completion": "print a script that completes verbs, flags and schedules in your shell",
 }

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="A-B:LATENCY:BYTES_PER_SECOND",
-        help="a link between two ranks, both ways, in place of the profiled one. May be repeated",
+        help="a slower link between two ranks, both ways: what it adds to a profiled message. May be repeated",
     )
 
 

@@ -12,7 +12,7 @@ from drumline.cli import flags
 from drumline.cli.output import PICTURES, TEXTS, Paper, deliver, files_of, progress, pytorch
 from drumline.plan.device.model_profile import ModelProfile, is_profile
 
-EXAMPLE = "drumline profile profiles/llama.json --out profile.html"
+EXAMPLE = "drumline profile train.py:make --ranks 2 --out mine.json --out mine.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,11 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run both, and say whether they agree."""
-    from drumline.schedules import schedules
-
-    if args.schedule in schedules():  # a file says its counts itself
-        args.ranks = _RANKS if args.ranks is None else args.ranks
-    program = flags.program_of(args)
+    program = flags.program_of(args, ranks=_RANKS)
     with pytorch("verify runs a model"):
         from drumline.pipeline.verify.verify import verify
     progress(f"{program.name}: {counted(args.steps, 'step')} on {counted(program.num_ranks, 'rank')} ...")
@@ -96,8 +92,18 @@ def _text(result: Verification, width: int) -> str:
         if worst:
             more = f" and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
             verdict += f" Off: the gradients of {', '.join(worst[:_MOST_NAMED])}{more}."
-            verdict += f" The first in the model's order: {result.first_wrong_parameter}."
+            verdict += f" {_where(result)}"
     turns = " between ranks that took turns" if result.transport == "in-process" else ""
     tail = f"loss {result.loss:.6g}; bubble measured{turns}: {result.bubble:.1%} of the last step"
     shown = table(["", "largest difference", "of parameter"], rows, width=width, keep=("largest difference",))
     return "\n".join([wrapped(head, width), shown, wrapped(verdict, width), wrapped(tail, width)])
+
+
+def _where(result: Verification) -> str:
+    """Return where to look for the cause: gradients flow from the last block to the first."""
+    if result.loss_difference > result.tolerance:
+        first = result.first_wrong_parameter
+        return f"The loss differs too: look for the cause in the forward. The first in the model's order: {first}."
+    last, behind = result.last_wrong_parameter, result.first_right_parameter
+    until = f", and at what follows it up to {behind}, which is right" if behind else ""
+    return f"Gradients flow from the model's end to its start: look first at {last}, the last that is wrong{until}."

@@ -277,7 +277,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         program = self.program
-        here = "all here, in turn" if self._crew.alone else f"this is rank {self.rank}"
+        alone = "in this process" if self.num_ranks == 1 else "all here, in turn"
+        here = alone if self._crew.alone else f"this is rank {self.rank}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
         return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"

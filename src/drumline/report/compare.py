@@ -12,14 +12,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from drumline.core.costs import Costs, cut_finer
-from drumline.core.errors import CostsError, ScheduleError
+from drumline.core.errors import CostsError, ScheduleError, counted
+from drumline.core.program import Program
 from drumline.core.prove.frozen import prune
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
 from drumline.plan.advice import Advice, Remedy
 from drumline.report.summary import refused, summarize
 from drumline.report.table import table
-from drumline.schedules import DEFAULT, schedules
+from drumline.schedules import DEFAULT, find, schedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,31 +82,33 @@ def compare(
     stages_per_rank: int | None = None,
     frozen: Collection[int] = (),
     limit: Limit | None = None,
+    only: Sequence[str | Program] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Return every training schedule that admits these counts, best first; those over the limit come last.
 
     The others are its `left_out`, each with the reason. `frozen` are stages without trainable parameters, counted as if
-    every rank held one.
+    every rank held one. `only` names the schedules to compare, or gives programs with these counts.
 
     >>> [row.name for row in compare(4, num_microbatches=8)[:3]]
     ['zb-v', 'interleaved-zb', 'dualpipe']
     >>> [one.name for one in compare(3, num_microbatches=4).left_out]
     ['dualpipe', 'chimera']
+    >>> [row.name for row in compare(4, num_microbatches=8, only=["1f1b", "zb-h1"])]
+    ['zb-h1', '1f1b']
     """
     costs = _for_all(costs or Costs())
     costs.factors(num_microbatches)
     if limit is not None:
         limit.check(costs)
     rows, left_out = [], []
-    for name, schedule in schedules().items():
-        v = schedule.stages_per_rank
-        if schedule.stage_counts != "fixed" and stages_per_rank is not None and v > 1:
-            v = stages_per_rank
+    for one in schedules() if only is None else only:
+        name = one.name if isinstance(one, Program) else one
+        v = _stages_per_rank(one, stages_per_rank)
         if progress is not None:
             progress(f"simulating {name}")
         try:
-            program = schedule.build(num_ranks, num_microbatches, v)
+            program = _with_counts(one, num_ranks, num_microbatches, v)
         except ScheduleError as error:
             left_out.append(LeftOut(name, v, error))
             continue
@@ -116,6 +119,27 @@ def compare(
         rows.append(Row(name, v, timeline, _fits(timeline, v, limit)))
     rows.sort(key=lambda row: (not row.fits, round(row.seconds_per_microbatch, 9), row.peak_share))
     return Comparison(rows, left_out)
+
+
+def _stages_per_rank(one: str | Program, wanted: int | None) -> int:
+    """Return how many stages a rank gets: as many as wanted, where the schedule has a choice."""
+    if isinstance(one, Program):
+        return max(1, one.num_stages // one.num_ranks)
+    schedule = find(one)
+    has_choice = schedule.stage_counts != "fixed" and schedule.stages_per_rank > 1
+    return wanted if has_choice and wanted is not None else schedule.stages_per_rank
+
+
+def _with_counts(one: str | Program, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Program:
+    """Return the schedule's program; refuse a given one that has other counts."""
+    if not isinstance(one, Program):
+        return find(one).build(num_ranks, num_microbatches, stages_per_rank)
+    if (one.num_ranks, one.num_microbatches) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"{one.name} has {counted(one.num_ranks, 'rank')} and {counted(one.num_microbatches, 'microbatch')}",
+            expected=f"{counted(num_ranks, 'rank')} and {counted(num_microbatches, 'microbatch')}, like the others",
+        )
+    return one
 
 
 def _fits(timeline: Simulation, stages_per_rank: int, limit: Limit | None) -> bool:

@@ -29,6 +29,7 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -185,8 +186,11 @@ class _Pickler(_Base):  # type: ignore[misc]
     def _keep_source(self, code: CodeType) -> None:
         """Carry the lines of a notebook cell along, so that the other process shows them in its tracebacks."""
         name = code.co_filename
-        if name not in self._sources and not os.path.exists(name) and (lines := linecache.getlines(name)):
-            self._sources[name] = lines
+        if name in self._sources or os.path.exists(name):
+            return
+        with suppress(IndexError):  # of a doctest, which has linecache look among the examples of the running test
+            if lines := linecache.getlines(name):
+                self._sources[name] = lines
 
 
 class _Namespace:

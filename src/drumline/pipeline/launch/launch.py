@@ -49,8 +49,9 @@ def launch(
     Schedules that you registered are known to the ranks, too.
 
     If a rank fails, all are ended, and RankFailed names the rank, its error and its traceback; a DrumlineError that
-    every rank raised alike is raised itself. `timeout` bounds the whole call in seconds: past it each rank prints its
-    stacks and WaitTimeout names those that were not finished.
+    every rank raised alike is raised itself. If a rank gives up waiting for another, that one prints its stacks.
+    `timeout` bounds the whole call in seconds: past it each rank prints its stacks and WaitTimeout names those that
+    were not finished.
 
     >>> def rank_of(word):
     ...     import torch.distributed as dist
@@ -180,6 +181,8 @@ def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[
         now = time.monotonic()
         if failed_at is None and any(rank.failure for rank in ranks):
             failed_at = now
+            if any(rank.failure and rank.failure.kind == WaitTimeout.__name__ for rank in ranks):
+                ranks.show_stacks()  # one of them does not answer, and its stack tells where it hangs
         if failed_at is not None and now > failed_at + _SECONDS_OF_GRACE:
             break
         if failed_at is None and limit is not None and now > limit:

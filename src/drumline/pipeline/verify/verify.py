@@ -86,6 +86,18 @@ class Verification:
         return next((name for name, one in self.gradient_differences.items() if one > self.tolerance), "")
 
     @property
+    def last_wrong_parameter(self) -> str:
+        """The last such parameter: gradients flow from the model's end to its start, so the cause is next to it."""
+        return next((name for name, one in reversed(self.gradient_differences.items()) if one > self.tolerance), "")
+
+    @property
+    def first_right_parameter(self) -> str:
+        """The parameter behind the last wrong one; empty if the model ends there."""
+        names = list(self.gradient_differences)
+        at = names.index(self.last_wrong_parameter) + 1 if self.last_wrong_parameter else len(names)
+        return names[at] if at < len(names) else ""
+
+    @property
     def _largest(self) -> float:
         return max(self.loss_difference, self.gradient_difference, self.weight_difference)
 
@@ -113,6 +125,7 @@ class Verification:
             **{name: one if math.isfinite(one) else None for name, one in numbers.items()},
             "worst_parameter": self.worst_parameter,
             "first_wrong_parameter": self.first_wrong_parameter,
+            "last_wrong_parameter": self.last_wrong_parameter,
             "parameters": len(self.gradient_differences),
             "tolerance": self.tolerance,
             "identical": self.identical,

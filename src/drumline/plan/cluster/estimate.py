@@ -114,7 +114,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
             expert=times * (work.expert - again.expert),
             pipeline=times * busiest.waiting,
             data_exposed=times * (exchange.forward + exchange.backward) + once,
-            bubble=max(taken - times * pace.total, 0.0),
+            bubble=_beyond(taken, times * pace.total),
             optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
         ),
         max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),
@@ -122,3 +122,12 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
         model_flops(transformer, layout.batch) / layout.num_devices,
         1.0 - busy / max(taken, busy),
     )
+
+
+def _beyond(taken: float, work: float) -> float:
+    """Return the seconds that a pipeline takes beyond its work; what is left of rounding is none.
+
+    >>> _beyond(2.5, 2.0), _beyond(1.0 + 1e-15, 1.0)
+    (0.5, 0.0)
+    """
+    return taken - work if taken > work * (1 + 1e-12) else 0.0

@@ -202,13 +202,18 @@ def machine(table: Any) -> Machine:
     (0.7, 8)
     >>> machine({"name": "mine", "flops_per_second": 1e14, "memory_bytes": 2e10})
     Traceback (most recent call last):
-    drumline.core.errors.PlanError: memory_bytes_per_second of the machine is missing; expected a number
+    drumline.core.errors.PlanError: memory_bytes_per_second, node_bytes_per_second, network_bytes_per_second of the ...
     """
     values = _checked(table, {**_DEVICE, **_LINKS, "reach": dict}, "machine")
     reach = _checked(values.pop("reach", {}), dict.fromkeys(asdict(REACH), float), "machine's reach")
-    for name in (one.name for of in (Device, Machine) for one in fields(of) if one.default is MISSING):
-        if name != "device" and name not in values:
-            raise PlanError(f"{name} of the machine is missing", expected=_WORDS[{**_DEVICE, **_LINKS}[name]])
+    needed = [one.name for of in (Device, Machine) for one in fields(of) if one.default is MISSING]
+    missing = [name for name in needed if name != "device" and name not in values]
+    if missing:
+        kinds = {_WORDS[{**_DEVICE, **_LINKS}[name]] for name in missing}
+        raise PlanError(
+            f"{', '.join(missing)} of the machine {'is' if len(missing) == 1 else 'are'} missing",
+            expected=" and ".join(sorted(kinds)) + (" for each" if len(missing) > 1 else ""),
+        )
     device = Device(**{key: value for key, value in values.items() if key in _DEVICE}, reach=replace(REACH, **reach))
     found = Machine(device, **{key: value for key, value in values.items() if key in _LINKS})
     for key, value in [*values.items(), *reach.items()]:

@@ -38,7 +38,10 @@ Stretches = list[tuple[int, int]]  # from when to when
 _NUMBERED = re.compile(r"(Forward|Backward) (\d{1,9})")
 _OPS = {"Forward": Op.FORWARD, "Backward": Op.BACKWARD}
 _EXPECTED = "a schedule whose actions are labelled, or PyTorch's Schedule1F1B with one stage on every rank"
-_FIX = "record with PyTorch 2.9 or newer, which labels schedules of several stages on a rank"
+_FIX = (
+    "record with PyTorch 2.9 or newer, which labels schedules of several stages on a rank, or label the actions of a "
+    'pipeline of your own: with record_function("PP:0F0")'
+)
 
 
 class Labelled(NamedTuple):

@@ -151,7 +151,7 @@ def cut(
     """
     if len(blocks) < num_stages:
         raise ModelError(
-            f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}",
+            f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}{_why_so_few(blocks)}",
             expected="at least one block per stage",
             fix="use fewer ranks or stages per rank, or cut the model into smaller blocks",
         )
@@ -179,3 +179,13 @@ def cut(
     stages = [tuple(blocks[start:end]) for start, end in pairwise(ends)]
     assert [block for stage in stages for block in stage] == list(blocks), "a block was lost or doubled"
     return stages
+
+
+def _why_so_few(blocks: Sequence[Block]) -> str:
+    """Return the first reason why a module is no block of its own, and how many more there are."""
+    merged = [pair for block in blocks for pair in getattr(block.module, "merged", {}).items()]
+    if not merged:
+        return ""
+    (name, reason), more = merged[0], len(merged) - 1
+    others = f" (and {counted(more, 'module')} more)" if more else ""
+    return f": no cut can stand before {name}{others}, because {reason}"

@@ -240,7 +240,12 @@ class ControlMesh(Pump):
         if self._failure is not None:
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
-            raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
+            at = "" if self._waiting is None else f": {_said(self._waiting[0])}"
+            raise RankFailed(
+                rank,
+                f"rank {rank} closed its channel while rank {self.rank} still waits for it{at}",
+                fix="call step and eval_step the same number of times on every rank, and close() after them",
+            )
 
     def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
         self.pump()
