@@ -66,7 +66,9 @@ def _gpt(settings: TrainSettings) -> Built:
     if vocabulary is None:
         if tokenizer is None:
             fix = "set model.vocabulary, or name the tokenizer of the tokens in data.tokenizer"
-            raise UsageError("model.vocabulary is not set, and token files do not say how many tokens there are", fix=fix)
+            raise UsageError(
+                "model.vocabulary is not set, and token files do not say how many tokens there are", fix=fix
+            )
         vocabulary = tokenizer.vocabulary
     _check_vocabulary(vocabulary, tokenizer)
     names = {one.name for one in fields(GPTSizes)} - {"vocabulary", "sequence"}

@@ -16,6 +16,7 @@ from torch import nn
 
 from drumline.core.errors import UsageError, nearest
 from drumline.train.models.built import Built
+from drumline.train.models.hf import loss_of_logits
 
 _FORMS = '"package.module:function" or "file.py:function"'
 
@@ -103,10 +104,13 @@ def built_by_user(made: Any, *, name: str) -> Built:
     """Return what a user's `build_model` made as a Built: a module, (module, loss_fn), or a Built itself."""
     if isinstance(made, Built):
         return made
-    if isinstance(made, nn.Module):
-        return Built(made, None)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        return Built(made[0], made[1])
+    model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(model, nn.Module) and (loss_fn is None or callable(loss_fn)):
+        if loss_fn is None and any(one.__name__ == "PreTrainedModel" for one in type(model).__mro__):
+            loss_fn = loss_of_logits  # its own would shift targets that are shifted already
+        parameters = inspect.signature(model.forward).parameters
+        names = [name for name, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        return Built(model, loss_fn, inputs=names[0] if names else "tokens", takes=frozenset(names[1:]))
     raise UsageError(
         f"{name} returned a {type(made).__name__}",
         expected="an nn.Module, (module, loss_fn), or a drumline.train.models.built.Built",

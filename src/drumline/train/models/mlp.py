@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import nn
 
 from drumline.core.errors import ModelError
@@ -17,5 +19,5 @@ def mlp(num_layers: int, hidden: int, inputs: int, outputs: int) -> nn.Sequentia
         if value < 1:
             raise ModelError(f"model.{name} is {value}", expected="1 or more")
     widths = [inputs, *[hidden] * (num_layers - 1), outputs]
-    linear = [nn.Linear(before, after) for before, after in zip(widths, widths[1:], strict=False)]
+    linear = [nn.Linear(before, after) for before, after in pairwise(widths)]
     return nn.Sequential(*(nn.Sequential(one, nn.ReLU()) for one in linear[:-1]), linear[-1])
