@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from drumline.core.errors import UsageError, counted, nearest
 from drumline.train.config.settings import DataSettings, TrainSettings
 from drumline.train.data.batch import Batch, Data
@@ -78,7 +76,7 @@ def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
     samples = kind(documents, width)
     buckets = settings.lengths.buckets
     layout = layout_of(how, samples, place.shape, width, buckets)
-    _check_size(samples, layout, how)
+    _check_size(layout)
     vocabulary = _vocabulary(settings, built)
     filler = TokenFiller(samples, built, how, vocabulary)
     validation: tuple[Batch, ...] = ()
@@ -125,7 +123,7 @@ def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
     else:
         training, held = Points.of_files(data.files, **sizes).split(data.validation if wanted else 0.0)
     layout = Layout(training, place.shape, 1)
-    _check_size(training, layout, "points")
+    _check_size(layout)
     kept = Layout(held, place.shape, 1)
     validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
     filler = PointFiller(training, built.inputs)
@@ -151,28 +149,21 @@ def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _P
     if not found:
         least = place.shape.num_microbatches * place.shape.size
         raise UsageError(
-            f"only {counted(layout.samples.num, 'row')} can be held out, for {counted(least, 'microbatch')}",
+            f"only {counted(layout.count_rows(), 'row')} can be held out, for {counted(least, 'microbatch')}",
             expected="at least a row for each",
             fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
         )
     return tuple(filler.batch(layout.share(units, place.rank)) for units in found)
 
 
-def _check_size(samples: Any, layout: Layout, how: str) -> None:
-    rows = samples.num
-    if how == "packed":
-        tokens = sum(int(samples.lengths(part).sum()) for part in _chunks(rows))
-        rows = -(-tokens // layout.width)
+def _check_size(layout: Layout) -> None:
+    rows = layout.count_rows()
     if rows < layout.shape.all_rows:
         raise UsageError(
             f"the data have {counted(rows, 'row')}, and a step takes {layout.shape.all_rows}",
             expected="at least enough for one step",
             fix="give more data, or lower batch.sequences or batch.sequence",
         )
-
-
-def _chunks(num: int) -> Any:
-    return (np.arange(start, min(start + (1 << 20), num)) for start in range(0, num, 1 << 20))
 
 
 def _vocabulary(settings: TrainSettings, built: Built) -> int | None:

@@ -105,7 +105,8 @@ class Documents:
         if self.counted is None:
             return np.ones(stop - start, dtype=bool)
         first = int(self.starts[at])
-        return self.counted[self.which[at]][first + start : first + stop]
+        found: NDArray[np.bool_] = self.counted[self.which[at]][first + start : first + stop]
+        return found
 
     def split(self, share: float) -> tuple[Documents, Documents]:
         """Return the documents to train on and those held out: every so many, or the end of the last if there are few.

@@ -23,7 +23,7 @@ from drumline.train.data.order import Indices
 from drumline.train.data.packing import alike, chosen_buckets, packed
 
 HOWS = ("blocks", "packed", "padded", "buckets")
-MOST_BUCKETS = 6
+MOST_BUCKETS = 8
 _CHUNK = 1 << 20
 T = TypeVar("T")
 
@@ -82,6 +82,10 @@ class Layout:
         """How many samples are looked at together."""
         return 4096
 
+    def count_rows(self) -> int:
+        """Return how many rows an epoch has, of those that are packed at least."""
+        return self.samples.num
+
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return the units of a window, and the samples that are carried into the next."""
         return [Unit(((int(one),),), self.width) for one in samples], samples[:0]
@@ -113,6 +117,11 @@ class Layout:
 
 class Packed(Layout):
     """Rows of several samples, side by side."""
+
+    def count_rows(self) -> int:
+        """Return how many rows all tokens fill."""
+        chunks = (np.arange(at, min(at + _CHUNK, self.samples.num)) for at in range(0, self.samples.num, _CHUNK))
+        return -(-sum(int(self.samples.lengths(one).sum()) for one in chunks) // self.width)
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return full rows; only the last few of a window have room left."""

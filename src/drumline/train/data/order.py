@@ -32,10 +32,10 @@ class Shuffle:
     def __init__(self, size: int, *, key: tuple[int, ...]) -> None:
         self.size = size
         self._half = max((max(size - 1, 1).bit_length() + 1) // 2, 1)
-        state = np.uint64(0)
+        state = np.zeros(1, dtype=np.uint64)
         with np.errstate(over="ignore"):
             for one in key:
-                state = _mixed(np.array(state ^ np.uint64(one % 2**64), dtype=np.uint64) + _ODD)[()]
+                state = _mixed((state ^ np.uint64(one % 2**64)) + _ODD)
             rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _ODD
             self._keys = _mixed(rounds ^ state)
 

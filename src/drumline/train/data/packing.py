@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+Choice = tuple[float, tuple[int, ...]]  # padded tokens, and the buckets that lead to them
+
 
 def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of at most `capacity` tokens, each a list of places: the longest first, into the fullest that fits.
@@ -30,7 +32,7 @@ def packed(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Return `count` groups, each padded to its longest, of which the largest is as small as it can be.
+    """Return `count` groups that cost alike, each padded to its longest; only one that is long by itself costs more.
 
     Neighbours in length go together, so that little is padded: short ones many in a group, long ones few.
 
@@ -39,7 +41,7 @@ def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda one: (-lengths[one], one))
     ordered = [max(lengths[at], 1) for at in order]
-    low, high = ordered[0], sum(ordered) + ordered[0] * len(ordered)
+    low, high = 1, ordered[0] * len(ordered)
     while low < high:
         middle = (low + high) // 2
         if len(_within(ordered, middle)) <= count:
@@ -49,7 +51,7 @@ def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
     # Groups of which more are wanted: halve the largest.
     heap = [(-ordered[start] * (stop - start), start, stop) for start, stop in _within(ordered, low)]
     heapq.heapify(heap)
-    singles = []
+    singles: list[tuple[int, int, int]] = []
     while len(heap) + len(singles) < count and heap:
         cost, start, stop = heapq.heappop(heap)
         if stop - start == 1:
@@ -62,7 +64,7 @@ def alike(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _within(ordered: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Return the fewest runs of neighbours, longest first, of at most `most` padded tokens each."""
+    """Return the fewest runs of neighbours, longest first, of one or of at most `most` padded tokens each."""
     runs, start = [], 0
     while start < len(ordered):
         stop = min(start + max(most // ordered[start], 1), len(ordered))
@@ -85,17 +87,14 @@ def chosen_buckets(histogram: NDArray[np.int64], most: int, *, step: int) -> tup
     for at, end in enumerate(ends):
         cells[at + 1] = cells[at] + int(histogram[end - step + 1 : end + 1].sum())
     cells[1:] += int(histogram[0])
-    best = [(0.0, ()) if not at else (float("inf"), ()) for at in range(len(ends) + 1)]
-    found: list[tuple[float, tuple[int, ...]]] = list(best)
+    best: list[Choice] = [(0.0 if not at else float("inf"), ()) for at in range(len(ends) + 1)]
     for _ in range(most):
         found = [min(_last_buckets(best, cells, ends, at)) for at in range(len(ends) + 1)]
         best = [min(one, other) for one, other in zip(best, found, strict=True)]
     return best[-1][1]
 
 
-def _last_buckets(
-    best: Sequence[tuple[float, tuple[int, ...]]], cells: NDArray[np.int64], ends: Sequence[int], at: int
-) -> list[tuple[float, tuple[int, ...]]]:
+def _last_buckets(best: Sequence[Choice], cells: NDArray[np.int64], ends: Sequence[int], at: int) -> list[Choice]:
     """Return the costs of all choices of which the last bucket is `ends[at - 1]`."""
     if not at:
         return [best[0]]

@@ -202,7 +202,7 @@ def _by_processes(stream: PlannedStream) -> Any:
 
     loader: Any = DataLoader(
         _Filling(stream.filler),  # type: ignore[arg-type]
-        sampler=Plans(),  # type: ignore[arg-type]
+        sampler=Plans(),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=stream.workers,

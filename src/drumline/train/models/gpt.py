@@ -197,7 +197,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.sizes.head_width))
+        return x.reshape(*x.shape[:2], -1, self.sizes.head_width)
 
 
 class FeedForward(nn.Module):
@@ -264,5 +264,5 @@ def _norm(sizes: GPTSizes, width: int) -> nn.Module:
 def _into_residual(sizes: GPTSizes, width: int) -> nn.Linear:
     """Return a product whose outcome is added up over the layers, and therefore starts smaller."""
     linear = nn.Linear(width, sizes.hidden, bias=sizes.biased)
-    linear.initial_std = _STD / (2 * sizes.num_layers) ** 0.5  # type: ignore[assignment]
+    linear.initial_std = _STD / (2 * sizes.num_layers) ** 0.5
     return linear
