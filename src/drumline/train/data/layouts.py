@@ -186,23 +186,28 @@ class Buckets(Layout):
 
     def units(self, samples: Indices, *, last: bool) -> tuple[list[Unit], Indices]:
         """Return as many steps as there are rows for; the rest is carried."""
-        lengths = self.samples.lengths(samples)
-        places = np.searchsorted(self.buckets, lengths)
-        units, rest = [], []
+        places = np.searchsorted(self.buckets, self.samples.lengths(samples))
+        units, is_left = [], np.zeros(len(samples), dtype=bool)
         for at, bucket in enumerate(self.buckets):
-            inside = samples[places == at]
-            full = len(inside) // self.shape.all_rows * self.shape.all_rows
-            units += [self._unit(one, bucket) for one in inside[:full].reshape(-1, self.shape.all_rows)]
-            rest.append(inside[full:])
-        left = np.concatenate(rest)
+            inside = np.flatnonzero(places == at)
+            full = self._full(inside)
+            units += [self._unit(samples[one], bucket) for one in inside[:full].reshape(-1, self.shape.all_rows)]
+            is_left[inside[full:]] = True
+        left = samples[is_left]
         if not last:
             return units, left
-        left = left[np.argsort(-self.samples.lengths(left), kind="stable")]
-        full = len(left) // self.shape.all_rows * self.shape.all_rows
-        for one in left[:full].reshape(-1, self.shape.all_rows):
-            longest = int(self.samples.lengths(one).max())
+        # What was carried into this window stands first, and is not carried again.
+        full = self._full(left)
+        taken, left = left[:full], left[full:]
+        taken = taken[np.argsort(-self.samples.lengths(taken), kind="stable")]
+        for one in taken.reshape(-1, self.shape.all_rows):
+            longest = int(self.samples.lengths(one[:1])[0])
             units.append(self._unit(one, next(bucket for bucket in self.buckets if bucket >= longest)))
-        return units, left[full:]
+        return units, left
+
+    def _full(self, samples: Indices) -> int:
+        """Return how many of these fill whole steps."""
+        return len(samples) // self.shape.all_rows * self.shape.all_rows
 
     def short_step(self) -> list[Unit] | None:
         """Return a step of all samples, of the length that the longest needs."""

@@ -33,7 +33,7 @@ def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *
     files = found(names, key=key) if names else [SHIPPED]
     separator = separator if names or separator else SHIPPED_SEPARATOR
     records = [one for one in files if one.suffix in (".jsonl", ".ndjson")]
-    if isinstance(tokenizer, ByteTokenizer) and not records:
+    if type(tokenizer) is ByteTokenizer and not records:
         return _mapped(files, separator, tokenizer)
     for path in files:
         if path not in records:
