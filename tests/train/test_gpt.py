@@ -13,6 +13,8 @@ import drumline as dl
 from drumline.core.errors import ModelError
 from drumline.plan.cluster.models import model as named_model
 from drumline.plan.cluster.transformer import Transformer
+from drumline.runtime.blocks.pieces import pieces_of
+from drumline.runtime.follow.inputs import Inputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model, count_parameters, next_token_loss
 from drumline.train.models.gpt import GPT, GPTSizes
@@ -105,6 +107,17 @@ def test_every_kind_of_schedule_gives_its_gradients(schedule: str, ranks: int) -
     assert found.keys() == want.keys()
     for name, one in found.items():
         assert torch.allclose(one, want[name], atol=1e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("sizes", [OLD, NEW], ids=["gpt", "llama"])
+def test_only_the_hidden_state_and_the_documents_numbers_travel_over_a_cut(sizes: GPTSizes) -> None:
+    tokens, _, ids = packed_rows()
+    value: Any = Inputs((), {"tokens": tokens, "document_ids": ids})
+    blocks = pieces_of(made(sizes), value)
+    for block in blocks[: len(blocks) // 2]:
+        piece: Any = block.module
+        value = piece.seal(piece(value))
+    assert sorted(tuple(one.shape) for one in value.tensors) == [(4, 12), (4, 12, 16)]
 
 
 def test_dropout_trains_and_is_off_in_evaluation() -> None:

@@ -1,8 +1,9 @@
-"""Models of Hugging Face from a folder: their own weights and tokenizer, packed rows where the family keeps them apart."""
+"""Models of Hugging Face from a folder: weights, tokenizer, and packed rows where the family keeps them apart."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ SIZES = {
     "vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+NUMBERS = "one two three four five six seven eight nine ten"
 TEMPLATE = (
     "{% for one in messages %}<{{ one['role'][0] }}> {{ one['content'] }} </s>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
@@ -42,10 +44,11 @@ TEMPLATE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small Llama that knows a few words."""
     folder = tmp_path_factory.mktemp("llama")
-    words = ["<unk>", "<s>", "</s>", "<u>", "<a>", *["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]]
+    marks = ["<unk>", "<s>", "</s>", "<u>", "<a>"]
+    words = [*marks, *NUMBERS.split()]
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    inner.add_special_tokens(["<unk>", "<s>", "</s>", "<u>", "<a>"])
+    inner.add_special_tokens(marks)
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
     )
@@ -81,7 +84,7 @@ def test_packed_rows_train_as_documents_one_by_one(folder: Path, tmp_path: Path)
     for row in range(4):
         places = batch.inputs["position_ids"][row]
         starts = [*torch.nonzero(places == 0).flatten().tolist(), 12]
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in pairwise(starts):
             target = batch.target[row, start:stop]
             logits = whole.model(input_ids=batch.inputs["input_ids"][row : row + 1, start:stop]).logits[0]
             sums = sums + torch.nn.functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
@@ -141,5 +144,5 @@ def test_wrong_folders_are_refused(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(DrumlineError, match=said):
             build_model(settings(path, "padded", tmp_path), device="meta")
     longer = TrainSettings(model=ModelSettings(kind="hf", path=str(folder)), batch=BatchSettings(sequence=65))
-    with pytest.raises(DrumlineError, match="batch.sequence is 65"):
+    with pytest.raises(DrumlineError, match=r"batch\.sequence is 65"):
         build_model(longer, device="meta")

@@ -14,7 +14,7 @@ from drumline.train.config.settings import BatchSettings, DataSettings, Evaluati
 from drumline.train.data.batch import Batch, Data
 from drumline.train.data.build import build_data
 from drumline.train.data.documents import Documents
-from drumline.train.data.read import encoded
+from drumline.train.data.read import encoded, text
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
 from drumline.train.data.read.tokens import token_documents
@@ -55,12 +55,15 @@ def test_text_is_divided_alike_whoever_encodes_it(tmp_path: Path, monkeypatch: p
     assert texts(found) == ["one é", "two", "three", "four"]
     assert found.read(1, 0, 4).tolist() == [*b"two", 256]
     monkeypatch.setenv("DRUMLINE_CACHE", str(tmp_path / "cache"))
-    for in_memory in (1 << 20, 0, 0):  # the third time from the cache
+    for in_memory in (0, 0, 1 << 20):  # into the cache, from the cache, into memory
         monkeypatch.setattr(encoded, "IN_MEMORY", in_memory)
         other = text_documents(files, "\n\n", Reversed())
         assert len(other) == 4
         for at, length in enumerate(found.lengths.tolist()):
             assert other.read(at, 0, length - 1).tolist() == (255 - found.read(at, 0, length - 1)).tolist()
+    monkeypatch.setattr(text, "_PIECE", 3)  # in the middle of é, and without lines
+    again = text_documents(files, "\n\n", Reversed())
+    assert [again.read(at, 0, 99).tolist() for at in range(4)] == [other.read(at, 0, 99).tolist() for at in range(4)]
     lines = written(tmp_path, "c.jsonl", '{"text": "five"}\n{"text": "six"}\n')
     assert texts(text_documents([lines], "", BYTES)) == ["five", "six"]
 
@@ -165,8 +168,8 @@ def test_an_mlp_trains_on_points(tmp_path: Path) -> None:
     assert built.loss_fn is not None
     assert built.loss_fn(built.model(**batch.inputs), batch.target).isfinite()
     rows = "\n".join(f"{at},{at + 1},{at % 3}" for at in range(40))
-    for text, said in {rows: "", rows + ",1": "40", rows.replace(",2\n", ",7\n"): "classes from 0 to 7"}.items():
-        file = written(tmp_path, "points.csv", text)
+    for content, said in {rows: "", rows + ",1": "40", rows.replace(",2\n", ",7\n"): "classes from 0 to 7"}.items():
+        file = written(tmp_path, "points.csv", content)
         named = TrainSettings(
             model=model, batch=settings.batch, data=DataSettings(kind="points", files=(file,), validation=0.2)
         )

@@ -43,12 +43,7 @@ def data_by_function(settings: TrainSettings, built: Built, *, rank: int, size: 
         raise UsageError(f"{name} returned a {type(training).__name__}", expected=_FORMS)
     batches = islice(held, settings.evaluation.batches if settings.evaluation.every else 0)
     validation = tuple(_batch(one, built, name) for one in batches)
-    stream = training if _is_stream(training) else RepeatedStream(training, built, name)
-    return Data(stream, validation, num_tokens=0)
-
-
-def _is_stream(training: Any) -> bool:
-    return hasattr(training, "state_dict") and getattr(training, "endless", False)
+    return Data(RepeatedStream(training, built, name), validation, num_tokens=0)
 
 
 class RepeatedStream(Stream):

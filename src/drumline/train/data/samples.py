@@ -25,6 +25,10 @@ class Samples(ABC):
     @abstractmethod
     def _num_all(self) -> int: ...
 
+    @property
+    @abstractmethod
+    def _num_places(self) -> int: ...
+
     @abstractmethod
     def _all_lengths(self, indices: Indices) -> Indices: ...
 
@@ -48,7 +52,7 @@ class Samples(ABC):
     def num_targets(self) -> int:
         """How many targets count, in all of them."""
         if self._kept is None:
-            return int(self._all_lengths(np.arange(self.num, dtype=np.int64)).sum())
+            return self._num_places
         return sum(int((self.read(at)[1] != IGNORED).sum()) for at in range(self.num))
 
     def _with_targets(self) -> Indices:
@@ -72,6 +76,10 @@ class Pieces(Samples):
     @property
     def _num_all(self) -> int:
         return int(self._last[-1]) if len(self._last) else 0
+
+    @property
+    def _num_places(self) -> int:
+        return self.documents.num_tokens - len(self.documents)
 
     def _where(self, indices: Any) -> tuple[Any, Any]:
         """Return the documents of pieces, and where in them the pieces begin."""
@@ -107,6 +115,10 @@ class Blocks(Samples):
     @property
     def _num_all(self) -> int:
         return -(-max(self.documents.num_tokens - 1, 0) // self.sequence)
+
+    @property
+    def _num_places(self) -> int:
+        return max(self.documents.num_tokens - 1, 0)
 
     def _all_lengths(self, indices: Indices) -> Indices:
         found: Indices = np.minimum(self.documents.num_tokens - 1 - indices * self.sequence, self.sequence)

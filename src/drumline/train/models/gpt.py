@@ -226,9 +226,9 @@ def positions_of(tokens: Tensor, document_ids: Tensor | None) -> Tensor:
     places = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     if document_ids is None:
         return places
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return places - torch.cummax(torch.where(begins, places, 0), dim=1).values
+    # Without changes in place, so that a stage behind a cut computes them again instead of getting them.
+    begins = functional.pad((document_ids[:, 1:] != document_ids[:, :-1]).long(), (1, 0))
+    return places - torch.cummax(begins * places, dim=1).values
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -25,15 +25,14 @@ from drumline.train.models.built import Tokenizer
 
 IN_MEMORY = 64 << 20  # bytes of text
 _LONGEST_WAIT = 4 * 3600.0
-_PIECE = 1 << 20  # characters that a tokenizer gets at once
 
 
 def encoded(
-    texts: Callable[[], Iterator[str]], files: Sequence[Path], separator: str, tokenizer: Tokenizer
+    texts: Callable[[], Iterator[Iterable[str]]], files: Sequence[Path], separator: str, tokenizer: Tokenizer
 ) -> Documents:
-    """Return the documents of texts, one each, by a tokenizer."""
+    """Return the documents of texts by a tokenizer; each text comes in pieces."""
     if sum(one.stat().st_size for one in files) <= IN_MEMORY:
-        documents = [np.array(list(tokens_of(one, tokenizer)), dtype=np.int32) for one in texts()]
+        documents = [np.fromiter(tokens_of(one, tokenizer), dtype=np.int32) for one in texts()]
         bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         return Documents.spans((np.concatenate(documents),), [bounds], end=tokenizer.end)
     folder = _cache() / _key(files, separator, tokenizer)
@@ -44,30 +43,19 @@ def encoded(
     return Documents.spans((Mapped(str(folder / "tokens.bin"), "int32"),), [np.load(done)], end=tokenizer.end)
 
 
-def tokens_of(text: str, tokenizer: Tokenizer) -> Iterator[int]:
-    """Yield the tokens of a text; a long one is encoded line by line, so that it does not take the memory of all.
+def tokens_of(pieces: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
+    """Yield the tokens of a text that comes in pieces, so that a long one does not take the memory of all.
 
     >>> from drumline.train.models.tokenizers import ByteTokenizer
-    >>> list(tokens_of("ab", ByteTokenizer()))
+    >>> list(tokens_of(["a", "b"], ByteTokenizer()))
     [97, 98]
     """
     go_on = getattr(tokenizer, "encode_next", tokenizer.encode)
-    for at, piece in enumerate(_pieces(text)):
+    for at, piece in enumerate(pieces):
         yield from (go_on if at else tokenizer.encode)(piece)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    start = 0
-    while len(text) - start > _PIECE:
-        line = text.find("\n", start + _PIECE)
-        if line < 0:
-            break
-        yield text[start : line + 1]
-        start = line + 1
-    yield text[start:]
-
-
-def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer) -> None:
+def _write(folder: Path, texts: Iterator[Iterable[str]], tokenizer: Tokenizer) -> None:
     bounds = [0]
     with (folder / "tokens.bin").open("wb") as file:
         for text in texts:
@@ -75,7 +63,7 @@ def _write(folder: Path, texts: Iterator[str], tokenizer: Tokenizer) -> None:
     _save(folder, np.array(bounds, dtype=np.int64))
 
 
-def _append(file: BinaryIO, text: str, tokenizer: Tokenizer) -> int:
+def _append(file: BinaryIO, text: Iterable[str], tokenizer: Tokenizer) -> int:
     tokens = np.fromiter(tokens_of(text, tokenizer), dtype=np.int32)
     file.write(tokens.tobytes())
     return len(tokens)

@@ -5,10 +5,12 @@ A file is one document, or several that a separator divides. A line of a `.jsonl
 
 from __future__ import annotations
 
+import codecs
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from drumline.train.models.tokenizers import ByteTokenizer
 
 SHIPPED = Path(__file__).parents[1] / "shipped" / "genesis.txt"
 SHIPPED_SEPARATOR = "\n\n"  # between chapters
+_PIECE = 1 << 20  # bytes that a tokenizer gets at once
 
 
 def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *, key: str = "data.files") -> Documents:
@@ -68,26 +71,31 @@ def _bounds(path: Path, separator: bytes, start: int) -> Indices:
     return np.array([*bounds, size] if bounds[-1] < size else [*bounds[:-1], size, size], dtype=np.int64)
 
 
-def _texts(files: Sequence[Path], separator: str) -> Iterator[str]:
+def _texts(files: Sequence[Path], separator: str) -> Iterator[Iterable[str]]:
+    """Yield the pieces of every document."""
     for path in files:
         if path.suffix in (".jsonl", ".ndjson"):
             for place, record in records_of(path):
                 text = record.get("text")
                 if not isinstance(text, str):
                     raise UsageError(f'{place}: no "text"', expected='{"text": "..."}')
-                yield text
-        else:
-            yield from _divided(path, separator)
+                yield [text]
+            continue
+        sought = separator.encode()
+        bounds = _bounds(path, sought, check_utf8(path))
+        with path.open("rb") as file:
+            for at, (start, stop) in enumerate(pairwise(bounds.tolist())):
+                yield _pieces(file, start, stop - (len(sought) if at < len(bounds) - 2 else 0))
 
 
-def _divided(path: Path, separator: str) -> Iterator[str]:
-    """Yield the documents of a file, of which no more is in memory than one."""
-    sought = separator.encode()
-    bounds = _bounds(path, sought, check_utf8(path))
-    with path.open("rb") as file:
-        for at, (start, stop) in enumerate(pairwise(bounds)):
-            file.seek(int(start))
-            content = file.read(int(stop - start))
-            text = (content.removesuffix(sought) if at < len(bounds) - 2 else content).decode()
-            if text.strip():
-                yield text
+def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[str]:
+    """Yield the text between two places of a file, a few lines at a time."""
+    decoder, kept = codecs.getincrementaldecoder("utf-8")(), ""
+    file.seek(start)
+    while start < stop:
+        chunk = file.read(min(_PIECE, stop - start))
+        start += len(chunk)
+        text = kept + decoder.decode(chunk)
+        cut = text.rfind("\n") + 1 if start < stop else 0
+        yield text[: cut or len(text)]
+        kept = text[cut or len(text) :]
