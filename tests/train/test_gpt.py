@@ -18,7 +18,6 @@ from drumline.runtime.follow.inputs import Inputs
 from drumline.train.config.settings import BatchSettings, ModelSettings, RunSettings, TrainSettings
 from drumline.train.models.build import build_model, count_parameters, next_token_loss
 from drumline.train.models.gpt import GPT, GPTSizes
-from some import some
 
 OLD = GPTSizes(num_layers=4, hidden=16, num_heads=2, vocabulary=31, sequence=12, tied=True)
 NEW = replace(
@@ -72,14 +71,14 @@ def test_it_has_exactly_the_parameters_that_a_plan_counts(name: str) -> None:
 def test_packed_documents_have_the_gradients_of_documents_one_by_one(sizes: GPTSizes) -> None:
     tokens, target, ids = packed_rows()
     model, alone = made(sizes), made(sizes)
-    next_token_loss(model(tokens, ids), target).backward()
+    torch.autograd.backward(next_token_loss(model(tokens, ids), target))
     counted = (target != -100).sum()
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
             piece = slice(start, start + length)
             loss = next_token_loss(alone(tokens[row : row + 1, piece]), target[row : row + 1, piece])
-            (loss * (target[row, piece] != -100).sum() / counted).backward()
+            torch.autograd.backward(loss * (target[row, piece] != -100).sum() / counted)
             start += length
     want = gradients(alone)
     for name, one in gradients(model).items():
@@ -102,7 +101,7 @@ def test_every_kind_of_schedule_gives_its_gradients(schedule: str, ranks: int) -
     tokens, target, ids = packed_rows()
     batch = {"tokens": tokens, "document_ids": ids}
     model = made(NEW)
-    next_token_loss(model(**batch), target).backward()
+    torch.autograd.backward(next_token_loss(model(**batch), target))
     found, want = in_pipeline(schedule, ranks, batch, target), gradients(model)
     assert found.keys() == want.keys()
     for name, one in found.items():
@@ -145,16 +144,15 @@ def test_a_model_has_the_same_values_whole_and_in_stages() -> None:
 
 
 def test_what_it_cannot_be_is_refused() -> None:
-    for changes, said in some(
-        [
-            ({"num_key_value_heads": 4}, "num_key_value_heads is 4 and model.num_heads 6"),
-            ({"learned_positions": False, "head_width": 7}, "heads are 7 wide"),
-            ({"dropout": 1.0}, "model.dropout is 1.0"),
-            ({"vocabulary": 200}, "the tokenizer has 257 tokens, and the model 200"),
-            ({"others": {"experts_num_experts": 8}}, "experts_num_experts = 8"),
-            ({"num_layers": 0}, "model.num_layers is 0"),
-        ]
-    ):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 and model.num_heads 6"),
+        ({"learned_positions": False, "head_width": 7}, "heads are 7 wide"),
+        ({"dropout": 1.0}, "model.dropout is 1.0"),
+        ({"vocabulary": 200}, "the tokenizer has 257 tokens, and the model 200"),
+        ({"others": {"experts_num_experts": 8}}, "experts_num_experts = 8"),
+        ({"num_layers": 0}, "model.num_layers is 0"),
+    ]
+    for changes, said in cases:
         with pytest.raises(ModelError, match=said):
             build_model(TrainSettings(model=ModelSettings(**changes)), device="meta")
     with pytest.raises(ModelError, match="a row has 13 tokens, and the model has 12 learned positions"):

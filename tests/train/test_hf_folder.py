@@ -90,10 +90,12 @@ def test_packed_rows_train_as_documents_one_by_one(folder: Path, tmp_path: Path)
             sums = sums + torch.nn.functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
             count += int((target != IGNORED).sum())
     assert count == batch.num_tokens
-    (sums / count).backward()
+    torch.autograd.backward(sums / count)
+    assert loss is not None
     assert torch.isclose(loss, (sums / count).detach())
-    want = {name: one.grad for name, one in whole.model.named_parameters()}
+    want: dict[str, Any] = {name: one.grad for name, one in whole.model.named_parameters()}
     for name, one in pipe.named_parameters():
+        assert one.grad is not None
         assert torch.allclose(one.grad, want[name], atol=1e-6, rtol=1e-4), name
 
 

@@ -38,7 +38,7 @@ NOTHING_HELD = EvaluationSettings(every=0)
 
 def log_normal(seed: int, count: int = 3000) -> list[int]:
     drawn = np.random.default_rng(seed).lognormal(math.log(128), 0.8, count)
-    return np.clip(drawn, 1, 1024).astype(int).tolist()
+    return [int(one) for one in np.clip(drawn, 1, 1024)]
 
 
 def documents(folder: Path, lengths: list[int]) -> str:

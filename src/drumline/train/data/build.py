@@ -11,7 +11,7 @@ from drumline.train.data.batch import Batch, Data
 from drumline.train.data.documents import Documents
 from drumline.train.data.fill import Filler, TokenFiller
 from drumline.train.data.function import data_by_function
-from drumline.train.data.layouts import HOWS, Layout, StepShape, check_buckets, layout_of
+from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit, check_buckets, layout_of
 from drumline.train.data.points import PointFiller, Points
 from drumline.train.data.read.instructions import instruction_documents
 from drumline.train.data.read.text import text_documents
@@ -137,7 +137,8 @@ def _steps(data: DataSettings, layout: Layout, place: _Place) -> Steps:
 
 def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
     """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
-    steps, at, found = Steps(layout, seed=_SEED_OF_HELD_OUT), Position(), []
+    steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
+    found: list[list[Unit]] = []
     while layout.samples.num and len(found) < settings.evaluation.batches:
         units, at = steps.step(at)
         if at.epoch:

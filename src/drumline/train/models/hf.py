@@ -74,7 +74,7 @@ def keeps_documents_apart(config: Any) -> bool:
         places = torch.cat([torch.arange(one) for one in lengths]).expand(2, -1)
         try:
             model = _made(_small(config), torch.float32).eval()
-            alone = [model(input_ids=one, use_cache=False)[0] for one in tokens.split(lengths, dim=1)]
+            alone = [model(input_ids=one, use_cache=False)[0] for one in torch.split(tokens, lengths, dim=1)]
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ModelError(
                 f"whether a {config.model_type} model keeps packed documents apart cannot be checked, because a small"
@@ -134,7 +134,8 @@ def _made(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        build: Any = AutoModelForCausalLM.from_config
+        model: Any = build(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         if "AutoModelForCausalLM" not in str(error):
             raise
@@ -145,7 +146,8 @@ def _made(config: Any, dtype: torch.dtype) -> nn.Module:
         ) from None
     # Models that expect to generate text do not look for documents in their positions.
     model.config.use_cache = False
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _check_lengths(path: str, config: Any, sequence: int) -> None:
