@@ -59,6 +59,9 @@ class DataSettings:
     files: tuple[str, ...] = ()  # none: the text shipped with the package
     validation: float = 0.05  # share of the documents held out
     validation_files: tuple[str, ...] = ()
+    separator: str = ""  # text between the documents of a file, such as "\n\n"; "": a file is one document
+    token_type: str = "uint16"  # of token files other than .npy
+    end: int | None = None  # the token that ends a document in token files; None: the tokenizer's
     tokenizer: str = ""  # "bytes", or a folder; "": the model's own, else bytes
     shuffle: bool = True
     seed: int | None = None  # None: the run's

@@ -44,4 +44,10 @@ class Data:
 
     training: Stream
     validation: tuple[Batch, ...]
-    num_tokens: int  # of one epoch
+    num_tokens: int  # of one epoch; 0 where nobody knows
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        close = getattr(self.training, "close", None)
+        if close is not None:
+            close()

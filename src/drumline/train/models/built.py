@@ -31,7 +31,8 @@ class Built:
     `loss_fn(output, target)` is a mean over the targets that are not IGNORED; None if the model returns its own loss.
     `inputs` is the name of the argument that takes tokens or points. `takes` names further arguments that the model
     understands: "position_ids", "document_ids" (of packed rows, to keep attention inside each document),
-    "attention_mask".
+    "attention_mask". `weights` is a folder or file for `Pipeline(weights=...)`, where the model is on the meta device
+    and has its values there; None where its own initialisers give them.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Built:
     tokenizer: Tokenizer | None = None
     inputs: str = "tokens"
     takes: frozenset[str] = frozenset()
+    weights: str | None = None
 
 
 IGNORED = -100  # a target that does not count

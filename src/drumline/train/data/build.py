@@ -1,0 +1,178 @@
+"""The data of a training run: the stream that it trains on, and the batches held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.core.errors import UsageError, counted, nearest
+from drumline.train.config.settings import DataSettings, TrainSettings
+from drumline.train.data.batch import Batch, Data
+from drumline.train.data.documents import Documents
+from drumline.train.data.fill import Filler, TokenFiller
+from drumline.train.data.function import data_by_function
+from drumline.train.data.layouts import HOWS, Layout, StepShape, Unit, check_buckets, layout_of
+from drumline.train.data.points import PointFiller, Points
+from drumline.train.data.read.instructions import instruction_documents
+from drumline.train.data.read.text import text_documents
+from drumline.train.data.read.tokens import token_documents
+from drumline.train.data.samples import Blocks, Pieces, Samples
+from drumline.train.data.stream import PlannedStream, Position, Steps
+from drumline.train.models.built import Built
+
+KINDS = ("text", "tokens", "instructions", "points", "function")
+_DRAWN = 4096  # points, where no file is named
+_SEED_OF_HELD_OUT = 0  # the same batches in every run
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which share of the data this is, and in what shape it is laid out."""
+
+    shape: StepShape
+    rank: int
+    seed: int
+
+
+def build_data(settings: TrainSettings, built: Built, *, rank: int = 0, size: int = 1) -> Data:
+    """Return the data of one data-parallel rank: number `rank` of `size`.
+
+    >>> from drumline.train.config.settings import BatchSettings
+    >>> from drumline.train.models.build import build_model
+    >>> settings = TrainSettings(batch=BatchSettings(sequences=8, microbatch=2, sequence=64))
+    >>> data = build_data(settings, build_model(settings, device="meta"))
+    >>> first = next(iter(data.training))
+    >>> first.inputs["tokens"].shape, first.num_tokens, first.num_padded
+    (torch.Size([8, 64]), 512, 512)
+    >>> data.close()
+    """
+    data = settings.data
+    if data.kind not in KINDS:
+        raise UsageError(f"data.kind is {data.kind!r:.60}", fix=nearest(data.kind, KINDS))
+    if not 0 <= rank < size:
+        raise UsageError(f"rank is {rank} of {size}", expected=f"0 to {size - 1}")
+    if data.kind == "function":
+        return data_by_function(settings, built, rank=rank, size=size)
+    if settings.num_microbatches < 1:
+        raise UsageError(
+            f"batch.sequences is {settings.batch.sequences}",
+            expected="at least batch.microbatch x batch.accumulate x mesh.data",
+        )
+    shape = StepShape(settings.batch.microbatch, settings.num_microbatches, size)
+    place = _Place(shape, rank, settings.run.seed if data.seed is None else data.seed)
+    if data.kind == "points" or (settings.model.kind == "mlp" and not data.files):
+        return _points(settings, built, place)
+    return _tokens(settings, built, place)
+
+
+def _tokens(settings: TrainSettings, built: Built, place: _Place) -> Data:
+    how, sequence = settings.lengths.how, settings.batch.sequence
+    if how not in HOWS:
+        raise UsageError(f"lengths.how is {how!r:.60}", fix=nearest(how, HOWS))
+    check_buckets(settings.lengths.buckets, sequence)
+    documents, held = _documents(settings, built)
+    width = max(settings.lengths.buckets) if how == "buckets" and settings.lengths.buckets else sequence
+    kind: type[Samples] = Blocks if how == "blocks" else Pieces
+    samples = kind(documents, width)
+    buckets = settings.lengths.buckets
+    layout = layout_of(how, samples, place.shape, width, buckets)
+    _check_size(layout)
+    vocabulary = _vocabulary(settings, built)
+    filler = TokenFiller(samples, built, how, vocabulary)
+    validation: tuple[Batch, ...] = ()
+    if settings.evaluation.every and len(held):
+        kept = kind(held, width)
+        laid_out = layout_of(how, kept, place.shape, width, getattr(layout, "buckets", ()))
+        validation = _held_out(settings, laid_out, TokenFiller(kept, built, how, vocabulary), place)
+    stream = PlannedStream(_steps(settings.data, layout, place), filler, rank=place.rank, workers=settings.data.workers)
+    return Data(stream, validation, num_tokens=samples.num_targets)
+
+
+def _documents(settings: TrainSettings, built: Built) -> tuple[Documents, Documents]:
+    """Return the documents to train on, and those held out."""
+    data = settings.data
+
+    def read(names: tuple[str, ...], key: str) -> Documents:
+        if data.kind == "tokens":
+            end = data.end if built.tokenizer is None or data.end is not None else built.tokenizer.end
+            return token_documents(names, data.token_type, end, _vocabulary(settings, built), key=key)
+        if built.tokenizer is None:
+            fix = 'name one in data.tokenizer: "bytes", or a folder'
+            raise UsageError(f"data.kind is {data.kind!r}, and there is no tokenizer", fix=fix)
+        if data.kind == "instructions":
+            return instruction_documents(names, built.tokenizer, key=key)
+        return text_documents(names, data.separator, built.tokenizer, key=key)
+
+    documents = read(data.files, "data.files")
+    if data.validation_files:
+        return documents, read(data.validation_files, "data.validation_files")
+    return documents.split(data.validation if settings.evaluation.every else 0.0)
+
+
+def _points(settings: TrainSettings, built: Built, place: _Place) -> Data:
+    model, data, rows = settings.model, settings.data, place.shape.all_rows
+    sizes: dict[str, Any] = {"inputs": model.inputs, "classes": model.outputs}
+    wanted = settings.evaluation.batches if settings.evaluation.every else 0
+    if not data.files:
+        drawn = max(_DRAWN, 4 * rows)
+        points = Points.drawn(drawn + wanted * rows, seed=place.seed, **sizes)
+        training, held = points.split(wanted * rows / points.num)
+    elif data.validation_files:
+        training = Points.of_files(data.files, **sizes)
+        held = Points.of_files(data.validation_files, key="data.validation_files", **sizes)
+    else:
+        training, held = Points.of_files(data.files, **sizes).split(data.validation if wanted else 0.0)
+    layout = Layout(training, place.shape, 1)
+    _check_size(layout)
+    kept = Layout(held, place.shape, 1)
+    validation = _held_out(settings, kept, PointFiller(held, built.inputs), place) if wanted and held.num else ()
+    filler = PointFiller(training, built.inputs)
+    stream = PlannedStream(_steps(data, layout, place), filler, rank=place.rank, workers=data.workers)
+    return Data(stream, validation, num_tokens=training.num)
+
+
+def _steps(data: DataSettings, layout: Layout, place: _Place) -> Steps:
+    return Steps(layout, seed=place.seed, shuffle=data.shuffle)
+
+
+def _held_out(settings: TrainSettings, layout: Layout, filler: Filler, place: _Place) -> tuple[Batch, ...]:
+    """Return whole steps of what is held out; where there is not one, a step that is filled up with empty rows."""
+    steps, at = Steps(layout, seed=_SEED_OF_HELD_OUT), Position()
+    found: list[list[Unit]] = []
+    while layout.samples.num and len(found) < settings.evaluation.batches:
+        units, at = steps.step(at)
+        if at.epoch:
+            break
+        found.append(units)
+    short = layout.short_step() if not found else None
+    if short is not None:
+        found.append(short)
+    if not found:
+        least = place.shape.num_microbatches * place.shape.size
+        raise UsageError(
+            f"only {counted(layout.count_rows(), 'row')} can be held out, for {counted(least, 'microbatch')}",
+            expected="at least a row for each",
+            fix="raise data.validation, name data.validation_files, or set evaluation.every = 0",
+        )
+    return tuple(filler.batch(layout.share(units, place.rank)) for units in found)
+
+
+def _check_size(layout: Layout) -> None:
+    rows = layout.count_rows()
+    if rows < layout.shape.all_rows:
+        raise UsageError(
+            f"the data have {counted(rows, 'row')}, and a step takes {layout.shape.all_rows}",
+            expected="at least enough for one step",
+            fix="give more data, or lower batch.sequences or batch.sequence",
+        )
+
+
+def _vocabulary(settings: TrainSettings, built: Built) -> int | None:
+    """Return how many tokens the model knows; None where it does not say."""
+    for holder, name in (
+        (getattr(built.model, "sizes", None), "vocabulary"),
+        (getattr(built.model, "config", None), "vocab_size"),
+    ):
+        if isinstance(found := getattr(holder, name, None), int):
+            return found
+    return settings.model.vocabulary

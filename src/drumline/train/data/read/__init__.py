@@ -1,0 +1,1 @@
+"""Files that are trained on: found, checked and turned into documents."""

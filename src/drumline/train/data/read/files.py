@@ -1,0 +1,92 @@
+"""The files that a config names: found, not empty, and read as text with the line where that fails."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.core.errors import UsageError
+
+_CHUNK = 1 << 22
+_BOM = b"\xef\xbb\xbf"
+
+
+def found(names: Sequence[str], *, key: str = "data.files") -> list[Path]:
+    """Return the files of these names or patterns, each of which must be there and hold something.
+
+    >>> found(["nowhere.txt"])
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: data.files names nowhere.txt, and there is no such file
+    """
+    files: list[Path] = []
+    for name in names:
+        path = Path(name)
+        several = sorted(glob.glob(name, recursive=True)) if not path.exists() else []
+        files += map(Path, several) if several else [path]
+    for path in files:
+        if path.is_dir():
+            raise UsageError(f"{key} names the folder {path}", expected="files", fix=f'name what is in it: "{path}/*"')
+        if not path.is_file():
+            raise UsageError(f"{key} names {path}, and there is no such file")
+        if not path.stat().st_size:
+            raise UsageError(f"{path} is empty", expected="something to train on")
+    return files
+
+
+def check_utf8(path: Path) -> int:
+    """Refuse a file that is not UTF-8, naming the line; return how many bytes before the text to skip."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    lines, start = 1, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            start = len(_BOM) if file.tell() == len(chunk) and chunk.startswith(_BOM) else start
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                raise _not_text(path, lines + bytes(error.object[: error.start]).count(b"\n")) from None
+            lines += chunk.count(b"\n")
+    if decoder.getstate()[0]:
+        raise _not_text(path, lines)
+    return start
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text of every line that is not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise _not_text(path, number) from None
+            if text.strip():
+                yield number, text
+
+
+def records_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and contents of every line of a JSONL file: one object a line."""
+    empty = True
+    for number, line in lines_of(path):
+        empty = False
+        place = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            raise UsageError(f"{place}: not JSON ({reason})", expected="one object a line") from None
+        if not isinstance(record, dict):
+            raise UsageError(f"{place}: a {type(record).__name__}", expected="an object: {...}")
+        yield place, record
+    if empty:
+        raise UsageError(f"{path} has only blank lines", expected="one object a line")
+
+
+def _not_text(path: Path, line: int) -> UsageError:
+    return UsageError(
+        f"{path}, line {line}: not UTF-8",
+        expected="text in UTF-8",
+        fix='convert the file, or pass token numbers: data.kind = "tokens"',
+    )

@@ -1,0 +1,104 @@
+"""Instructions as JSONL: only the responses are trained on.
+
+    {"prompt": "2 + 2?", "response": "4"}
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+
+A tokenizer with a chat template writes conversations by it. Without one, a prompt is followed by its response and the
+token that ends a text, and each message of a conversation is a line: `user: ...`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from drumline.core.errors import UsageError
+from drumline.train.data.documents import Documents
+from drumline.train.data.read.files import found, records_of
+from drumline.train.models.built import Tokenizer
+from drumline.train.models.tokenizers import FolderTokenizer, Message
+
+_FORMS = '{"prompt": "...", "response": "..."} or {"messages": [{"role": ..., "content": ...}, ...]}'
+_ANSWERS = "assistant"
+Counted = tuple[list[int], list[bool]]
+
+
+def instruction_documents(names: Sequence[str], tokenizer: Tokenizer, *, key: str = "data.files") -> Documents:
+    """Return the documents of instruction files, with which of their tokens are trained on."""
+    if not names:
+        raise UsageError(f"{key} names no file", expected=f"JSONL files, a line each: {_FORMS}")
+    tokens: list[list[int]] = []
+    counted: list[list[bool]] = []
+    for path in found(names, key=key):
+        for place, record in records_of(path):
+            one, counts = _encoded(place, record, tokenizer)
+            if not any(counts[1:]):
+                raise UsageError(f"{place}: the response is empty", expected="something to train on")
+            tokens.append(one)
+            counted.append(counts)
+    part = np.array([one for each in tokens for one in each], dtype=np.int32)
+    flags = np.array([one for each in counted for one in each], dtype=bool)
+    bounds = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+    return Documents.spans((part,), [bounds], counted=(flags,))
+
+
+def _encoded(place: str, record: dict[str, Any], tokenizer: Tokenizer) -> Counted:
+    templated = isinstance(tokenizer, FolderTokenizer) and tokenizer.has_chat_template
+    if "messages" in record:
+        messages = _messages(place, record["messages"])
+    else:
+        prompt, response = record.get("prompt"), record.get("response")
+        if not isinstance(prompt, str) or not isinstance(response, str):
+            raise UsageError(f"{place}: the keys are {', '.join(map(str, record))[:120]}", expected=_FORMS)
+        if not templated:
+            return _in_turn([(prompt, False), (response, bool(response))], tokenizer)
+        messages = [{"role": "user", "content": prompt}, {"role": _ANSWERS, "content": response}]
+    if not any(one["role"] == _ANSWERS and one["content"] for one in messages):
+        raise UsageError(f"{place}: no message of the role {_ANSWERS!r} has content", expected=_FORMS)
+    if templated:
+        assert isinstance(tokenizer, FolderTokenizer)
+        return _by_template(place, messages, tokenizer)
+    turns: list[tuple[str, bool]] = []
+    for one in messages:
+        turns += [(f"{one['role']}: ", False), (f"{one['content']}\n", one["role"] == _ANSWERS)]
+    return _in_turn(turns, tokenizer)
+
+
+def _messages(place: str, given: Any) -> list[Message]:
+    def is_right(one: Any) -> bool:
+        return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+
+    if not isinstance(given, list) or not given or not all(map(is_right, given)):
+        raise UsageError(f"{place}: messages is {given!r:.80}", expected=_FORMS)
+    return given
+
+
+def _in_turn(turns: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:
+    go_on = getattr(tokenizer, "encode_next", tokenizer.encode)
+    tokens: list[int] = []
+    counts: list[bool] = []
+    for at, (text, counted) in enumerate(turns):
+        more = (go_on if at else tokenizer.encode)(text)
+        tokens += more
+        counts += [counted] * len(more)
+    return [*tokens, tokenizer.end], [*counts, counts[-1] if counts else False]
+
+
+def _by_template(place: str, messages: list[Message], tokenizer: FolderTokenizer) -> Counted:
+    """Count what the template writes between the beginning of an answer and its end."""
+    tokens = tokenizer.chat(messages)
+    counts = [False] * len(tokens)
+    for at, one in enumerate(messages):
+        if one["role"] != _ANSWERS:
+            continue
+        before, after = tokenizer.chat(messages[:at], answer=True), tokenizer.chat(messages[: at + 1])
+        if tokens[: len(after)] != after or after[: len(before)] != before:
+            raise UsageError(
+                f"{place}: the chat template writes message {at + 1} differently when others follow it",
+                expected="a template that only adds to what it has written",
+                fix="give each response a line of its own, with the messages before it",
+            )
+        counts[len(before) : len(after)] = [True] * (len(after) - len(before))
+    return tokens, counts

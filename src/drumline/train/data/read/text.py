@@ -1,0 +1,101 @@
+"""Text files: bytes are mapped and never copied, other tokenizers encode them once.
+
+A file is one document, or several that a separator divides. A line of a `.jsonl` file is a document: its "text".
+"""
+
+from __future__ import annotations
+
+import codecs
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from drumline.core.errors import UsageError
+from drumline.train.data.documents import Documents, Mapped
+from drumline.train.data.order import Indices
+from drumline.train.data.read.encoded import encoded
+from drumline.train.data.read.files import check_utf8, found, records_of
+from drumline.train.models.built import Tokenizer
+from drumline.train.models.tokenizers import ByteTokenizer
+
+SHIPPED = Path(__file__).parents[1] / "shipped" / "genesis.txt"
+SHIPPED_SEPARATOR = "\n\n"  # between chapters
+_PIECE = 1 << 20  # bytes that a tokenizer gets at once
+
+
+def text_documents(names: Sequence[str], separator: str, tokenizer: Tokenizer, *, key: str = "data.files") -> Documents:
+    r"""Return the documents of text files; of the text that is shipped with the package if none is named.
+
+    >>> len(text_documents([], "", ByteTokenizer())), len(text_documents([], "\n", ByteTokenizer()))
+    (50, 1533)
+    """
+    files = found(names, key=key) if names else [SHIPPED]
+    separator = separator if names or separator else SHIPPED_SEPARATOR
+    records = [one for one in files if one.suffix in (".jsonl", ".ndjson")]
+    if type(tokenizer) is ByteTokenizer and not records:
+        return _mapped(files, separator, tokenizer)
+    for path in files:
+        if path not in records:
+            check_utf8(path)
+    documents = encoded(lambda: _texts(files, separator), files, separator, tokenizer)
+    return _some(documents, files)
+
+
+def _mapped(files: Sequence[Path], separator: str, tokenizer: Tokenizer) -> Documents:
+    starts = [check_utf8(path) for path in files]
+    parts = [Mapped(str(path), "uint8") for path in files]
+    sought = separator.encode()
+    bounds = [_bounds(path, sought, start) for path, start in zip(files, starts, strict=True)]
+    documents = Documents.spans(parts, bounds, gap=len(sought), end=tokenizer.end)
+    return _some(documents, files)
+
+
+def _some(documents: Documents, files: Sequence[Path]) -> Documents:
+    if not len(documents):
+        raise UsageError(f"{', '.join(map(str, files))[:200]} has no text", expected="documents to train on")
+    return documents
+
+
+def _bounds(path: Path, separator: bytes, start: int) -> Indices:
+    """Return where documents begin, and where the last one ends."""
+    size = path.stat().st_size
+    bounds = [start]
+    if separator:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            while (at := content.find(separator, bounds[-1])) >= 0:
+                bounds.append(at + len(separator))
+    return np.array([*bounds, size] if bounds[-1] < size else [*bounds[:-1], size, size], dtype=np.int64)
+
+
+def _texts(files: Sequence[Path], separator: str) -> Iterator[Iterable[str]]:
+    """Yield the pieces of every document."""
+    for path in files:
+        if path.suffix in (".jsonl", ".ndjson"):
+            for place, record in records_of(path):
+                text = record.get("text")
+                if not isinstance(text, str):
+                    raise UsageError(f'{place}: no "text"', expected='{"text": "..."}')
+                yield [text]
+            continue
+        sought = separator.encode()
+        bounds = _bounds(path, sought, check_utf8(path))
+        with path.open("rb") as file:
+            for at, (start, stop) in enumerate(pairwise(bounds.tolist())):
+                yield _pieces(file, start, stop - (len(sought) if at < len(bounds) - 2 else 0))
+
+
+def _pieces(file: BinaryIO, start: int, stop: int) -> Iterator[str]:
+    """Yield the text between two places of a file, a few lines at a time."""
+    decoder, kept = codecs.getincrementaldecoder("utf-8")(), ""
+    file.seek(start)
+    while start < stop:
+        chunk = file.read(min(_PIECE, stop - start))
+        start += len(chunk)
+        text = kept + decoder.decode(chunk)
+        cut = text.rfind("\n") + 1 if start < stop else 0
+        yield text[: cut or len(text)]
+        kept = text[cut or len(text) :]

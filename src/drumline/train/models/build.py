@@ -1,0 +1,148 @@
+"""The model of a training run, whatever its kind, with its loss and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from drumline.core.errors import ModelError, UsageError, nearest
+from drumline.pipeline.state.materialise import materialise
+from drumline.train.config.settings import ModelSettings, TrainSettings
+from drumline.train.models.built import IGNORED, Built, Tokenizer
+from drumline.train.models.function import built_by_user, called, named_function
+from drumline.train.models.gpt import GPT, GPTSizes
+from drumline.train.models.hf import hf_model
+from drumline.train.models.mlp import mlp
+from drumline.train.models.tokenizers import ByteTokenizer, tokenizer_named
+
+KINDS = ("gpt", "mlp", "hf", "function")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_model(settings: TrainSettings, *, device: str = "cpu") -> Built:
+    """Return the model with its loss and tokenizer; on "meta" without memory, for a pipeline that fills its own stages.
+
+    On "cpu" it has the values that `Pipeline(model, weights=built.weights, seed=settings.run.seed)` gives to one on
+    "meta", to the last bit. Functions of users seed themselves: they run under `torch.manual_seed(settings.run.seed)`.
+
+    >>> built = build_model(TrainSettings(model=ModelSettings(num_layers=2, hidden=32, num_heads=2)), device="meta")
+    >>> built.model.embedding.tokens, sorted(built.takes)
+    (Embedding(257, 32), ['document_ids'])
+    """
+    kind = settings.model.kind
+    if kind not in KINDS:
+        raise UsageError(f"model.kind is {kind!r:.60}", fix=nearest(kind, KINDS))
+    if device not in ("cpu", "meta"):
+        raise UsageError(f"device is {device!r:.60}", expected='"cpu" or "meta"')
+    if kind == "function":
+        return _by_function(settings, device)
+    made = {"gpt": _gpt, "mlp": _mlp, "hf": _hf}[kind](settings)
+    if device == "meta":
+        return made
+    materialise(made.model, made.weights, device="cpu", seed=settings.run.seed)
+    return replace(made, weights=None)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers are trained, tied ones counted once.
+
+    >>> count_parameters(nn.Linear(3, 2))
+    8
+    """
+    return sum(one.numel() for one in model.parameters())
+
+
+def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean loss over the targets that count."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def _gpt(settings: TrainSettings) -> Built:
+    _check_others(settings.model)
+    tokenizer = _tokenizer(settings)
+    vocabulary = settings.model.vocabulary
+    if vocabulary is None:
+        if tokenizer is None:
+            fix = "set model.vocabulary, or name the tokenizer of the tokens in data.tokenizer"
+            raise UsageError(
+                "model.vocabulary is not set, and token files do not say how many tokens there are", fix=fix
+            )
+        vocabulary = tokenizer.vocabulary
+    _check_vocabulary(vocabulary, tokenizer)
+    names = {one.name for one in fields(GPTSizes)} - {"vocabulary", "sequence"}
+    numbers = {name: getattr(settings.model, name) for name in names}
+    sizes = GPTSizes(vocabulary=vocabulary, sequence=settings.batch.sequence, **numbers)
+    with torch.device("meta"):
+        model = GPT(sizes).to(_dtype(settings))
+    return Built(model, next_token_loss, tokenizer, takes=frozenset({"document_ids"}))
+
+
+def _mlp(settings: TrainSettings) -> Built:
+    one = settings.model
+    with torch.device("meta"):
+        model = mlp(one.num_layers, one.hidden, one.inputs, one.outputs).to(_dtype(settings))
+    return Built(model, nn.functional.cross_entropy, inputs="input")
+
+
+def _hf(settings: TrainSettings) -> Built:
+    named = settings.data.tokenizer
+    built = hf_model(
+        settings.model.path,
+        pretrained=settings.model.pretrained,
+        sequence=settings.batch.sequence,
+        packed=settings.lengths.how == "packed",
+        dtype=_dtype(settings),
+        tokenizer=tokenizer_named(named) if named else None,
+    )
+    if built.tokenizer is None and settings.data.kind != "tokens":
+        built = replace(built, tokenizer=ByteTokenizer())
+    config = built.model.config
+    _check_vocabulary(int(getattr(config, "vocab_size")), built.tokenizer)  # noqa: B009 - typed as a module
+    return built
+
+
+def _by_function(settings: TrainSettings, device: str) -> Built:
+    name = settings.model.function
+    function = named_function(name, key="model.function")
+    tokenizer = _tokenizer(settings) if settings.data.kind in ("text", "instructions") else None
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(settings.run.seed)
+        offered = {"settings": settings, "tokenizer": tokenizer}
+        made = built_by_user(called(function, offered, settings.model.arguments, key="model"), name=name)
+    return made if made.tokenizer is not None else replace(made, tokenizer=tokenizer)
+
+
+def _tokenizer(settings: TrainSettings) -> Tokenizer | None:
+    if settings.data.tokenizer:
+        return tokenizer_named(settings.data.tokenizer)
+    return None if settings.data.kind == "tokens" else ByteTokenizer()
+
+
+def _check_vocabulary(vocabulary: int, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and tokenizer.vocabulary > vocabulary:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocabulary} tokens, and the model {vocabulary}",
+            expected="a model with at least as many",
+            fix="raise model.vocabulary, or choose another tokenizer in data.tokenizer",
+        )
+
+
+def _check_others(model: ModelSettings) -> None:
+    """Refuse what a plan says of a model that this one cannot be."""
+    plain = {"num_dense_layers": model.num_layers}
+    odd = [f"{name} = {value!r:.60}" for name, value in model.others.items() if value and value != plain.get(name)]
+    if odd:
+        raise ModelError(
+            f"the built-in GPT cannot be as the config says: {', '.join(odd)}",
+            expected="a dense decoder with learned or rotary positions",
+            fix='build the model yourself (model.kind = "function") or take one of Hugging Face (model.kind = "hf")',
+        )
+
+
+def _dtype(settings: TrainSettings) -> torch.dtype:
+    name = settings.precision.weights
+    if name not in _DTYPES:
+        raise UsageError(f"precision.weights is {name!r:.60}", fix=nearest(name, _DTYPES))
+    return _DTYPES[name]

@@ -1,0 +1,117 @@
+"""Functions that a user names in a config: `package.module:function` or `folder/file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from drumline.core.errors import UsageError, nearest
+from drumline.train.models.built import Built
+from drumline.train.models.hf import loss_of_logits
+
+_FORMS = '"package.module:function" or "file.py:function"'
+
+
+def named_function(name: str, *, key: str) -> Callable[..., Any]:
+    """Return the function that a config names under `key`.
+
+    >>> named_function("math:gcd", key="model.function")(4, 6)
+    2
+    >>> named_function("math:gcb", key="model.function")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: model.function names gcb, which math does not have; did you mean gcd?
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute:
+        raise UsageError(f"{key} is {name!r:.80}", expected=_FORMS)
+    module = _of_file(Path(place), key) if place.endswith(".py") else _of_name(place, key)
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [one for one in vars(module) if not one.startswith("_")]
+        raise UsageError(f"{key} names {attribute}, which {place} does not have", fix=nearest(attribute, names))
+    if not callable(found):
+        raise UsageError(f"{key} names {attribute} of {place}, a {type(found).__name__}", expected="a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _of_name(name: str, key: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # the module is there, and imports one that is not
+        fix = "start in the folder that holds it, install it, or name the file: path/file.py:function"
+        raise UsageError(f"{key} names the module {name}, and there is none", fix=fix) from None
+
+
+def _of_file(path: Path, key: str) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"{key} names the file {path}, and there is none", expected=_FORMS)
+    # By its whole path, so that two files of one name stay apart and each is run once.
+    name = f"drumline_user_{path.stem}_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a path that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def called(function: Callable[..., Any], offered: Mapping[str, Any], arguments: Mapping[str, Any], *, key: str) -> Any:
+    """Call a user's function with its `arguments`, and with those of the `offered` values that it has names for.
+
+    >>> called(lambda width, settings: (width, settings), {"settings": 1, "rank": 0}, {"width": 8}, key="model")
+    (8, 1)
+    >>> called(lambda width: width, {}, {"wide": 8}, key="model")
+    Traceback (most recent call last):
+    drumline.core.errors.UsageError: the function of model does not take wide; did you mean width?
+    """
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        for name in arguments:
+            if name not in parameters:
+                raise UsageError(f"the function of {key} does not take {name}", fix=nearest(name, parameters))
+    given = {name: value for name, value in offered.items() if name in parameters} | dict(arguments)
+    for name, one in parameters.items():
+        open_ended = one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        if name not in given and one.default is one.empty and not open_ended:
+            fix = f"add it to the table [{key}.arguments]"
+            raise UsageError(f"the function of {key} needs {name}", expected=f"one of {', '.join(offered)}", fix=fix)
+    return function(**given)
+
+
+def built_by_user(made: Any, *, name: str) -> Built:
+    """Return what a user's `build_model` made as a Built: a module, (module, loss_fn), or a Built itself."""
+    if isinstance(made, Built):
+        return made
+    model, loss_fn = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if isinstance(model, nn.Module) and (loss_fn is None or callable(loss_fn)):
+        if loss_fn is None and any(one.__name__ == "PreTrainedModel" for one in type(model).__mro__):
+            loss_fn = loss_of_logits  # its own would shift targets that are shifted already
+        parameters = inspect.signature(model.forward).parameters
+        names = [name for name, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        return Built(model, loss_fn, inputs=names[0] if names else "tokens", takes=frozenset(names[1:]))
+    raise UsageError(
+        f"{name} returned a {type(made).__name__}",
+        expected="an nn.Module, (module, loss_fn), or a drumline.train.models.built.Built",
+    )

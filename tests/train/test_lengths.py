@@ -1,0 +1,218 @@
+"""Order, shares, positions and padding of the data, for every way of laying documents out."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import Counter
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drumline.core.errors import DrumlineError, UsageError
+from drumline.train.config.settings import (
+    BatchSettings,
+    DataSettings,
+    EvaluationSettings,
+    LengthSettings,
+    ModelSettings,
+    TrainSettings,
+)
+from drumline.train.data.batch import Batch, Data
+from drumline.train.data.build import build_data
+from drumline.train.data.layouts import HOWS
+from drumline.train.models.build import build_model
+from drumline.train.models.built import IGNORED, Built
+from drumline.train.models.tokenizers import ByteTokenizer
+from some import some
+
+END = 256
+MODEL = ModelSettings(num_layers=1, hidden=8, num_heads=1)
+NOTHING_HELD = EvaluationSettings(every=0)
+
+
+def log_normal(seed: int, count: int = 3000) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(math.log(128), 0.8, count)
+    return [int(one) for one in np.clip(drawn, 1, 1024)]
+
+
+def documents(folder: Path, lengths: list[int]) -> str:
+    """Write documents of whose letters every one is of the document's own."""
+    path = folder / "text.txt"
+    path.write_text("\n".join(chr(ord("a") + at % 26) * length for at, length in enumerate(lengths)))
+    return str(path)
+
+
+def settings(how: str, files: tuple[str, ...], **changes: Any) -> TrainSettings:
+    batch = changes.pop("batch", BatchSettings(sequences=12, microbatch=2, sequence=16))
+    data = DataSettings(files=files, separator="\n", **changes.pop("data", {}))
+    return TrainSettings(
+        model=MODEL, batch=batch, data=data, lengths=LengthSettings(how=how), evaluation=NOTHING_HELD, **changes
+    )
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return build_model(TrainSettings(model=MODEL, batch=BatchSettings(sequence=1024)), device="meta")
+
+
+def parts(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def plain(batch: Batch) -> list[Any]:
+    """Return all of a batch as numbers."""
+    values = [*batch.inputs.values(), batch.target]
+    numbers = [one.tolist() for value in values for one in parts(value)]
+    return [*numbers, batch.num_tokens, batch.num_padded, batch.bucket]
+
+
+def counted(batches: list[Batch]) -> Counter[tuple[int, ...]]:
+    """Return how often every run of inputs comes, up to its end: a piece of a document, or a block."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for batch in batches:
+        ids = parts(batch.inputs.get("document_ids", [torch.zeros_like(one) for one in parts(batch.target)]))
+        for tokens, target, document in zip(parts(batch.inputs["tokens"]), parts(batch.target), ids, strict=True):
+            for row, wanted, numbers in zip(tokens.tolist(), target.tolist(), document.tolist(), strict=True):
+                for number in set(numbers):
+                    run = [pair[:2] for pair in zip(row, wanted, numbers, strict=True) if pair[2] == number]
+                    run = [pair for pair in run if pair[1] != IGNORED]
+                    assert all(after[0] == before[1] for before, after in pairwise(run))
+                    if run:
+                        found[(*(pair[0] for pair in run), run[-1][1])] += 1
+    return found
+
+
+def first(data: Data, count: int) -> list[Batch]:
+    batches = list(islice(iter(data.training), count))
+    data.close()
+    return batches
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ranks_share_an_epoch_without_loss_or_double(how: str, built: Built, tmp_path: Path) -> None:
+    lengths = [1 + (7 * at) % 40 for at in range(96)]
+    file = documents(tmp_path, lengths)
+    wanted = settings(how, (file,))
+    one = build_data(wanted, built)
+    assert one.num_tokens == sum(lengths) + (95 if how == "blocks" else 0)  # between documents only blocks predict
+    batches: list[Batch] = []
+    while sum(batch.num_tokens for batch in batches) < 3 * one.num_tokens:
+        batches = first(one, len(batches) + 8)
+        one = build_data(wanted, built)
+    alone = counted(batches)
+    ranks = [first(build_data(wanted, built, rank=rank, size=2), len(batches) // 2) for rank in (0, 1)]
+    shared = counted([*ranks[0], *ranks[1]])
+    # Buckets of twice as many rows fill at other times; all else is dealt from one and the same order.
+    if how != "buckets":
+        assert alone == shared
+    text = [(*map(ord, one), END) for one in Path(file).read_text().split("\n")]
+    once = Counter(one[at : at + 17] for one in text for at in range(0, len(one) - 1, 16))
+    if how == "blocks":
+        whole = [token for one in text for token in one]
+        once = Counter(tuple(whole[at : at + 17]) for at in range(0, len(whole) - 1, 16))
+    epochs = sum(batch.num_tokens for batch in batches) / one.num_tokens
+    for found in (alone, shared):
+        assert found.keys() == once.keys()
+        for run, times in found.items():
+            # Buckets carry some of an epoch into the next.
+            assert math.floor(epochs) - 1 <= times / once[run] <= math.ceil(epochs) + 1
+    for batch in [*batches, *ranks[0]]:
+        assert batch.num_tokens == sum(int((one != IGNORED).sum()) for one in parts(batch.target))
+        assert batch.num_padded == sum(one.numel() for one in parts(batch.target))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_it_goes_on_bit_for_bit_from_every_position(how: str, built: Built, tmp_path: Path) -> None:
+    file = documents(tmp_path, [1 + (7 * at) % 40 for at in range(60)])
+    wanted = settings(how, (file,), batch=BatchSettings(sequences=6, microbatch=2, sequence=16))
+    data = build_data(wanted, built)
+    stream, batches, states = iter(data.training), [], []
+    for _ in range(20):
+        states.append(json.loads(json.dumps(data.training.state_dict())))
+        batches.append(plain(next(stream)))
+    data.close()
+    again = build_data(wanted, built)
+    for at, state in some(enumerate(states)):
+        again.training.load_state_dict(state)
+        assert plain(next(iter(again.training))) == batches[at], at
+    assert states[-1]["epoch"] > 0
+    again.close()
+    other = build_data(settings(how, (documents(tmp_path, [20] * 30),), batch=wanted.batch), built)
+    with pytest.raises(UsageError, match="was saved with num_samples"):
+        other.training.load_state_dict(states[3])
+
+
+def test_the_order_depends_on_seed_and_epoch_and_not_on_who_reads_ahead(built: Built, tmp_path: Path) -> None:
+    file = documents(tmp_path, [1 + (7 * at) % 40 for at in range(40)])
+    orders = {
+        name: [plain(one) for one in first(build_data(settings("padded", (file,), data=data), built), 12)]
+        for name, data in {"": {}, "workers": {"workers": 1}, "seed": {"seed": 1}, "none": {"shuffle": False}}.items()
+    }
+    assert orders[""] == orders["workers"]
+    assert orders[""] != orders["seed"] != orders["none"]
+    assert not [one for one in threading.enumerate() if one.name == "drumline-data"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_log_normal_lengths_are_padded_by_less_than_a_twentieth(seed: int, built: Built, tmp_path: Path) -> None:
+    file = documents(tmp_path, log_normal(seed))
+    for how in ("packed", "padded"):
+        wanted = settings(how, (file,), batch=BatchSettings(sequences=32, microbatch=4, sequence=1024))
+        batches = first(build_data(wanted, built), 12)
+        share = 1 - sum(one.num_tokens for one in batches) / sum(one.num_padded for one in batches)
+        assert share < 0.05, how
+        sizes = [one.numel() for batch in batches for one in parts(batch.target)]
+        assert max(sizes) <= 1024 * (32 if how == "packed" else 1), "a microbatch costs no more than the longest row"
+
+
+def test_buckets_are_few_and_rows_of_a_batch_have_one_length(built: Built, tmp_path: Path) -> None:
+    file = documents(tmp_path, log_normal(0))
+    wanted = settings("buckets", (file,), batch=BatchSettings(sequences=32, microbatch=4, sequence=1024))
+    batches = first(build_data(wanted, built), 60)
+    assert 2 < len({one.bucket for one in batches}) <= 8
+    for one in batches:
+        assert one.inputs["tokens"].shape == (32, one.bucket)
+    share = 1 - sum(one.num_tokens for one in batches) / sum(one.num_padded for one in batches)
+    assert share < 0.22  # eight lengths at their best: 0.18
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_held_out_batches_are_apart_and_the_same_every_time(how: str, built: Built, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"{at:04d}" for at in range(400)))
+    wanted = TrainSettings(
+        model=MODEL,
+        batch=BatchSettings(sequences=16, microbatch=2, sequence=16),
+        data=DataSettings(files=(str(file),), separator="\n", validation=0.1),
+        lengths=LengthSettings(how=how),
+        evaluation=EvaluationSettings(batches=2),
+    )
+    data = build_data(wanted, built)
+    assert [plain(one) for one in data.validation] == [plain(one) for one in build_data(wanted, built).validation]
+    held = {"".join(map(chr, run)).strip(chr(END)) for run in counted(list(data.validation))}
+    trained = {"".join(map(chr, run)).strip(chr(END)) for run in counted(first(data, 40))}
+    assert held
+    if how != "blocks":
+        assert not held & trained
+        assert held <= {f"{at:04d}" for at in range(9, 400, 10)}
+        assert len(trained) == 360
+
+
+def test_packed_rows_keep_documents_apart_in_the_model(tmp_path: Path) -> None:
+    wanted = settings("packed", (documents(tmp_path, [3, 9, 4, 7, 5, 2] * 10),))
+    built = build_model(wanted)
+    batch = first(build_data(wanted, built), 1)[0]
+    logits = built.model(**batch.inputs)
+    row = batch.inputs["document_ids"][0].tolist()
+    start, stop = row.index(1), len(row) - row[::-1].index(1)
+    alone = built.model(batch.inputs["tokens"][:1, start:stop])
+    assert torch.allclose(logits[0, start:stop], alone[0], atol=1e-6)
+    model_without = Built(torch.nn.Linear(1, 1), built.loss_fn, ByteTokenizer())
+    with pytest.raises(DrumlineError, match="cannot be told where documents begin"):
+        build_data(wanted, model_without)
