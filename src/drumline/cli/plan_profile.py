@@ -134,7 +134,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
         f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
         "",
-        table(header, rows, width=width, keep=("step ms",)),
+        table(header, rows, width=width, keep=("step ms", "why not")),
         "",
         f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
         f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"
