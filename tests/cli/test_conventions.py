@@ -161,7 +161,7 @@ def test_errors_about_stdin_call_it_so(
     words: str, text: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given(monkeypatch, text)
-    code, out, err = run(capsys, words)
+    code, _, err = run(capsys, words)
     assert (code, said in err) == (2, True), err
     given(monkeypatch, text)
     assert "/" not in run(capsys, f"{words} --json")[1]
