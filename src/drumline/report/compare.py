@@ -210,7 +210,9 @@ def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
     smaller = [row for row in exact if row.peak_share <= 0.8 * best.peak_share and _slower(row, best) <= 0.25]
     if smaller:
         frugal = min(smaller, key=lambda row: (_slower(row, best), row.peak_share))
-        holds = f"holds {frugal.peak_share:.3g} for {_slower(frugal, best):.0%} more time"
+        more = _slower(frugal, best)
+        longer = f"for {more:.0%} more time" if more >= 0.005 else "in about the same time"
+        holds = f"holds {frugal.peak_share:.3g} {longer}"
         yield Remedy("memory", f"Where memory is short, {frugal.name} {holds}", 0.0, {"schedule": frugal.name})
 
 

@@ -21,6 +21,9 @@ from drumline.report.run.text import fullest
 from drumline.report.units import counts, duration, percent, size_text
 
 Figures = dict[str, Any]
+# Shorter by less than this share, or than steps of one run differ from each other, is about the same.
+_TOLD_APART = 0.01
+_LISTED = 3
 
 
 def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
@@ -51,10 +54,22 @@ def _advice(reports: Sequence[RunReport]) -> str:
     busy = [one for one in reports if one.steadiness.busy]
     if busy:
         return f"{busy[0].name}: {busy[0].steadiness.sentence} Times of these runs cannot be compared."
-    fastest, *others = sorted(reports, key=lambda one: one.seen.measured.makespan)
-    best, next_best = fastest.seen.measured.makespan, others[0].seen.measured.makespan
-    less = 1 - best / next_best if next_best > 0 else 0.0
-    return f"{fastest.name} has the shortest step: {duration(best)}, {less:.0%} less than {others[0].name}."
+    fastest, *others = sorted(reports, key=_makespan)
+    best, least = _makespan(fastest), max(_TOLD_APART, *(one.steadiness.spread or 0.0 for one in reports))
+    near = [one for one in others if _makespan(one) <= (1 + least) * best]
+    if not near:
+        less = 1 - best / _makespan(others[0])
+        return f"{fastest.name} has the shortest step: {duration(best)}, {less:.0%} less than {others[0].name}."
+    named = [one.name for one in (fastest, *near)]
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(near) <= _LISTED else f"{len(named)} runs"
+    return (
+        f"{listed} take about the same time for a step: {duration(best)} to {duration(_makespan(near[-1]))}."
+        f" Differences below {least:.0%} cannot be told from chance here."
+    )
+
+
+def _makespan(report: RunReport) -> float:
+    return report.seen.measured.makespan
 
 
 def _above(runs: Sequence[Figures]) -> str:
@@ -128,7 +143,8 @@ def _comparison(runs: Sequence[Figures]) -> str:
     rows = []
     for number, run in enumerate(runs):
         cells = [
-            f"<td{' class=best' if value(run) == least[at] else ''}>{safe(shown(value(run)))}</td>"
+            f"<td{' class=best' if value(run) - least[at] <= _TOLD_APART * abs(least[at]) else ''}>"
+            f"{safe(shown(value(run)))}</td>"
             for at, (_, value, shown) in enumerate(columns)
         ]
         swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
