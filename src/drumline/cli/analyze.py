@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, progress, wrapped
-from drumline.report.units import counts
+from drumline.report.units import counts, number
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
@@ -170,4 +170,4 @@ def _against(analysis: Analysis) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
+    return number(seconds * 1e3, 4)

@@ -114,7 +114,7 @@ def estimate(transformer: Transformer, cluster: Cluster, layout: Layout, *, exac
             expert=times * (work.expert - again.expert),
             pipeline=times * busiest.waiting,
             data_exposed=times * (exchange.forward + exchange.backward) + once,
-            bubble=max(taken - times * pace.total, 0.0),
+            bubble=max(taken - times * pace.total, 0.0) if layout.pipeline > 1 else 0.0,
             optimizer=memory_seconds(cluster.device, STEP_BYTES * stepped),
         ),
         max((device_bytes(transformer, layout, load.alike) for load in loads), key=lambda one: one.total),

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from drumline.core.errors import UsageError
+from drumline.core.units import number
 from drumline.report.draw.palette import MUTED, TRACK
-from drumline.report.draw.sheet import Axis, circle, level, number, rect, sheet, text, upright
+from drumline.report.draw.sheet import Axis, circle, level, px, rect, sheet, text, upright
 
 # Okabe and Ito's hues at full strength: lines are thin.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#17212b")
@@ -56,7 +57,7 @@ def chart(
     if not points or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
         raise UsageError("a chart without points, or with one that is not finite", expected="numbers to draw")
     if log_x and min(x for x, _ in points) <= 0:
-        raise UsageError(f"x is {min(x for x, _ in points):g} on an axis that doubles", expected="x above 0")
+        raise UsageError(f"x is {number(min(x for x, _ in points))} on an axis that doubles", expected="x above 0")
     xs, ys = zip(*points, strict=True)
     first = min(xs) if x_from is None else min(x_from, *xs)
     across = Axis(first, max(xs), _LEFT, width - _RIGHT, log_x)
@@ -72,17 +73,17 @@ def chart(
 
 def _marks(axis: Axis, bottom: float) -> Iterator[str]:
     for mark in axis.marks(10):
-        yield f'<path d="M{number(axis.at(mark))} {number(bottom)}v4" stroke="{MUTED}"/>'
-        yield text(axis.at(mark), bottom + 16, f"{mark:g}", anchor="middle", fill=MUTED)
+        yield f'<path d="M{px(axis.at(mark))} {px(bottom)}v4" stroke="{MUTED}"/>'
+        yield text(axis.at(mark), bottom + 16, number(mark), anchor="middle", fill=MUTED)
 
 
 def _drawn(series: Series, hue: str, across: Axis, up: Axis) -> Iterator[str]:
     places = [(across.at(x), up.at(y)) for x, y in series.points]
     if not series.marks:
-        corners = " ".join(f"{number(x)},{number(y)}" for x, y in places)
+        corners = " ".join(f"{px(x)},{px(y)}" for x, y in places)
         yield f'<polyline points="{corners}" fill="none" {_stroke(series, hue)}/>'
     for place, (x, y) in zip(places, series.points, strict=True):
-        yield circle(*place, 4.5 if series.marks else 2.5, hue, note=f"{series.name}: {x:g}, {y:.4g}")
+        yield circle(*place, 4.5 if series.marks else 2.5, hue, note=f"{series.name}: {number(x)}, {number(y, 4)}")
 
 
 def _entry(series: Series, hue: str, y: float) -> Iterator[str]:
@@ -149,5 +150,7 @@ def _bar(bar: Bar, hues: Mapping[str, str], axis: Axis, top: float, row: int, un
     for part in (part for part in hues if bar.parts.get(part, 0.0) > 0):
         x, size = axis.at(drawn), bar.parts[part]
         drawn += size
-        yield rect(x, top + 4, axis.at(drawn) - x, thick, hues[part], note=f"{bar.name}, {part}: {size:.4g}{unit}")
+        yield rect(
+            x, top + 4, axis.at(drawn) - x, thick, hues[part], note=f"{bar.name}, {part}: {number(size, 4)}{unit}"
+        )
     yield text(axis.at(drawn) + 8, middle, bar.note, fill=MUTED)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from drumline.core.action import Op
 from drumline.plan.search.pareto import Pareto, Point
 from drumline.report.draw.palette import MUTED, SHADES, TRACK
-from drumline.report.draw.sheet import Axis, circle, level, number, picture_page, sheet, text, upright
+from drumline.report.draw.sheet import Axis, circle, level, picture_page, px, sheet, text, upright
 from drumline.report.table import table
-from drumline.report.units import size_text
+from drumline.report.units import number, size_text
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 64.0, 64.0, 24.0, 56.0
 _LINE, _DOT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].odd
@@ -83,7 +83,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
     for point in picture.front:
         fitting = [one for one in picture.hand_made if one.memory <= point.memory * (1 + 1e-12)]
         best = min(fitting, key=lambda one: one.bubble, default=None)
-        memory = size_text(point.memory) if picture.unit == "bytes" else f"{point.memory:g}"
+        memory = size_text(point.memory) if picture.unit == "bytes" else number(point.memory)
         hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
         rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
     header = [picture.unit, "bubble", "bound", "placement", "best hand-made", "its bubble"]
@@ -100,9 +100,9 @@ def _shown(picture: Pareto) -> list[Point]:
 
 def _axes(plane: _Plane, unit: str) -> Iterator[str]:
     left, right, bottom = plane.memory.start, plane.memory.end, plane.bubble.start
-    written = size_text if unit == "bytes" else "{:g}".format
+    written = size_text if unit == "bytes" else number
     yield from upright(plane.memory, plane.bubble.end, bottom + 5, most=10, written=written)
-    yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{100 * mark:.3g}%")
+    yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{number(100 * mark, 3)}%")
     yield text(right, bottom + 40, f"{unit} a rank holds", anchor="end", fill=MUTED)
 
 
@@ -110,17 +110,17 @@ def _shade(plane: _Plane, picture: Pareto) -> Iterator[str]:
     """Draw what no program reaches, from the smallest limit that was searched to the largest."""
     limits = sorted({point.limit or 0.0 for point in picture.searched})
     places = [plane.place(limit, picture.possible(limit)) for limit in limits]
-    bottom = number(plane.bubble.start)
-    (x, y), *rest = [(number(x), number(y)) for x, y in places]
+    bottom = px(plane.bubble.start)
+    (x, y), *rest = [(px(x), px(y)) for x, y in places]
     path = f"M{x} {bottom}V{y}" + "".join(f"V{y}H{x}" for x, y in rest)
     yield f'<path d="{path}V{bottom}Z" fill="{TRACK}"/>'
 
 
 def _front(plane: _Plane, front: Sequence[Point]) -> Iterator[str]:
     places = [plane.place(point.memory, point.bubble) for point in front]
-    (x, y), *rest = [(number(x), number(y)) for x, y in places]
+    (x, y), *rest = [(px(x), px(y)) for x, y in places]
     path = f"M{x} {y}" + "".join(f"H{x}V{y}" for x, y in rest)
-    yield f'<path d="{path}H{number(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
+    yield f'<path d="{path}H{px(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
     for place, point in zip(places, front, strict=True):
         yield circle(*place, 4, _LINE, note=f"searched, {point.placement}: {point.memory:g}, {point.bubble:.2%}")
 

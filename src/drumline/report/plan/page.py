@@ -93,7 +93,9 @@ def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
     rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, duration, one.seconds) for one in plan.best]
-    spent = {item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
+    spent = {
+        item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 1e-9 * one.seconds
+    }
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
     table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen))
     waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble

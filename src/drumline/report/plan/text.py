@@ -81,7 +81,11 @@ def settings_text(choice: Choice) -> str:
 def seconds_rows(chosen: Choice) -> list[list[str]]:
     """Return seconds and shares of a step as rows of text, items that are nothing left out."""
     took = {name: getattr(chosen.estimate.seconds, item) for item, name in SECONDS.items()}
-    return [[name, duration(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 0]
+    return [
+        [name, duration(one), f"{one / chosen.seconds:.1%}"]
+        for name, one in took.items()
+        if one > 1e-9 * chosen.seconds
+    ]
 
 
 def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:
