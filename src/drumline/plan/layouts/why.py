@@ -83,7 +83,7 @@ def _seconds(value: float) -> str:
     >>> _seconds(2.13), _seconds(0.0412)
     ('2.1 s', '41 ms')
     """
-    return duration(value, 2)
+    return duration(value, 3 if value >= 10 else 2)
 
 
 def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:

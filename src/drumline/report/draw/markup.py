@@ -163,10 +163,11 @@ def _titles(lines: Sequence[Curve], first: int, last: int) -> str:
                 f"{line.name + ' ' if len(lines) > 1 else ''}step {step}: {number(value, 4)}"
             )
     wide = max(last - first, 1)
-    width = _WIDTH / max(len(said), 1)
-    return "".join(
-        f'<rect class="aim" x="{_WIDTH * (step - first) / wide - width / 2:.1f}" width="{width:.1f}"'
-        f' height="{_HEIGHT}">'
-        f"<title>{safe(chr(10).join(texts))}</title></rect>"
-        for step, texts in sorted(said.items())
-    )
+    half = _WIDTH / max(len(said), 1) / 2
+    stripes = []
+    for step, texts in sorted(said.items()):
+        middle = _WIDTH * (step - first) / wide
+        left, right = max(middle - half, 0.0), min(middle + half, _WIDTH)
+        place = f'x="{left:.1f}" width="{right - left:.1f}" height="{_HEIGHT}"'
+        stripes.append(f'<rect class="aim" {place}><title>{safe(chr(10).join(texts))}</title></rect>')
+    return "".join(stripes)

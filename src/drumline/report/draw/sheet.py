@@ -12,6 +12,8 @@ Attributes only, no style sheet, no ids and no script: converters draw it alike,
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,13 @@ from drumline.report.draw.markup import safe
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
+# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
+_PLAIN = """:root { color-scheme: light dark; }
+body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
+div, pre { overflow-x: auto; }
+div > svg { display: block; }
+:focus-visible { outline: 2px solid #2b8ab8; outline-offset: 2px; }
+"""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -197,14 +206,17 @@ def picture_page(title: str, picture: str, words: str) -> str:
     """Return a picture and the text below it as one HTML page that opens from disk.
 
     >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
-    '<pre>1 &lt; 2</pre>'
+    '<pre tabindex="0">1 &lt; 2</pre>'
     """
+    allowed = base64.b64encode(hashlib.sha256(_PLAIN.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
-        f"<title>{safe(title)}</title>\n</head>\n<body>",
-        picture,
-        f"<pre>{safe(words)}</pre>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{safe(title)}</title>\n<style>{_PLAIN}</style>\n</head>\n<body>",
+        f'<div tabindex="0">{picture}</div>',
+        f'<pre tabindex="0">{safe(words)}</pre>',
         "</body>\n</html>",
     ]
     return "\n".join(lines)

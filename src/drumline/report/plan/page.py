@@ -23,15 +23,15 @@ _STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
 _GIB = 2.0**30
 # Work in greens, communication in blues, what nobody gains from in warm colours.
 HUES = {
-    "compute": "#159f78",
-    "recompute": "#8fd3bd",
-    "tensor": "#0b6aa8",
-    "context": "#4aa3df",
+    "compute": "#12936f",
+    "recompute": "#67923a",
+    "tensor": "#0f78b8",
+    "context": "#4c93c2",
     "expert": "#7f6fc4",
-    "pipeline": "#9ccbee",
-    "data_exposed": "#b576bd",
-    "bubble": "#ef8759",
-    "optimizer": "#e3c13f",
+    "pipeline": "#4f86d9",
+    "data_exposed": "#a86fb3",
+    "bubble": "#d06a3a",
+    "optimizer": "#a8862a",
 }
 
 
