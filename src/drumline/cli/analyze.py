@@ -65,7 +65,7 @@ def _written(analysis: Analysis, form: str, paper: Paper) -> str | bytes:
     shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
-    return page(shown, title=title, advice=analysis.advice.sentence)
+    return page(shown, title=title, advice=analysis.advice.sentence, seconds=True)
 
 
 def _called(timeline: Timeline, name: str) -> Timeline:

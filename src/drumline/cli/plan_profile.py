@@ -103,6 +103,7 @@ def _page(planned: Planned) -> str:
         advice=f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size},"
         f" {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
+        seconds=True,
     )
 
 
