@@ -49,7 +49,7 @@ def shown(folder: Path) -> str:
 
 
 def compared(folder: Path) -> str:
-    return compare_page(compare(4, num_microbatches=8), num_ranks=4, num_microbatches=8)
+    return compare_page(compare(2, num_microbatches=4), num_ranks=2, num_microbatches=4)
 
 
 def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4) -> Run:
