@@ -92,7 +92,8 @@
     for (const node of sampled(found)) {
       range.selectNodeContents([...node.childNodes].find((one) => one.nodeType === 3 && one.data.trim()));
       const box = [...range.getClientRects()].find(({ width, height }) => width > 0 && height > 0);
-      if (!box || box.left + box.width / 2 >= innerWidth || box.top + box.height / 2 >= innerHeight) continue;
+      const edge = node.closest(".plot, .scroll")?.getBoundingClientRect().right ?? innerWidth; // beyond it text is cut away
+      if (!box || box.left + box.width / 2 >= Math.min(edge, innerWidth) - 1 || box.top + box.height / 2 >= innerHeight) continue;
       measured += 1;
       const style = getComputedStyle(node), drawn = node instanceof SVGElement;
       const halo = drawn && style.stroke !== "none" && parseFloat(style.strokeWidth) >= 3;
