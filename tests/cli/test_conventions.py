@@ -146,9 +146,25 @@ def test_a_dash_reads_stdin(here: Path, capsys: pytest.CaptureFixture[str], monk
     given(monkeypatch, "")
     code, _, err = run(capsys, "check -")
     assert (code, "nothing came" in err) == (2, True)
-    given(monkeypatch, "0F0,0B0x")
-    code, _, err = run(capsys, "check -")
-    assert (code, "stdin.csv" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "said"),
+    [
+        ("check -", "0F0,0B0x", "drumline: stdin: row 1, column 2: "),
+        ("simulate - -r 4", "0F0,0B0", "drumline: --ranks is 4, but stdin has 1"),
+        ("simulate 1f1b --costs -", "[1", "drumline: stdin: not JSON"),
+        ("plan -", "{}", "for example: drumline plan - --hardware h100"),
+    ],
+)
+def test_errors_about_stdin_call_it_so(
+    words: str, text: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, text)
+    code, _, err = run(capsys, words)
+    assert (code, said in err) == (2, True), err
+    given(monkeypatch, text)
+    assert "/" not in run(capsys, f"{words} --json")[1]
 
 
 def test_short_flags_mean_what_the_long_ones_do(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,17 @@ def test_plan_shows_what_it_chose_from_and_why(
     assert Plan.load(out_file).schedule == "zb-h1"
 
 
+@pytest.mark.parametrize("columns", [90, 60])
+def test_a_narrow_terminal_still_says_why_not(
+    profile: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = run(capsys, "plan", profile, "--ranks", "2", "--batch", "8", "--seconds", "0", "--memory", "14MiB")
+    rows = [line for line in out.splitlines() if " longer" in line or " too much on rank " in line]
+    assert len(rows) >= 5
+    assert max(map(len, out.splitlines())) <= columns
+
+
 def test_a_profile_of_a_busy_machine_is_told_with_its_plan(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

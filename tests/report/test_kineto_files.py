@@ -161,7 +161,7 @@ def again(path: Path, **header: object) -> Path:
         ({"distributedInfo": info(1, 4)}, "world_size is 2"),
         ({"distributedInfo": {**info(1, 2), "backend": "nccl"}}, "backend is gloo"),
         ({"moved": 3.6e9}, "was recorded 3600 s apart"),
-        ({"moved": 1e6}, "ends 0.984 s before it begins on rank 1"),
+        ({"moved": 1e6}, "ends 984 ms before it begins on rank 1"),
     ],
 )
 def test_traces_of_different_runs_are_refused(header: dict[str, object], says: str, tmp_path: Path) -> None:

@@ -192,3 +192,15 @@ def test_runs_of_a_busy_machine_are_not_compared(folder: Path) -> None:
     page = run_page([report, replace(report, name="other")])
     assert "Times of these runs cannot be compared." in page
     assert "has the shortest step" not in page
+
+
+@pytest.mark.parametrize(("forward", "said"), [(1.004e-3, "about the same"), (1.3e-3, "run0 has the shortest step")])
+def test_steps_that_differ_by_less_than_chance_are_about_the_same(tmp_path: Path, forward: float, said: str) -> None:
+    program = generate("1f1b", num_ranks=2, num_microbatches=4)
+    runs = [
+        read_run(write_simulated_run(tmp_path / f"run{at}", program, per_stage(seconds, 1e-3), num_steps=5))
+        for at, seconds in enumerate((1e-3, forward))
+    ]
+    page = run_page(reports_of(runs))
+    assert said in page
+    assert ("has the shortest step" in page) != ("about the same" in page)

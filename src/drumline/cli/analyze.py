@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from drumline.cli import flags
 from drumline.cli.output import PICTURES, PROGRAMS, TEXTS, TRACES, Paper, deliver, progress, wrapped
-from drumline.report.units import counts
+from drumline.report.units import counts, number
 
 if TYPE_CHECKING:
     from drumline.core.timeline.timeline import Timeline
@@ -65,7 +65,7 @@ def _written(analysis: Analysis, form: str, paper: Paper) -> str | bytes:
     shown: list[Timeline] = [_called(timeline, f"{name}, step {timeline.step}")]
     if analysis.ideal is not None:
         shown.append(_called(analysis.ideal, f"{name}, at best"))
-    return page(shown, title=title, advice=analysis.advice.sentence)
+    return page(shown, title=title, advice=analysis.advice.sentence, seconds=True)
 
 
 def _called(timeline: Timeline, name: str) -> Timeline:
@@ -170,4 +170,4 @@ def _against(analysis: Analysis) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
+    return number(seconds * 1e3, 4)

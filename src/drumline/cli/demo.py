@@ -72,6 +72,7 @@ def _show(done: int, of: int, what: str) -> None:
 def _print(outcomes: Sequence[Outcome]) -> None:
     from drumline.report.draw.grid import grid
     from drumline.report.table import table
+    from drumline.report.units import number
 
     width = terminal_width()
     for one in outcomes:
@@ -92,7 +93,7 @@ def _print(outcomes: Sequence[Outcome]) -> None:
                 f"{found['step_seconds'] * 1e3:.1f}",
                 f"{one.utilisation:.1%}",
                 f"{one.bound:.1%}",
-                f"{found['peak_queue']:g}",
+                number(found["peak_queue"]),
                 " + ".join(f"{size / 1024:.0f}" for size in one.peak_stash),
                 "same bits" if one.difference == 0 else f"off by {one.difference:.2g}",
             ]

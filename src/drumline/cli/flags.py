@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from drumline.cli.output import FROM_STDIN
 from drumline.core.channel import STRICTEST, Queues
 from drumline.core.costs import Costs
 from drumline.core.errors import UsageError
@@ -95,6 +96,7 @@ def file(text: str) -> str:
         raise argparse.ArgumentTypeError("- reads from stdin, and nothing came")
     path = Path(home, "stdin.json" if data.lstrip()[:1] in (b"{", b"[") else "stdin.csv")
     path.write_bytes(data)
+    FROM_STDIN.add(str(path))
     return str(path)
 
 

@@ -28,6 +28,8 @@ PICTURES = {".svg": "svg", ".html": "html", ".htm": "html"}
 TRACES = {".gz": "perfetto", ".pftrace": "perfetto"}
 PROGRAMS = {".csv": "csv"}
 _BINARY = ("perfetto", "png")
+# The files that hold what came by stdin, which no user has ever heard of.
+FROM_STDIN: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,21 @@ def _spelled(value: dict[str, Any]) -> str:
 
 def print_error(error: DrumlineError, *, as_json: bool) -> None:
     """Print a refusal: an object on stdout, or one or two lines on stderr."""
+    what, expected, fix = map(_as_given, (error.error, error.expected, error.fix))
     if as_json:
-        print_json({"error": error.error, "expected": error.expected, "fix": error.fix})
+        print_json({"error": what, "expected": expected, "fix": fix})
         return
-    second = "; ".join(part for part in (f"expected {error.expected}" if error.expected else "", error.fix) if part)
-    print(f"drumline: {error.error}", file=sys.stderr)
+    second = "; ".join(part for part in (f"expected {expected}" if expected else "", fix) if part)
+    print(f"drumline: {what}", file=sys.stderr)
     if second:
         print(f"  {second}", file=sys.stderr)
+
+
+def _as_given(text: str) -> str:
+    """Return a message about what came by stdin under the name that its user knows."""
+    for path in FROM_STDIN:
+        text = text.replace(f"drumline plan {path}", "drumline plan -").replace(path, "stdin")
+    return text
 
 
 def save(path: Path, written: str | bytes) -> None:

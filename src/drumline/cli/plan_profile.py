@@ -103,6 +103,7 @@ def _page(planned: Planned) -> str:
         advice=f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')} of {plan.microbatch_size},"
         f" {counted(plan.program.num_stages, 'stage')} of {' '.join(map(str, plan.counts))} blocks:"
         f" a step takes {plan.step_seconds * 1e3:.1f} ms, the fullest rank {fullest / _MIB:.1f} MiB",
+        seconds=True,
     )
 
 
@@ -134,7 +135,7 @@ def _text(planned: Planned, disturbed: str, width: int) -> str:
         f"{best.model.name} on {counted(best.num_ranks, 'rank')}, a batch of {best.batch} rows:"
         f" {counted(len(planned.candidates), 'combination')} fit, {len(planned.rejected)} do not",
         "",
-        table(header, rows, width=width, keep=("step ms",)),
+        table(header, rows, width=width, keep=("step ms", "why not")),
         "",
         f"{best.schedule}: {counted(best.num_microbatches, 'microbatch')} of {best.microbatch_size},"
         f" {counted(best.program.num_stages, 'stage')} of {' '.join(map(str, best.counts))} blocks,"

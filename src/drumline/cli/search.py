@@ -13,7 +13,7 @@ from drumline.core.errors import PlanError, UsageError
 from drumline.plan.search.objective import OBJECTIVES, Jitter
 from drumline.plan.search.search import PLACEMENTS, Everywhere, Found, placement_named, search, search_all
 from drumline.report.summary import refused, summarize
-from drumline.report.units import counts
+from drumline.report.units import counts, number, size_text
 
 EXAMPLE = "drumline search --ranks 4 --microbatches 8 --max-activations 4 --out found.csv"
 
@@ -123,16 +123,16 @@ def _text(result: Found, others: Sequence[Found]) -> str:
     what += " at the quantile" if result.jitter else ""
     lines = [
         f"{result.placement}: {counts(result.program)}",
-        f"{what} {result.value:g}" + ("" if result.jitter else f", {result.verdict}"),
+        f"{what} {number(result.value)}" + ("" if result.jitter else f", {result.verdict}"),
         f"bubble {timeline.bubble:.2%} of the makespan, {timeline.span_bubble:.2%} of the longest span",
-        f"best hand-made start: {best.name}, {best.value:g} ({best.value / result.value - 1:.1%} longer)"
-        if best.value > result.value
+        f"best hand-made start: {best.name}, {number(best.value)} ({best.value / result.value - 1:.1%} longer)"
+        if best.value > result.value * 1.0005
         else f"no better than {best.name}, the best hand-made start",
         f"peak activations {' '.join(map(str, timeline.peak_activations))}",
     ]
     if timeline.peak_bytes is not None:
-        lines.append(f"peak bytes {' '.join(f'{size:.6g}' for size in timeline.peak_bytes)}")
-    lines += [f"{one.placement}: {one.value:g}, {one.verdict}" for one in others]
+        lines.append(f"peak bytes {', '.join(map(size_text, timeline.peak_bytes))}")
+    lines += [f"{one.placement}: {number(one.value)}, {one.verdict}" for one in others]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from drumline.cli.output import FILE, PICTURES, PROGRAMS, TEXTS, TRACES, Paper, 
 from drumline.core.errors import UsageError
 from drumline.core.program import Program
 from drumline.core.torch_text import NEWER, OLDER
-from drumline.report.units import counts
+from drumline.report.units import counts, number
 
 if TYPE_CHECKING:
     from drumline.core.simulate.simulate import Simulation
@@ -106,9 +106,11 @@ def _text(args: argparse.Namespace, program: Program, paper: Paper) -> str:
     timeline = _timeline(args, program)
     window = _window(args.window)
     if window is not None and window[0] >= timeline.makespan:
-        raise UsageError(f"--window begins at {window[0]:g}", expected=f"less than the makespan, {timeline.makespan:g}")
+        raise UsageError(
+            f"--window begins at {window[0]:g}", expected=f"less than the makespan, {number(timeline.makespan)}"
+        )
     picture = grid(timeline, width=paper.width, colour=paper.colour, window=window, memory=args.memory)
-    length = f"{timeline.makespan:g} slots" if args.slots else f"makespan {timeline.makespan:g}"
+    length = f"{number(timeline.makespan)} slots" if args.slots else f"makespan {number(timeline.makespan)}"
     figures = f"{length}, bubble {timeline.bubble:.2%} of it; of the longest span {timeline.span_bubble:.2%}"
     around = [f"{program.name}: {counts(program)}", figures, legend(timeline)]
     title, *rest = (wrapped(line, paper.width) for line in around if line)

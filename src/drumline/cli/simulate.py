@@ -9,7 +9,7 @@ from drumline.cli.output import PICTURES, TEXTS, TRACES, Paper, deliver, wrapped
 from drumline.core.prove.validate import validate
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.report.summary import peak_queues, rank_rows, summarize
-from drumline.report.units import counts
+from drumline.report.units import counts, number, size_text
 
 EXAMPLE = "drumline simulate 1f1b --ranks 4 --microbatches 8 --comm 0.1"
 
@@ -58,10 +58,10 @@ def _text(timeline: Simulation, width: int) -> str:
     from drumline.report.table import table
 
     program = timeline.program
-    header, rows = rank_rows(timeline, "{:.6g}".format)
+    header, rows = rank_rows(timeline, number)
     peaks = [("peak activations", map(str, timeline.peak_activations))]
     if timeline.peak_bytes is not None:
-        peaks.append(("peak bytes", map("{:.6g}".format, timeline.peak_bytes)))
+        peaks.append(("peak bytes", map(size_text, timeline.peak_bytes)))
     for name, column in peaks:
         header.append(name)
         rows = [[*row, cell] for row, cell in zip(rows, column, strict=True)]
@@ -69,8 +69,8 @@ def _text(timeline: Simulation, width: int) -> str:
     head = "\n".join(
         [
             f"{program.name}: {counts(program)}, {program.num_actions} actions",
-            f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.2%} of it",
-            f"longest span {timeline.span:g}, span bubble {timeline.span_bubble:.2%}",
+            f"makespan {number(timeline.makespan)}, bubble {timeline.bubble:.2%} of it",
+            f"longest span {number(timeline.span)}, span bubble {timeline.span_bubble:.2%}",
             f"critical path: {len(path)} actions, {path[0].action} on rank {path[0].rank} "
             f"to {path[-1].action} on rank {path[-1].rank}",
         ]

@@ -20,6 +20,7 @@ from drumline.core.timeline.idle import Limit
 from drumline.plan.advice import Advice, Remedy
 from drumline.report.summary import refused, summarize
 from drumline.report.table import table
+from drumline.report.units import number, size_text
 from drumline.schedules import DEFAULT, find, schedules
 
 
@@ -192,10 +193,10 @@ def compare_table(rows: Sequence[Row], *, width: int = 120) -> str:
     header += ["peak bytes"] if bytes_known else []
     lines = []
     for row in rows:
-        timeline, seconds = row.timeline, f"{row.seconds_per_microbatch:.4g}"
+        timeline, seconds = row.timeline, number(row.seconds_per_microbatch, 4)
         cells = [row.name + ("" if row.fits else " (over the limit)"), str(row.stages_per_rank), seconds]
-        cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", f"{row.peak_share:.3g}"]
-        cells += [f"{max(timeline.peak_bytes or (0.0,)):.4g}"] if bytes_known else []
+        cells += [f"{timeline.bubble:.2%}", f"{timeline.span_bubble:.2%}", number(row.peak_share, 3)]
+        cells += [size_text(max(timeline.peak_bytes or (0.0,)))] if bytes_known else []
         lines.append(cells)
     return table(header, lines, width=width, keep=("time/microbatch", "bubble"))
 
@@ -234,7 +235,9 @@ def _remedies(rows: Sequence[Row], exact: Sequence[Row]) -> Iterator[Remedy]:
     smaller = [row for row in exact if row.peak_share <= 0.8 * best.peak_share and _slower(row, best) <= 0.25]
     if smaller:
         frugal = min(smaller, key=lambda row: (_slower(row, best), row.peak_share))
-        holds = f"holds {frugal.peak_share:.3g} for {_slower(frugal, best):.0%} more time"
+        more = _slower(frugal, best)
+        longer = f"for {more:.0%} more time" if more >= 0.005 else "in about the same time"
+        holds = f"holds {number(frugal.peak_share, 3)} {longer}"
         yield Remedy("memory", f"Where memory is short, {frugal.name} {holds}", 0.0, {"schedule": frugal.name})
 
 
@@ -250,7 +253,7 @@ def _slower(row: Row, best: Row) -> float:
 
 
 def _peak(row: Row) -> str:
-    return f"{row.peak_share:.3g} activation{'' if row.peak_share == 1 else 's'}"
+    return f"{number(row.peak_share, 3)} activation{'' if row.peak_share == 1 else 's'}"
 
 
 def compare_page(rows: Sequence[Row], *, num_ranks: int, num_microbatches: int) -> str:

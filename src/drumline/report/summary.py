@@ -10,6 +10,8 @@ from drumline.core.prove.violation import Violation
 from drumline.core.timeline.idle import Cause
 from drumline.core.timeline.timeline import Timeline
 
+_NOISE = 1e-12  # of the makespan: what is left of a difference between equal times
+
 
 def figures(timeline: Timeline) -> dict[str, Any]:
     """Return what a timeline's times and memory amount to, whatever caused them; times are in the unit of the costs.
@@ -64,7 +66,8 @@ def rank_rows(timeline: Timeline, written: Callable[[float], str]) -> tuple[list
     by_cause, placement = idle_by_cause(timeline), timeline.program.placement
     rows = []
     for rank in range(timeline.num_ranks):
-        times = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
+        found = (timeline.busy[rank], timeline.idle[rank], *(seconds[rank] for seconds in by_cause.values()))
+        times = (0.0 if abs(one) < _NOISE * timeline.makespan else one for one in found)
         rows.append([str(rank), " ".join(map(str, placement.stages_of(rank))), *map(written, times)])
     return ["rank", "stages", "busy", "idle", *by_cause], rows
 

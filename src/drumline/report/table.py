@@ -66,13 +66,20 @@ def _shown(
 ) -> list[int]:
     """Return the columns that there is room for; the first `fixed` ones always, those to keep with a shorter name."""
     shown = list(range(len(header)))
+
+    def excess_of(columns: Sequence[int]) -> int:
+        return _width([headings[one] for one in columns], [[row[one] for one in columns] for row in rows]) - width
+
     for at in sorted(shown[fixed:], key=lambda at: (header[at] in keep, -at)):
-        excess = _width([headings[one] for one in shown], [[row[one] for one in shown] for row in rows]) - width
+        excess = excess_of(shown)
         if header[at] in keep:
             excess -= max(_longest(rows, 0) - _FEWEST, 0)
         if excess <= 0:
             break
         shown.remove(at)
+    for at in range(len(header)):  # where a column to keep had to go, others have room again
+        if at not in shown and excess_of([*shown, at]) <= 0:
+            shown = sorted([*shown, at])
     return shown
 
 

@@ -89,8 +89,8 @@ def _bubbles(plain: Sequence[Outcome]) -> str:
         title="Bubble over M",
         x_label="microbatches M",
         y_label="idle share of the ranks",
-        width=560,
-        height=300,
+        width=440,
+        height=280,
     )
 
 

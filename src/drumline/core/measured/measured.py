@@ -17,6 +17,7 @@ from drumline.core.measured.record import BETWEEN, Record, decoded
 from drumline.core.simulate.memory import Holding, holdings, stage_bytes, weighed_holdings
 from drumline.core.timeline.idle import Idle
 from drumline.core.timeline.timeline import Passed, Span, SpanLane, Timeline, Track, Transfer
+from drumline.core.units import duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Measured(Timeline):
     dials: tuple[Dial, ...] = ()  # how the ranks' clocks are read; found from this step alone unless given
 
     def __repr__(self) -> str:
-        within = f", clocks within {self.clock_error * 1e6:.3g} us" if self.clock_error else ""
+        within = f", clocks within {duration(self.clock_error)}" if self.clock_error else ""
         return f"{super().__repr__()[:-1]}{within})"
 
     @cached_property

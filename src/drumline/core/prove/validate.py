@@ -25,6 +25,7 @@ from drumline.core.prove.violation import Violation
 from drumline.core.rules import Backward
 from drumline.core.simulate.memory import holdings
 from drumline.core.timeline.idle import Limit
+from drumline.core.units import number
 
 
 def validate(
@@ -196,7 +197,7 @@ def _held(program: Program, limit: Limit, costs: Costs) -> Iterator[Violation]:
             (holding.bytes or (), limit.max_bytes, limit.admits_bytes, "bytes"),
         ):
             over = next((at for at, (during, _) in enumerate(held) if not admits(during)), None)
-            if over is not None:
+            if over is not None and most is not None:
                 where = timed[over]
-                reason = f"makes the rank hold {held[over][0]:g} {unit}, over the limit of {most:g}"
+                reason = f"makes the rank hold {number(held[over][0])} {unit}, over the limit of {number(most)}"
                 yield Violation(rank, where, program.rows[rank][where], reason)

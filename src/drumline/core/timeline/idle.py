@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from drumline.core.action import TRANSFER_OPS, Action, Op
 from drumline.core.errors import CostsError
+from drumline.core.units import number
 
 if TYPE_CHECKING:
     from drumline.core.costs import Costs
@@ -47,7 +48,7 @@ class Idle:
         return self.end - self.start
 
     def __str__(self) -> str:
-        return f"rank {self.rank} idle {self.seconds:g} from {self.start:g}: {self.why}"
+        return f"rank {self.rank} idle {number(self.seconds)} from {number(self.start)}: {self.why}"
 
     @property
     def why(self) -> str:
@@ -130,7 +131,7 @@ class Limit:
         """Refuse a limit in bytes where the costs do not say what activations take: nothing would be proven by it."""
         if self.max_bytes is not None and costs.activation_bytes is None:
             raise CostsError(
-                f"max_bytes is {self.max_bytes:g}, but the costs do not say what activations take",
+                f"max_bytes is {number(self.max_bytes)}, but the costs do not say what activations take",
                 expected="activation_bytes in the costs",
                 fix="give activation_bytes, or limit pairs with max_activations",
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
 from drumline.core.errors import PlanError, counted
+from drumline.core.units import duration
 from drumline.plan.advice import Remedy, less_activations, lost_and_saved
 from drumline.plan.cluster.hardware import Cluster
 from drumline.plan.layouts.space import Pins, tried_schedules
@@ -82,7 +83,7 @@ def _seconds(value: float) -> str:
     >>> _seconds(2.13), _seconds(0.0412)
     ('2.1 s', '41 ms')
     """
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 1e-3 else f"{value * 1e3:.2g} ms"
+    return duration(value, 3 if value >= 10 else 2)
 
 
 def nothing_fits(survey: Survey, limit: float, headroom: float) -> PlanError:

@@ -15,6 +15,7 @@ from drumline.core.program import Program
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import simulate
 from drumline.core.timeline.idle import Limit
+from drumline.core.units import number, size_text
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Objective
 from drumline.plan.search.search import PLACEMENTS, admitted, search
@@ -137,7 +138,7 @@ def pareto(
     searched = []
     for instance, memory in jobs:
         if progress is not None:
-            progress(f"{instance.placement.name} within {memory:g}")
+            progress(f"{instance.placement.name} within {size_text(memory) if in_bytes else number(memory)}")
         per_rank = instance.num_stages // num_ranks
         limit = Limit(max_bytes=memory) if in_bytes else Limit(max_activations=round(memory * per_rank))
         found = search(

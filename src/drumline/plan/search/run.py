@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import islice
 
 from drumline.core.program import Program
+from drumline.core.units import number
 from drumline.plan.search.beam import Beam
 from drumline.plan.search.bounds.lower_bounds import Bound, lower_bound
 from drumline.plan.search.construct import Built
@@ -94,7 +95,9 @@ class SearchRun:
         """Report the best and the bound."""
         if self.progress is not None:
             gap = 1 - self.bound.value / self.value if self.value > 0 else 0.0
-            self.progress(f"best {self.value:g}, bound {self.bound.value:g}, gap {gap:.2%}, {self.num_tried} tried")
+            self.progress(
+                f"best {number(self.value)}, bound {number(self.bound.value)}, gap {gap:.2%}, {self.num_tried} tried"
+            )
 
     def keep_on(self, units: float = 0.0) -> bool:
         """Whether there is anything left to gain and to spend."""

@@ -24,6 +24,7 @@ from drumline.core.prove.validate import validate
 from drumline.core.simulate.memory import holdings
 from drumline.core.simulate.simulate import Simulation, simulate
 from drumline.core.timeline.idle import Limit
+from drumline.core.units import number
 from drumline.plan.search.bounds.lower_bounds import Bound
 from drumline.plan.search.instance import Instance
 from drumline.plan.search.objective import Jitter, Objective
@@ -56,7 +57,8 @@ class Found:
         """How far from the possible it is, in words."""
         if self.gap <= SAME:
             return f"proven to be the best: the {self.bound.name} bound is the same"
-        return f"at most {self.gap:.2%} from the best: none is below {self.bound.value:g} (the {self.bound.name} bound)"
+        least = f"none is below {number(self.bound.value)} (the {self.bound.name} bound)"
+        return f"at most {self.gap:.2%} from the best: {least}"
 
     @property
     def placement(self) -> str:
@@ -122,7 +124,7 @@ def _check_limit(instance: Instance) -> None:
     pairs = min(max(rank.peak_pairs for rank in ranks) for ranks in holding)
     size = min(max(rank.peak_bytes or 0.0 for rank in ranks) for ranks in holding)
     if limit.max_activations is not None and not limit.admits_pairs(pairs):
-        given, least = f"{limit.max_activations:g} pairs", f"max_activations={pairs}"
+        given, least = f"{number(limit.max_activations)} pairs", f"max_activations={pairs}"
     else:
         given, least = f"{limit.max_bytes:,.0f} bytes", f"max_bytes={math.ceil(size)}"
     error = PlanError(

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from drumline.core.costs import Edge
-from drumline.core.files import MIB
 from drumline.core.measured.measured import Measured
 from drumline.core.simulate.simulate import makespans
 from drumline.core.timeline.idle import Cause
 from drumline.plan.advice import LEAST_GAIN, Remedy, predicted
 from drumline.report.advise.evidence import Evidence
-from drumline.report.units import duration, ms
+from drumline.report.units import duration, ms, size_text
 
 _EDGES = 8  # those with the slowest messages
 _KINDS = {
@@ -88,7 +87,7 @@ def lost_time(seen: Evidence) -> Iterator[Remedy]:
 def _transfer(seen: Evidence, cost: str) -> str:
     transfers = seen.measured.transfers
     sizes = [one.num_bytes for one in transfers if one.num_bytes]
-    each = f", {max(sizes) / MIB:.3g} MiB each" if sizes else ""
+    each = f", {size_text(max(sizes))} each" if sizes else ""
     return (
         f"Messages are the brake: waiting for what is made and on its way {cost} ({len(transfers)} messages{each}). "
         "A faster link, a narrower type or fewer stages per rank would help"

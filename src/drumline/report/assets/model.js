@@ -5,7 +5,7 @@ const number = (value) => String(Number(value.toPrecision(6)));
 const clock = { seconds: false };
 
 function timeText(value) {
-  if (!clock.seconds || value === 0) return number(value);
+  if (!clock.seconds || Math.abs(value) < 5e-10) return number(Math.abs(value) < 1e-12 ? 0 : value);
   const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, one]) => Math.abs(value) >= one) ?? ["ns", 1e-9];
   return `${Number((value / size).toPrecision(4))} ${unit}`;
 }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from drumline.core.action import Action, Op
 from drumline.core.timeline.timeline import Timeline
+from drumline.core.units import number
 from drumline.report.draw.palette import IDLE
 
 _LETTERS = {
@@ -218,7 +219,7 @@ def _painted(text: list[str], paint: list[str]) -> str:
 def _note(timeline: Timeline, canvas: _Canvas, window: tuple[float, float] | None) -> str:
     shown = canvas.slot * canvas.num_slots
     if window is not None:
-        return f"Shown: {canvas.start:g} to {canvas.start + shown:g} of {timeline.makespan:g}."
+        return f"Shown: {number(canvas.start)} to {number(canvas.start + shown)} of {number(timeline.makespan)}."
     if canvas.cell == 1:
-        return f"Compressed: one column is {canvas.slot:.3g}. Labels need a wider terminal or a window."
+        return f"Compressed: one column is {number(canvas.slot, 3)}. Labels need a wider terminal or a window."
     return ""

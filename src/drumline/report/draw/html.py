@@ -43,10 +43,12 @@ def page(
     title: str | None = None,
     rows: Iterable[Mapping[str, Any]] | None = None,
     advice: str | None = None,
+    seconds: bool = False,
 ) -> str:
     """Return a page of timelines, stacked on one time axis; `rows` adds the picture of bubble against peak memory.
 
-    A row is a mapping with `name`, `bubble`, `peak_share` and `fits`; `advice` is a sentence to stand on top.
+    A row is a mapping with `name`, `bubble`, `peak_share` and `fits`; `advice` is a sentence to stand on top. Where
+    times are `seconds`, the page writes them with their unit.
 
     >>> from drumline.core.simulate.simulate import simulate
     >>> from drumline.schedules import generate
@@ -54,7 +56,7 @@ def page(
     >>> text.startswith("<!doctype html>"), "<title>1F1B &amp; friends</title>" in text
     (True, True)
     """
-    return page_with(document(timelines, title=title, rows=rows, advice=advice))
+    return page_with(document(timelines, title=title, rows=rows, advice=advice, seconds=seconds))
 
 
 def picture(kind: str, timeline: Timeline, *, title: str | None = None) -> str | bytes:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from drumline.core.units import number
+
 _POINTS = 400  # of a curve; more steps than that share one
 _WIDTH, _HEIGHT = 1000, 100
 
@@ -157,12 +159,15 @@ def _titles(lines: Sequence[Curve], first: int, last: int) -> str:
     for line in lines:
         every = -(-len(line.points) // _POINTS)
         for step, value in line.points[::every] if every else ():
-            said.setdefault(step, []).append(f"{line.name + ' ' if len(lines) > 1 else ''}step {step}: {value:.4g}")
+            said.setdefault(step, []).append(
+                f"{line.name + ' ' if len(lines) > 1 else ''}step {step}: {number(value, 4)}"
+            )
     wide = max(last - first, 1)
-    width = _WIDTH / max(len(said), 1)
-    return "".join(
-        f'<rect class="aim" x="{_WIDTH * (step - first) / wide - width / 2:.1f}" width="{width:.1f}"'
-        f' height="{_HEIGHT}">'
-        f"<title>{safe(chr(10).join(texts))}</title></rect>"
-        for step, texts in sorted(said.items())
-    )
+    half = _WIDTH / max(len(said), 1) / 2
+    stripes = []
+    for step, texts in sorted(said.items()):
+        middle = _WIDTH * (step - first) / wide
+        left, right = max(middle - half, 0.0), min(middle + half, _WIDTH)
+        place = f'x="{left:.1f}" width="{right - left:.1f}" height="{_HEIGHT}"'
+        stripes.append(f'<rect class="aim" {place}><title>{safe(chr(10).join(texts))}</title></rect>')
+    return "".join(stripes)

@@ -1,26 +1,29 @@
-"""Bubble against memory as a picture: the searched front as a line, hand-made schedules as dots, the bound as a shade.
+"""Bubble against memory as a picture: the searched front as a line, hand-made schedules as dots, the bound dashed.
 
 bubble
-│ ●──┐            ○ 1f1b
-│    ●────┐  ○ zb-h1
-│▒▒▒▒▒▒▒▒▒●──────────●        below the shade nothing is possible
+│▒╎●──┐            ○ 1f1b
+│▒╎▒╌╌●────┐  ○ zb-h1
+│▒▒▒▒▒▒▒▒▒╌●──────────        ▒ below the bound, where nothing is possible
 └──────────────────────── memory
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from drumline.core.action import Op
+from drumline.core.timeline.idle import Cause
 from drumline.plan.search.pareto import Pareto, Point
-from drumline.report.draw.palette import MUTED, SHADES, TRACK
-from drumline.report.draw.sheet import Axis, circle, level, number, picture_page, sheet, text, upright
+from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK
+from drumline.report.draw.sheet import Axis, circle, level, picture_page, px, sheet, text, upright
 from drumline.report.table import table
-from drumline.report.units import size_text
+from drumline.report.units import number, size_text
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 64.0, 64.0, 24.0, 56.0
-_LINE, _DOT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].odd
+_LINE, _DOT, _LIMIT = SHADES[Op.FORWARD].edge, SHADES[Op.BACKWARD_INPUT].edge, IDLE[Cause.FILL].light
 
 
 class _Plane(NamedTuple):
@@ -47,9 +50,20 @@ def pareto_svg(picture: Pareto, *, width: int = 800, height: int = 420) -> str:
     # What idles more than the smallest searched program is off the sheet; dots up there stick to its upper edge.
     bubble = Axis(0, max(point.bubble for point in front) * 1.08 or 1.0, height - _BOTTOM, _TOP)
     plane = _Plane(Axis(0, most * 1.08, _LEFT, width - _RIGHT), bubble)
-    lines = [*_axes(plane, picture.unit), *_shade(plane, picture), *_front(plane, front)]
-    lines += [line for point in others for line in _dot(plane, point)]
-    about = "line: searched; dots: hand-made schedules; shade: below the bound, where nothing is possible"
+    corners = _bound(plane, picture)
+    lines = [_shade(plane, corners), *_axes(plane, picture.unit), *_drawn_bound(plane, corners, picture)]
+    lines += _front(plane, front, picture.unit)
+    dots = [plane.place(point.memory, point.bubble) for point in others]
+    labels = _Labels(plane, [*dots, *(plane.place(point.memory, point.bubble) for point in front)])
+    (left, down), (right, _) = max(pairwise(corners), key=lambda pair: pair[1][0] - pair[0][0])
+    lines += labels.put((left + right) / 2, down, "lower bound")
+    for (x, y), point in zip(dots, others, strict=True):
+        above = " ↑" if point.bubble > plane.bubble.high else ""
+        lines.append(
+            circle(x, y, 4, _DOT, note=f"{point.name}: {_held(point.memory, picture.unit)}, {point.bubble:.2%}")
+        )
+        lines += labels.put(x, y, point.name + above)
+    about = "line: searched; dots: hand-made schedules; dashed: lower bound, nothing is possible in the shade"
     return sheet(lines, width=width, height=height, title=_title(picture), about=about)
 
 
@@ -83,7 +97,7 @@ def pareto_table(picture: Pareto, *, width: int = 120) -> str:
     for point in picture.front:
         fitting = [one for one in picture.hand_made if one.memory <= point.memory * (1 + 1e-12)]
         best = min(fitting, key=lambda one: one.bubble, default=None)
-        memory = size_text(point.memory) if picture.unit == "bytes" else f"{point.memory:g}"
+        memory = size_text(point.memory) if picture.unit == "bytes" else number(point.memory)
         hand_made = [best.name, f"{best.bubble:.2%}"] if best else ["none", ""]
         rows.append([memory, f"{point.bubble:.2%}", f"{point.bound or 0.0:.2%}", point.placement, *hand_made])
     header = [picture.unit, "bubble", "bound", "placement", "best hand-made", "its bubble"]
@@ -100,32 +114,86 @@ def _shown(picture: Pareto) -> list[Point]:
 
 def _axes(plane: _Plane, unit: str) -> Iterator[str]:
     left, right, bottom = plane.memory.start, plane.memory.end, plane.bubble.start
-    written = size_text if unit == "bytes" else "{:g}".format
-    yield from upright(plane.memory, plane.bubble.end, bottom + 5, most=10, written=written)
-    yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{100 * mark:.3g}%")
+    size, name = 1.0, ""
+    if unit == "bytes":  # round numbers of a unit, not of bytes
+        name = size_text(plane.memory.high).split()[1]
+        size = 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB").index(name)
+    memory = replace(plane.memory, high=plane.memory.high / size)
+    yield from upright(
+        memory, plane.bubble.end, bottom + 5, most=10, written=lambda mark: f"{number(mark)} {name}".rstrip()
+    )
+    yield from level(plane.bubble, left, right, most=8, written=lambda mark: f"{number(100 * mark, 3)}%")
     yield text(right, bottom + 40, f"{unit} a rank holds", anchor="end", fill=MUTED)
 
 
-def _shade(plane: _Plane, picture: Pareto) -> Iterator[str]:
-    """Draw what no program reaches, from the smallest limit that was searched to the largest."""
+def _bound(plane: _Plane, picture: Pareto) -> list[tuple[float, float]]:
+    """Return the corners of the bound from the left: steps at its values, each from one limit up to the next.
+
+    Less memory than the smallest limit holds not even one microbatch, so there the bound goes straight up.
+    """
     limits = sorted({point.limit or 0.0 for point in picture.searched})
     places = [plane.place(limit, picture.possible(limit)) for limit in limits]
-    bottom = number(plane.bubble.start)
-    (x, y), *rest = [(number(x), number(y)) for x, y in places]
-    path = f"M{x} {bottom}V{y}" + "".join(f"V{y}H{x}" for x, y in rest)
-    yield f'<path d="{path}V{bottom}Z" fill="{TRACK}"/>'
+    x, y = places[0]
+    corners = [(x, plane.bubble.end), (x, y)]
+    for x, y in places[1:]:
+        corners += [(corners[-1][0], y), (x, y)]
+    return [*corners, (plane.memory.end, y)]
 
 
-def _front(plane: _Plane, front: Sequence[Point]) -> Iterator[str]:
+def _shade(plane: _Plane, corners: Sequence[tuple[float, float]]) -> str:
+    """Draw a shade over what no program reaches."""
+    left, bottom, top = px(plane.memory.start), px(plane.bubble.start), px(plane.bubble.end)
+    return f'<path d="{_path(corners)}V{bottom}H{left}V{top}Z" fill="{TRACK}"/>'
+
+
+def _drawn_bound(plane: _Plane, corners: Sequence[tuple[float, float]], picture: Pareto) -> Iterator[str]:
+    """Draw the bound as a dashed line, with a mark at each limit that says its value."""
+    yield f'<path d="{_path(corners)}" fill="none" stroke="{_LIMIT}" stroke-width="1.5" stroke-dasharray="5 4"/>'
+    for limit in sorted({point.limit or 0.0 for point in picture.searched}):
+        least = picture.possible(limit)
+        note = f"lower bound: within {_held(limit, picture.unit)}, no program idles less than {least:.2%}"
+        yield circle(*plane.place(limit, least), 2.5, _LIMIT, note=note)
+
+
+def _path(corners: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{px(x)} {px(y)}" for x, y in corners)
+
+
+def _front(plane: _Plane, front: Sequence[Point], unit: str) -> Iterator[str]:
     places = [plane.place(point.memory, point.bubble) for point in front]
-    (x, y), *rest = [(number(x), number(y)) for x, y in places]
+    (x, y), *rest = [(px(x), px(y)) for x, y in places]
     path = f"M{x} {y}" + "".join(f"H{x}V{y}" for x, y in rest)
-    yield f'<path d="{path}H{number(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
+    yield f'<path d="{path}H{px(plane.memory.end)}" fill="none" stroke="{_LINE}" stroke-width="2"/>'
     for place, point in zip(places, front, strict=True):
-        yield circle(*place, 4, _LINE, note=f"searched, {point.placement}: {point.memory:g}, {point.bubble:.2%}")
+        yield circle(
+            *place, 4, _LINE, note=f"searched, {point.placement}: {_held(point.memory, unit)}, {point.bubble:.2%}"
+        )
 
 
-def _dot(plane: _Plane, point: Point) -> Iterator[str]:
-    x, y = plane.place(point.memory, point.bubble)
-    yield circle(x, y, 4, _DOT, note=f"{point.name}: {point.memory:g}, {point.bubble:.2%}")
-    yield text(x + 7, y - 6, point.name, fill=MUTED)
+def _held(memory: float, unit: str) -> str:
+    return size_text(memory) if unit == "bytes" else f"{number(memory)} activations"
+
+
+class _Labels:
+    """Words beside places, each on the first side where it covers neither a dot nor other words."""
+
+    def __init__(self, plane: _Plane, dots: Sequence[tuple[float, float]]) -> None:
+        self._plane = plane
+        self._taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
+
+    def put(self, x: float, y: float, words: str) -> Iterator[str]:
+        """Yield the words, unless there is no room for them anywhere."""
+        wide = 6.2 * len(words)
+        sides = ((8, -5), (8, 13), (-8 - wide, -5), (-8 - wide, 13), (-wide / 2, -11), (-wide / 2, 20))
+        for right, down in sides:
+            left, base = x + right, y + down
+            box = (left, base - 9, left + wide, base + 3)
+            inside = box[0] >= self._plane.memory.start and box[2] <= self._plane.memory.end + _RIGHT
+            if inside and box[3] < self._plane.bubble.start and not any(_meet(box, one) for one in self._taken):
+                self._taken.append(box)
+                yield text(left, base, words, fill=MUTED)
+                return
+
+
+def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and one[2] > other[0] and one[1] < other[3] and one[3] > other[1]

@@ -12,6 +12,8 @@ Attributes only, no style sheet, no ids and no script: converters draw it alike,
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,18 @@ from html import escape
 
 import numpy as np
 
+from drumline.core.units import number
 from drumline.report.draw.markup import safe
 from drumline.report.draw.packed import plain
 from drumline.report.draw.palette import INK, MUTED, PAPER, RULE
 
+# Pictures are drawn on white paper; what is wider than the window scrolls by itself.
+_PLAIN = """:root { color-scheme: light dark; }
+body { margin: 16px auto; padding: 0 16px; max-width: 1000px; }
+div, pre { overflow-x: auto; }
+div > svg { display: block; }
+:focus-visible { outline: 2px solid #2b8ab8; outline-offset: 2px; }
+"""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 
@@ -79,8 +89,8 @@ def sheet(
     '<text x="16" y="26" font-size="15" font-weight="600">1F1B &amp; friends</text>'
     """
     head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{number(width)}" height="{number(height)}" '
-        f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{xml_text(described or title)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{px(width)}" height="{px(height)}" '
+        f'viewBox="0 0 {px(width)} {px(height)}" role="img" aria-label="{xml_text(described or title)}" '
         f'font-family="{xml_text(FONT)}" font-size="11" fill="{INK}">',
         f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>',
         f'<text x="16" y="26" font-size="15" font-weight="600">{xml_text(title)}</text>',
@@ -90,22 +100,22 @@ def sheet(
 
 
 def upright(
-    axis: Axis, top: float, bottom: float, *, most: int, written: Callable[[float], str] = "{:g}".format
+    axis: Axis, top: float, bottom: float, *, most: int, written: Callable[[float], str] = number
 ) -> Iterator[str]:
     """Yield a rule from top to bottom at every mark of an axis across, and the mark below it."""
     for mark in axis.marks(most):
-        x = number(axis.at(mark))
-        yield f'<path d="M{x} {number(top)}V{number(bottom)}" stroke="{RULE}"/>'
+        x = px(axis.at(mark))
+        yield f'<path d="M{x} {px(top)}V{px(bottom)}" stroke="{RULE}"/>'
         yield text(axis.at(mark), bottom + 13, written(mark), anchor="middle", fill=MUTED)
 
 
 def level(
-    axis: Axis, left: float, right: float, *, most: int, written: Callable[[float], str] = "{:g}".format
+    axis: Axis, left: float, right: float, *, most: int, written: Callable[[float], str] = number
 ) -> Iterator[str]:
     """Yield a rule from left to right at every mark of an axis that goes up, and the mark before it."""
     for mark in axis.marks(most):
         y = axis.at(mark)
-        yield f'<path d="M{number(left)} {number(y)}H{number(right)}" stroke="{RULE}"/>'
+        yield f'<path d="M{px(left)} {px(y)}H{px(right)}" stroke="{RULE}"/>'
         yield text(left - 8, y + 4, written(mark), anchor="end", fill=MUTED)
 
 
@@ -116,7 +126,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "", fill: str = "") ->
     '<text x="2" y="10.5" text-anchor="end">a &lt; b</text>'
     """
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' fill="{fill}"' if fill else "")
-    return f'<text x="{number(x)}" y="{number(y)}"{more}>{xml_text(words)}</text>'
+    return f'<text x="{px(x)}" y="{px(y)}"{more}>{xml_text(words)}</text>'
 
 
 def rect(
@@ -127,7 +137,7 @@ def rect(
     >>> rect(0, 0, 5, 2.5, "#fff", note="F0")
     '<rect x="0" y="0" width="5" height="2.5" fill="#fff"><title>F0</title></rect>'
     """
-    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    place = f'x="{px(x)}" y="{px(y)}" width="{px(width)}" height="{px(height)}"'
     rounded = f' rx="{corner}"' if corner else ""
     faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     return _closed(f'<rect {place}{rounded} fill="{fill}"{faint}', "rect", note)
@@ -150,14 +160,14 @@ def hatched(x: float, y: float, width: float, height: float, lines: str, *, apar
         for step in range(math.floor(low / apart) + 1, math.ceil(high / apart)):
             at = step * apart
             if kind == "|":
-                drawn.append(f"M{number(at)} {number(y)}V{number(bottom)}")
+                drawn.append(f"M{px(at)} {px(y)}V{px(bottom)}")
             elif kind == "-":
-                drawn.append(f"M{number(x)} {number(at)}H{number(right)}")
+                drawn.append(f"M{px(x)} {px(at)}H{px(right)}")
             else:
                 slope = -1 if kind == "/" else 1
                 ends = sorted((slope * (edge - at) for edge in (y, bottom)), key=float)
                 left, far = max(x, ends[0]), min(right, ends[1])
-                drawn.append(f"M{number(left)} {number(at + slope * left)}L{number(far)} {number(at + slope * far)}")
+                drawn.append(f"M{px(left)} {px(at + slope * left)}L{px(far)} {px(at + slope * far)}")
     return "".join(drawn)
 
 
@@ -167,17 +177,17 @@ def circle(x: float, y: float, radius: float, fill: str, *, note: str = "") -> s
     >>> circle(1, 2, 4.5, "#fff")
     '<circle cx="1" cy="2" r="4.5" fill="#fff"/>'
     """
-    return _closed(f'<circle cx="{number(x)}" cy="{number(y)}" r="{radius}" fill="{fill}"', "circle", note)
+    return _closed(f'<circle cx="{px(x)}" cy="{px(y)}" r="{radius}" fill="{fill}"', "circle", note)
 
 
 def _closed(opened: str, name: str, note: str) -> str:
     return f"{opened}><title>{xml_text(note)}</title></{name}>" if note else f"{opened}/>"
 
 
-def number(value: float) -> str:
+def px(value: float) -> str:
     """Return a coordinate, to a hundredth of a pixel.
 
-    >>> number(2.0), number(1 / 3)
+    >>> px(2.0), px(1 / 3)
     ('2', '0.33')
     """
     return f"{value:.2f}".rstrip("0").rstrip(".")
@@ -196,14 +206,17 @@ def picture_page(title: str, picture: str, words: str) -> str:
     """Return a picture and the text below it as one HTML page that opens from disk.
 
     >>> picture_page("a profile", "<svg/>", "1 < 2").splitlines()[-3]
-    '<pre>1 &lt; 2</pre>'
+    '<pre tabindex="0">1 &lt; 2</pre>'
     """
+    allowed = base64.b64encode(hashlib.sha256(_PLAIN.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{allowed}'"
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">',
-        f"<title>{safe(title)}</title>\n</head>\n<body>",
-        picture,
-        f"<pre>{safe(words)}</pre>",
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{safe(title)}</title>\n<style>{_PLAIN}</style>\n</head>\n<body>",
+        f'<div tabindex="0">{picture}</div>',
+        f'<pre tabindex="0">{safe(words)}</pre>',
         "</body>\n</html>",
     ]
     return "\n".join(lines)

@@ -10,8 +10,8 @@ from drumline.core.timeline.idle import Cause, Idle
 from drumline.core.timeline.timeline import Timeline
 from drumline.report.draw.palette import IDLE, MUTED, SHADES, TRACK, Hatch, fill
 from drumline.report.draw.scene import OPS, further
-from drumline.report.draw.sheet import Axis, hatched, number, rect, sheet, text, upright, xml_text
-from drumline.report.units import size_text
+from drumline.report.draw.sheet import Axis, hatched, px, rect, sheet, text, upright, xml_text
+from drumline.report.units import number, percent, size_text
 
 _LEFT, _RIGHT, _TOP = 64, 132, 64
 _DIGIT = 6.3  # width of a digit at the labels' size
@@ -58,14 +58,14 @@ def svg(timeline: Timeline, *, width: int = 1000, title: str | None = None) -> s
     ]
     program = timeline.program
     sizes = (f"{program.num_ranks} ranks", f"{program.num_stages} stages", f"{program.num_microbatches} microbatches")
-    facts = (*sizes, f"makespan {timeline.makespan:g}")
+    facts = (*sizes, f"makespan {number(timeline.makespan)}")
     return sheet(
         lines,
         width=layout.width,
         height=layout.bottom + 46 + 20 * legend_rows,
         title=name,
         about=" · ".join([*facts, f"bubble {_percent(timeline.bubble)}"]),
-        described=f"{name}: {', '.join(facts)}, bubble {timeline.bubble:.3g}",
+        described=f"{name}: {', '.join(facts)}, bubble {percent(timeline.bubble)}",
     )
 
 
@@ -84,7 +84,7 @@ def _row(timeline: Timeline, rank: int, layout: _RankRows) -> Iterator[str]:
     yield '<g text-anchor="middle">'
     later = []
     for action, start, end in zip(track.actions, track.starts, track.ends, strict=True):
-        note = f"<title>{xml_text(f'{action}: {start:g} to {end:g}')}</title>" if titled else ""
+        note = f"<title>{xml_text(f'{action}: {number(start)} to {number(end)}')}</title>" if titled else ""
         bands = list(islice(local, len(action.work)))
         box = f'<g class="box">{note}{"".join(_box(action, layout.x(start), layout.x(end), y, layout, bands))}</g>'
         if end > start:
@@ -128,7 +128,7 @@ def _box(action: Action, left: float, right: float, y: float, layout: _RankRows,
         roomy = len(parts) == 1 and layout.row > 20 and right - left >= _DIGIT * len(label) + 3
         size = 11 if roomy else 9
         if label and right - left >= _DIGIT * size / 11 * len(label) + 1:
-            x, baseline = number((left + right) / 2), number(top + height / 2 + size * 0.36 - band / 3)
+            x, baseline = px((left + right) / 2), px(top + height / 2 + size * 0.36 - band / 3)
             yield f'<text x="{x}" y="{baseline}" font-size="{size}" fill="{shades.ink}">{label}</text>'
 
 
@@ -175,4 +175,4 @@ def _peak(timeline: Timeline, rank: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%" if share >= 0.00005 else "0%"
+    return f"{number(100 * share, 3)}%" if share >= 0.00005 else "0%"

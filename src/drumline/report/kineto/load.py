@@ -26,6 +26,7 @@ from drumline.report.kineto.rank import RankStep, rank_step
 from drumline.report.kineto.recording import RankTrace, read
 from drumline.report.kineto.steps import LABELS, HostStep, found_by, steps_of
 from drumline.report.kineto.timeline import Traced
+from drumline.report.units import duration, ms
 from drumline.schedules.registry import recipe_of
 
 
@@ -176,8 +177,8 @@ def _check_together(members: Sequence[Member], step: Traced) -> None:
     start, last = max((start, -rank) for rank, (start, _) in enumerate(step.bounds))
     if end < start:
         raise TraceError(
-            f"step {step.step} of rank {members[first].rank} ends {(start - end) / 1e9:.3g} s before it begins on rank "
-            f"{members[-last].rank}",
+            f"step {step.step} of rank {members[first].rank} ends {duration((start - end) / 1e9)} before it begins"
+            f" on rank {members[-last].rank}",
             expected=ONE_RUN,
         )
 
@@ -214,12 +215,12 @@ def described(traces: Traces) -> str:
     if len(traces.members) == 1:
         return "one rank, one clock"
     if alignment.contradiction:
-        return f"messages arrive up to {alignment.contradiction / 1e6:.3g} ms before they are sent: the clocks drift"
+        return f"messages arrive up to {ms(alignment.contradiction / 1e9)} before they are sent: the clocks drift"
     if len(hosts) == 1 and None not in hosts:
         return "one host, one clock"
     worst, shift = max(alignment.errors), max(map(abs, alignment.shifts))
-    right = f"right to {worst / 1e6:.3g} ms" if math.isfinite(worst) else "how far off they still are cannot be known"
+    right = f"right to {ms(worst / 1e9)}" if math.isfinite(worst) else "how far off they still are cannot be known"
     where = "hosts unknown" if None in hosts else counted(len(hosts), "host")
     if shift:
-        return f"{where}; moved by up to {shift / 1e6:.3g} ms, so that nothing arrives before it is sent; {right}"
+        return f"{where}; moved by up to {ms(shift / 1e9)}, so that nothing arrives before it is sent; {right}"
     return f"{where}; no message contradicts them; {right}"

@@ -6,6 +6,7 @@ Its pictures also stand alone: steps of the best layouts by item, throughput aga
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import AXES, Launch, first_places, links
@@ -23,16 +24,19 @@ _STRIPS = 8  # ranks up to which memory and queues are shown from the beginning
 _GIB = 2.0**30
 # Work in greens, communication in blues, what nobody gains from in warm colours.
 HUES = {
-    "compute": "#159f78",
-    "recompute": "#8fd3bd",
-    "tensor": "#0b6aa8",
-    "context": "#4aa3df",
+    "compute": "#12936f",
+    "recompute": "#67923a",
+    "tensor": "#0f78b8",
+    "context": "#4c93c2",
     "expert": "#7f6fc4",
-    "pipeline": "#9ccbee",
-    "data_exposed": "#b576bd",
-    "bubble": "#ef8759",
-    "optimizer": "#e3c13f",
+    "pipeline": "#4f86d9",
+    "data_exposed": "#a86fb3",
+    "bubble": "#d06a3a",
+    "optimizer": "#a8862a",
 }
+
+
+_time = partial(duration, micro="µs")
 
 
 def plan_page(told: Explanation, reasons: Reasons) -> str:
@@ -80,7 +84,7 @@ def _cards(told: Explanation) -> str:
     plan, chosen, rate = told.plan, told.plan.chosen, told.plan.chosen.estimate.flops_per_second
     figures = [
         ("layout", str(chosen.mesh), text.settings_text(chosen)),
-        ("a step", duration(chosen.seconds), f"{plan.batch} sequences"),
+        ("a step", _time(chosen.seconds), f"{plan.batch} sequences"),
         ("throughput", f"{plan.tokens_per_second(chosen):,.0f}", "tokens/s"),
         ("a GPU", f"{rate / 1e12:.0f} TFLOP/s", f"{plan.utilisation(chosen):.1%} of its peak"),
         ("bubble", f"{chosen.estimate.bubble:.1%}", "idle share of all ranks"),
@@ -92,10 +96,12 @@ def _cards(told: Explanation) -> str:
 def _seconds(plan: ClusterPlan) -> str:
     """Return the seconds of the best layouts, each as a stacked bar."""
     longest = max(one.seconds for one in plan.best)
-    rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, duration, one.seconds) for one in plan.best]
-    spent = {item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 0}
+    rows = [_bar(one, one.estimate.seconds, text.SECONDS, longest, _time, one.seconds) for one in plan.best]
+    spent = {
+        item for item in text.SECONDS for one in plan.best if getattr(one.estimate.seconds, item) > 1e-9 * one.seconds
+    }
     used = [(item, name) for item, name in text.SECONDS.items() if item in spent]
-    table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen))
+    table = table_html(["of the chosen step", "seconds", "share"], text.seconds_rows(plan.chosen, _time))
     waits, idle = plan.chosen.estimate.seconds.bubble, plan.chosen.estimate.bubble
     note = f"The table is of the busiest rank, which waits {waits / plan.chosen.seconds:.1%} of the step."
     note += f" The bubble, {idle:.1%}, is the idle share of all ranks while the pipeline runs."
@@ -116,7 +122,7 @@ def _best(told: Explanation) -> str:
     rows = []
     for number, one in enumerate(told.best, 1):
         choice = one.choice
-        took = (duration(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
+        took = (_time(choice.seconds), f"{choice.estimate.bubble:.1%}", size_text(choice.bytes))
         rows.append([str(number), str(choice.mesh), text.settings_text(choice), *took, one.sentence or "chosen"])
     survey = told.plan.survey
     note = (
@@ -128,18 +134,20 @@ def _best(told: Explanation) -> str:
 
 
 def _changes(reasons: Reasons) -> str:
-    rows = [
-        [one.kind, duration(one.choice.seconds), size_text(one.choice.bytes), one.sentence] for one in reasons.changes
-    ]
+    rows = [[one.kind, _time(one.choice.seconds), size_text(one.choice.bytes), one.sentence] for one in reasons.changes]
     listed = table_html(["change", "a step", "a device", "result"], rows, words=(3,))
     return card("The choice with one setting changed", listed, wide=True)
 
 
 def _more(reasons: Reasons) -> str:
     items = "".join(
-        f"<li><b class='gain'>{one.gain:+.1%}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
+        f"<li><b class='gain'>{_gain(one.gain)}</b><span>{safe(str(one))}</span></li>" for one in reasons.margins
     )
     return card("What more would buy", f'<ol class="remedies">{items}</ol>')
+
+
+def _gain(share: float) -> str:
+    return f"{share:+.1%}" if abs(share) >= 5e-4 else "0%"
 
 
 def _ranks(plan: ClusterPlan) -> str:
@@ -193,7 +201,7 @@ def best_svg(plan: ClusterPlan, *, width: int = 900) -> str:
     return bars(rows, hues, title=title, x_label="seconds of a step, the best layout of each mesh", width=width)
 
 
-def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 720) -> str:
+def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 520) -> str:
     """Return throughput against memory: the fastest layout of each memory, the choice, and the limit."""
 
     def point(choice: Choice) -> tuple[float, float]:
@@ -220,7 +228,7 @@ def pareto_chart(plan: ClusterPlan, reasons: Reasons, *, width: int = 720) -> st
     )
 
 
-def scaling_chart(reasons: Reasons, *, width: int = 720) -> str:
+def scaling_chart(reasons: Reasons, *, width: int = 520) -> str:
     """Return strong and weak scaling: throughput per device as a share of the smallest cluster's."""
     series = []
     for name, words in (("strong", "strong: the same batch"), ("weak", "weak: the batch grows with the devices")):

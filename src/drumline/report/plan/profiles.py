@@ -90,7 +90,7 @@ def profile_svg(profile: ModelProfile, *, width: int = 760) -> str:
     parts = ({letter: 1e3 * getattr(one.times, name) for name, (letter, _) in _PARTS.items()} for one in largest.layers)
     return bars(
         [Bar(one.name, times) for one, times in zip(largest.layers, parts, strict=True)],
-        {letter: SHADES[op].even for letter, op in _PARTS.values()},
+        {letter: SHADES[op].edge for letter, op in _PARTS.values()},
         title=f"{profile.model.name}: a microbatch of {rows}, milliseconds per block",
         x_label=f"{profile.device}, {profile.num_ranks} ranks at once",
         width=width,

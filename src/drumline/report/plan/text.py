@@ -6,7 +6,7 @@ All of it is in what --json prints.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from drumline.core.errors import counted
 from drumline.plan.launch.launch import Config
@@ -78,10 +78,12 @@ def settings_text(choice: Choice) -> str:
     return ", ".join(parts.values())
 
 
-def seconds_rows(chosen: Choice) -> list[list[str]]:
+def seconds_rows(chosen: Choice, written: Callable[[float], str] = duration) -> list[list[str]]:
     """Return seconds and shares of a step as rows of text, items that are nothing left out."""
     took = {name: getattr(chosen.estimate.seconds, item) for item, name in SECONDS.items()}
-    return [[name, duration(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 0]
+    return [
+        [name, written(one), f"{one / chosen.seconds:.1%}"] for name, one in took.items() if one > 1e-9 * chosen.seconds
+    ]
 
 
 def bytes_rows(chosen: Choice, *, every: bool = True) -> list[list[str]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from drumline.core.program import Program
 from drumline.report.run.follow import PARTS, SECONDS
-from drumline.report.units import counts, duration
+from drumline.report.units import counts, duration, number
 
 _LOSS = "loss_metrics/global_avg_loss"
 _RATES = {"throughput(tps)": "tokens/s a rank", "throughput(rows/s)": "rows/s"}
@@ -67,7 +67,7 @@ class LiveRun:
     def row(self) -> str:
         """Return the last step in one line, for logs."""
         known = [f"{bubble:.0%}" for bubble in self._bubbles() if bubble is not None]
-        queues = [f"{source}->{target} {depth:g}" for (source, target), depth in self._queues().items()]
+        queues = [f"{source}->{target} {number(depth)}" for (source, target), depth in self._queues().items()]
         parts = [self._head()]
         parts += [f"per rank {' '.join(known)}"] if known else []
         parts += [f"queues {', '.join(queues)}"] if queues else []
@@ -88,7 +88,7 @@ class LiveRun:
         scale = min(1.0, room / max(self._queues().values(), default=1.0))
         for (source, target), depth in self._queues().items():
             marks = self.marks.message * round(depth * scale)
-            lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {depth:g} waiting at most")
+            lines.append(f"{f'{source} -> {target}':<9} {marks:<{room}}  {number(depth)} waiting at most")
         if self._bubbles()[0] is not None:
             named = zip(self.marks.parts, PARTS, strict=True)
             lines.append(f"{'':<9} {'  '.join(f'{mark} {part}' for mark, part in named)}")
@@ -99,8 +99,8 @@ class LiveRun:
         if not line:
             return "no step yet"
         loss = line.get(_LOSS)
-        parts = [f"step {line['step']}", "loss not finite" if loss is None else f"loss {loss:.4g}"]
-        parts += [f"{line[name]:,.4g} {unit}" for name, unit in _RATES.items() if line.get(name)][:1]
+        parts = [f"step {line['step']}", "loss not finite" if loss is None else f"loss {number(loss, 4)}"]
+        parts += [f"{number(line[name], 4)} {unit}" for name, unit in _RATES.items() if line.get(name)][:1]
         if line.get(SECONDS):
             parts.append(f"{duration(line[SECONDS])} a step")
         if line.get("pp/bubble") is not None:

@@ -18,9 +18,12 @@ from drumline.report.draw.scene import document
 from drumline.report.run.follow import PARTS
 from drumline.report.run.report import RunReport
 from drumline.report.run.text import fullest
-from drumline.report.units import counts, duration, percent, size_text
+from drumline.report.units import counts, duration, number, percent, size_text
 
 Figures = dict[str, Any]
+# Shorter by less than this share, or than steps of one run differ from each other, is about the same.
+_TOLD_APART = 0.01
+_LISTED = 3
 
 
 def run_page(reports: Sequence[RunReport], *, opening: str = "") -> str:
@@ -51,10 +54,22 @@ def _advice(reports: Sequence[RunReport]) -> str:
     busy = [one for one in reports if one.steadiness.busy]
     if busy:
         return f"{busy[0].name}: {busy[0].steadiness.sentence} Times of these runs cannot be compared."
-    fastest, *others = sorted(reports, key=lambda one: one.seen.measured.makespan)
-    best, next_best = fastest.seen.measured.makespan, others[0].seen.measured.makespan
-    less = 1 - best / next_best if next_best > 0 else 0.0
-    return f"{fastest.name} has the shortest step: {duration(best)}, {less:.0%} less than {others[0].name}."
+    fastest, *others = sorted(reports, key=_makespan)
+    best, least = _makespan(fastest), max(_TOLD_APART, *(one.steadiness.spread or 0.0 for one in reports))
+    near = [one for one in others if _makespan(one) <= (1 + least) * best]
+    if not near:
+        less = 1 - best / _makespan(others[0])
+        return f"{fastest.name} has the shortest step: {duration(best)}, {less:.0%} less than {others[0].name}."
+    named = [one.name for one in (fastest, *near)]
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if len(near) <= _LISTED else f"{len(named)} runs"
+    return (
+        f"{listed} take about the same time for a step: {duration(best)} to {duration(_makespan(near[-1]))}."
+        f" Differences below {least:.0%} cannot be told from chance here."
+    )
+
+
+def _makespan(report: RunReport) -> float:
+    return report.seen.measured.makespan
 
 
 def _above(runs: Sequence[Figures]) -> str:
@@ -80,13 +95,13 @@ def _below(runs: Sequence[Figures]) -> str:
     The details of several runs are folded: whoever wants them knows which run's.
     """
     parts = [_steps(runs)]
-    for number, run in enumerate(runs):
+    for order, run in enumerate(runs):
         details = f'<div class="pair">{_ranks(run) + _causes(run) + _stages(run) + _held(run)}</div>'
         if len(runs) > 1:
-            swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
+            swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
             figures = f"step {_time(run['makespan'])}, bubble {percent(run['bubble'])}"
             title = f'<summary><h2>{swatch} {safe(run["name"])}</h2> <span class="note">{figures}</span></summary>'
-            parts.append(f'<details class="report" id="run-{number}">{title}{_remedies(run)}{details}</details>')
+            parts.append(f'<details class="report" id="run-{order}">{title}{_remedies(run)}{details}</details>')
         else:
             parts.append(f'<section class="report">{details}</section>')
     return "".join(parts)
@@ -102,7 +117,7 @@ def _cards(run: Figures) -> str:
         ("peak stash", fullest(run["per_rank"]), "on the fullest rank"),
     ]
     rates = {"tokens_per_second": "tokens/s a rank", "rows_per_second": "rows/s"}
-    known = [("throughput", f"{run[key]:,.4g}", unit) for key, unit in rates.items() if run[key] is not None]
+    known = [("throughput", number(run[key], 4), unit) for key, unit in rates.items() if run[key] is not None]
     return cards([*figures, *known[:1]])
 
 
@@ -126,12 +141,13 @@ def _comparison(runs: Sequence[Figures]) -> str:
     ]
     least = [min(value(run) for run in runs) for _, value, _ in columns]
     rows = []
-    for number, run in enumerate(runs):
+    for order, run in enumerate(runs):
         cells = [
-            f"<td{' class=best' if value(run) == least[at] else ''}>{safe(shown(value(run)))}</td>"
+            f"<td{' class=best' if value(run) - least[at] <= _TOLD_APART * abs(least[at]) else ''}>"
+            f"{safe(shown(value(run)))}</td>"
             for at, (_, value, shown) in enumerate(columns)
         ]
-        swatch = f'<svg class="swatch"><rect class="part {run_class(number)}"/></svg>'
+        swatch = f'<svg class="swatch"><rect class="part {run_class(order)}"/></svg>'
         plain = (run["schedule"], run["ranks"], run["microbatches"], fullest(run["per_rank"]), run["num_steps"])
         cells += [f"<td>{safe(one)}</td>" for one in plain]
         rows.append(f"<tr><td>{swatch} {safe(run['name'])}</td>{''.join(cells)}</tr>")
@@ -209,11 +225,11 @@ def _peaks(kind: str, peaks: Mapping[str, float], written: Callable[[Any], str])
 def _steps(runs: Sequence[Figures]) -> str:
     """Return curves over steps: what was learned, and how fast."""
     wanted: list[tuple[str, str, Callable[[float], str], bool]] = [
-        ("loss", "loss", lambda value: f"{value:.4g}", False),
+        ("loss", "loss", _four, False),
         ("seconds", "seconds from step to step", _time, True),
         ("utilisation", "utilisation", percent, True),
-        ("tokens_per_second", "tokens per second and rank", lambda value: f"{value:,.4g}", True),
-        ("rows_per_second", "rows per second", lambda value: f"{value:,.4g}", True),
+        ("tokens_per_second", "tokens per second and rank", _four, True),
+        ("rows_per_second", "rows per second", _four, True),
     ]
     figures = []
     for key, name, written, from_zero in wanted:
@@ -235,5 +251,9 @@ def _blocks(names: Sequence[str]) -> str:
     return f"block {names[0]}" if len(names) == 1 else f"blocks {names[0]} to {names[-1]}"
 
 
+def _four(value: float) -> str:
+    return number(value, 4)
+
+
 def _time(seconds: float) -> str:
-    return duration(seconds).replace(" us", " µs")
+    return duration(seconds, micro="µs")

@@ -1,0 +1,177 @@
+/* What a page looks like, measured where it is drawn: contrasts of text and marks, and what the keyboard may reach. */
+(() => {
+  const SAMPLES = 5; // of text that is drawn alike
+  const parsed = new Map(), canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  canvas.canvas.width = canvas.canvas.height = 1;
+
+  /* Any CSS colour as [r, g, b, a], by painting it. */
+  function colour(text) {
+    if (!parsed.has(text)) {
+      canvas.clearRect(0, 0, 1, 1);
+      canvas.fillStyle = "#0000";
+      canvas.fillStyle = text;
+      canvas.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+      parsed.set(text, [r, g, b, a / 255]);
+    }
+    return parsed.get(text);
+  }
+  const over = ([r, g, b, a], [R, G, B]) => [r * a + R * (1 - a), g * a + G * (1 - a), b * a + B * (1 - a), 1];
+  const faded = ([r, g, b, a], alpha) => [r, g, b, a * alpha];
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((one) => (one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+
+  const paper = () => (getComputedStyle(document.documentElement).colorScheme.includes("dark")
+    && matchMedia("(prefers-color-scheme: dark)").matches ? [18, 18, 18, 1] : [255, 255, 255, 1]);
+
+  function opacity(node) {
+    let product = 1;
+    for (let at = node; at instanceof Element; at = at.parentElement) product *= Number(getComputedStyle(at).opacity);
+    return product;
+  }
+
+  /* How an element paints a point of its inside, or null. */
+  function paint(node, x, y) {
+    const style = getComputedStyle(node);
+    if (!(node instanceof SVGElement) || node.tagName === "svg") return faded(colour(style.backgroundColor), opacity(node));
+    if (!node.isPointInFill || style.fill === "none") return null;
+    const at = new DOMPoint(x, y).matrixTransform(node.getScreenCTM().inverse());
+    if (!node.isPointInFill(at)) return null;
+    return faded(colour(style.fill), opacity(node) * Number(style.fillOpacity));
+  }
+
+  /* What lies under a point of an element: everything below it there, painted over each other. */
+  function ground(node, x, y) {
+    const here = document.elementsFromPoint(x, y), from = here.indexOf(node);
+    let below = from >= 0 ? here.slice(from + 1) : here.filter((one) => !node.contains(one) && paintsBefore(one, node));
+    if (!(node instanceof SVGElement) && from >= 0) below = [node, ...below];
+    if (!below.length) for (let at = node; at; at = at.parentElement) below.push(at);
+    return below.map((one) => paint(one, x, y)).filter(Boolean).reduceRight((under, one) => over(one, under), paper());
+  }
+  const paintsBefore = (one, node) => Boolean(one.compareDocumentPosition(node) & 4) || one.contains(node);
+
+  function visible(node) {
+    return node.checkVisibility({ opacityProperty: true, visibilityProperty: true }) && !node.closest(".unseen, noscript");
+  }
+
+  function named(node) {
+    const name = typeof node.className === "string" ? node.className : node.className?.baseVal ?? "";
+    return `${node.tagName.toLowerCase()}${node.id ? `#${node.id}` : ""}${name ? `.${name.trim().replaceAll(" ", ".")}` : ""}`;
+  }
+
+  /* Of things that are drawn alike some visible ones, from the first to the last. */
+  function sampled(found) {
+    const groups = new Map();
+    for (const node of found) {
+      const key = [named(node), named(node.parentElement), node.getAttribute("fill"), node.getAttribute("font-size")].join();
+      if (!groups.has(key)) groups.set(key, new Set());
+      groups.get(key).add(node);
+    }
+    return [...groups.values()].flatMap((group) => {
+      const all = [...group], kept = [];
+      const stride = Math.max(1, Math.floor(all.length / SAMPLES));
+      for (let at = 0; at < all.length && kept.length < SAMPLES; at += stride) if (visible(all[at])) kept.push(all[at]);
+      return kept;
+    });
+  }
+
+  /* Every visible text with too little contrast, as [text, element, contrast, needed]. */
+  function texts(normal, large) {
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    for (let text = walker.nextNode(); text; text = walker.nextNode()) {
+      if (text.data.trim() && !["SCRIPT", "STYLE", "title", "OPTION"].includes(text.parentElement.tagName)) found.push(text.parentElement);
+    }
+    const range = document.createRange(), low = [];
+    let measured = 0;
+    for (const node of sampled(found)) {
+      range.selectNodeContents([...node.childNodes].find((one) => one.nodeType === 3 && one.data.trim()));
+      const box = [...range.getClientRects()].find(({ width, height }) => width > 0 && height > 0);
+      const edge = node.closest(".plot, .scroll")?.getBoundingClientRect().right ?? innerWidth; // beyond it text is cut away
+      if (!box || box.left + box.width / 2 >= Math.min(edge, innerWidth) - 1 || box.top + box.height / 2 >= innerHeight) continue;
+      measured += 1;
+      const style = getComputedStyle(node), drawn = node instanceof SVGElement;
+      const halo = drawn && style.stroke !== "none" && parseFloat(style.strokeWidth) >= 3;
+      const under = halo ? colour(style.stroke) : ground(node, box.left + box.width / 2, box.top + box.height / 2);
+      const size = parseFloat(style.fontSize), bold = Number(style.fontWeight) >= 700;
+      const needed = size >= 24 || (bold && size >= 18.66) ? large : normal;
+      const value = contrast(over(faded(colour(drawn ? style.fill : style.color), opacity(node)), under), under);
+      if (value < needed) low.push([range.toString().trim().slice(0, 40), named(node), Number(value.toFixed(2)), needed]);
+    }
+    return { measured, low };
+  }
+
+  const MARKS = ".surface .hatch, .legend path, .bar .part, .swatch .part, .curve .line, #scatter circle, svg[role=img] polyline, "
+    + "svg[role=img] circle, svg[role=img] path[stroke-width], svg[role=img] rect:not(.aim):has(title)";
+
+  /* Every mark with too little contrast against what lies around it: its strongest paint counts. */
+  function marks(needed) {
+    const low = [];
+    let measured = 0;
+    for (const node of sampled(document.querySelectorAll(MARKS))) {
+      const style = getComputedStyle(node), svg = node.closest("svg"), alpha = opacity(node);
+      const { left, top, width, height } = svg.getBoundingClientRect();
+      if (!width || !height) continue;
+      const sheet = node.closest("svg[role=img]")?.querySelector(":scope > rect[width='100%']");
+      const track = node.closest(".surface")?.querySelector("rect.track") ?? (node.closest(".legend") ? node.parentNode.querySelector("rect") : null);
+      const under = track || sheet ? over(colour(getComputedStyle(track ?? sheet).fill), paper()) : ground(svg, left + width - 1, top + 1);
+      const paints = [["fill", style.fill, Number(style.fillOpacity)], ["stroke", style.stroke, Number(style.strokeOpacity)]];
+      const values = paints.filter(([, one]) => one !== "none")
+        .map(([, one, own]) => contrast(over(faded(colour(one), own * alpha), under), under));
+      measured += 1;
+      const value = Math.max(0, ...values);
+      if (value < needed) low.push([named(node), style.fill, style.stroke, Number(value.toFixed(2))]);
+    }
+    return { measured, low };
+  }
+
+  const REACH = "a[href], button, select, input:not([type=file]), textarea, summary, [tabindex]";
+  let seen = [];
+  document.addEventListener("focusin", () => seen.push(focused()));
+
+  /* Number all that takes the keyboard, and return their names; from now on what has the focus is written down. */
+  function listen() {
+    document.body.tabIndex = -1;
+    document.body.focus({ preventScroll: true }); // so that the first Tab goes to the first of them
+    document.body.removeAttribute("tabindex");
+    seen = [];
+    const found = [...document.querySelectorAll(REACH)].filter((node) => visible(node) && !node.disabled && node.tabIndex >= 0);
+    found.forEach((node, at) => { node.dataset.reach = String(at); });
+    return found.map(named);
+  }
+
+  /* What has the focus, and how far its ring stands out; 0 where there is none. */
+  function focused() {
+    const node = document.activeElement, style = getComputedStyle(node), box = node.getBoundingClientRect();
+    const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 ? style.outlineColor
+      : style.boxShadow.match(/rgba?\([^)]*\)|color\([^)]*\)/)?.[0];
+    const under = ground(node.parentElement ?? node, Math.max(1, Math.min(innerWidth - 2, box.left - 3)), box.top + box.height / 2);
+    return { reach: node.dataset.reach ?? null, name: named(node), ring: ring ? Number(contrast(over(colour(ring), under), under).toFixed(2)) : 0 };
+  }
+  const reached = () => seen;
+
+  /* Once all that was asked for is on the screen. */
+  const drawn = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))));
+
+  /* Whatever reaches beyond the window, and is not inside something that scrolls by itself. */
+  function overflowing() {
+    const scrolls = (node) => {
+      for (let at = node.parentElement; at && at !== document.body; at = at.parentElement) {
+        if (getComputedStyle(at).overflowX !== "visible") return true;
+      }
+      return false;
+    };
+    const wide = document.documentElement.clientWidth + 0.5;
+    return [...document.body.querySelectorAll("*")].filter((node) => visible(node) && node.getBoundingClientRect().right > wide && !scrolls(node)
+      && !node.closest(".unseen")).map((node) => `${named(node)} to ${Math.round(node.getBoundingClientRect().right)}`);
+  }
+
+  const all = (normal, large, needed) => ({ texts: texts(normal, large), marks: marks(needed), beyond: overflowing(),
+    wide: document.documentElement.scrollWidth, paper: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" });
+  window.measure = { all, texts, marks, overflowing, listen, reached, drawn };
+})();

@@ -1,0 +1,233 @@
+"""Every kind of page that Drumline writes, in a real Chromium, wide and narrow, light and dark.
+
+None may be wider than its window, hide text or marks in too little contrast, or keep anything from the keyboard.
+`measure.js` looks at what is drawn; this file makes the pages, and says what may be found.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_models import GIB, Rough, small_cluster, small_transformer
+from drumline.cli.main import main
+from drumline.core.costs import Costs
+from drumline.core.measured.run import Run, read_run
+from drumline.core.simulate.simulate import simulate
+from drumline.plan.layouts.explain import explain
+from drumline.plan.layouts.planner import plan
+from drumline.plan.layouts.space import Pins
+from drumline.plan.search.pareto import pareto
+from drumline.report.compare import compare, compare_page
+from drumline.report.draw.html import page
+from drumline.report.draw.pareto import pareto_page
+from drumline.report.explore_server import ExploreServer
+from drumline.report.plan.page import plan_page
+from drumline.report.plan.profiles import profile_page
+from drumline.report.run.page import run_page
+from drumline.report.run.report import reports_of
+from drumline.schedules import generate
+from kineto_traces import written
+from profiles import SOME, model_profile
+from simulated_runs import even_blocks, per_stage, write_simulated_run
+from some import some
+
+MEASURE = (Path(__file__).parent / "measure.js").read_text()
+WIDTHS, THEMES = (1280, 390), ("light", "dark")
+TEXT, LARGE_TEXT, MARK = 4.5, 3.0, 3.0
+TALLEST = 8000
+
+
+def shown(folder: Path) -> str:
+    program = generate("1f1b", num_ranks=4, num_microbatches=8)
+    return page([simulate(program, Costs(comm=0.25, activation_bytes=2**28))])
+
+
+def compared(folder: Path) -> str:
+    return compare_page(compare(2, num_microbatches=4), num_ranks=2, num_microbatches=4)
+
+
+def run_of(folder: Path, name: str, schedule: str, num_microbatches: int = 4) -> Run:
+    """Write a run with all that a report shows: losses, bytes, queues and blocks."""
+    program, costs = generate(schedule, num_ranks=2, num_microbatches=num_microbatches), per_stage(1e-3, 2e-3)
+    overhead = 1e-4 if schedule != "zb-h1" else 0.0  # whose weight gradients take no time here
+    path = write_simulated_run(
+        folder / name, program, costs, blocks=even_blocks(2, 4), jitter=0.1, num_steps=8, overhead=overhead, weigh=1e6
+    )
+    lines = [
+        json.loads(line) | {"pp/edge0-1/peak_queue": 2} for line in (path / "metrics.jsonl").read_text().splitlines()
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    return read_run(path)
+
+
+def one_run(folder: Path) -> str:
+    return run_page(reports_of([run_of(folder, "alone", "1f1b")]))
+
+
+def several_runs(folder: Path) -> str:
+    schedules = ("gpipe", "1f1b", "zb-h1")
+    return run_page(reports_of([run_of(folder, f"{schedule}-4", schedule) for schedule in schedules]))
+
+
+def demo(folder: Path) -> str:
+    pytest.importorskip("torch")
+    from drumline.train.demo import TRIALS, Outcome
+    from drumline.train.opening import opening
+    from drumline.train.two_stages import Build
+
+    outcomes = []
+    for trial in TRIALS:
+        run = run_of(folder, f"demo-{trial.name}", trial.schedule, trial.num_microbatches)
+        outcomes.append(Outcome(Build(), trial, run, losses=(1.0, 0.5), difference=0.0))
+    return run_page(reports_of([one.run for one in outcomes]), opening=opening(outcomes))
+
+
+def profiled(folder: Path) -> str:
+    return profile_page(model_profile([0.01, 0.03, 0.01, 0.02], overheads=SOME, held=2**20, weights=2**20))
+
+
+def planned_from_profile(folder: Path) -> str:
+    file = folder / "profile.json"
+    model_profile([0.01, 0.03, 0.01, 0.02], overheads=SOME, held=2**20, weights=2**20).save(file)
+    return written_by(folder, "plan", str(file), "--ranks", "2", "--batch", "8", "--seconds", "0")
+
+
+def written_by(folder: Path, *words: str) -> str:
+    """Return the page that a command writes."""
+    assert main([*words, "--out", str(folder / f"{words[0]}.html")]) == 0
+    return (folder / f"{words[0]}.html").read_text()
+
+
+def planned_for_cluster(folder: Path) -> str:
+    machines = small_cluster(memory=1.2 * GIB)
+    told = explain(plan(small_transformer(), machines, batch=32, evaluate=Rough(), pins=Pins(pipeline=2)))
+    assert told.reasons is not None
+    return plan_page(told, told.reasons)
+
+
+def analyzed(folder: Path) -> str:
+    timeline = simulate(
+        generate("1f1b", num_ranks=3, num_microbatches=4), Costs(forward=[1, 2, 1], backward=[2, 4, 2], comm=0.25)
+    )
+    return written_by(folder, "analyze", str(written(timeline, folder / "traces", num_steps=2)))
+
+
+def weighed(folder: Path) -> str:
+    return pareto_page(pareto(Costs(), 2, num_microbatches=4, placement="linear", seconds=30, tries=1))
+
+
+KINDS: dict[str, Callable[[Path], str]] = {
+    "show": shown,
+    "compare": compared,
+    "report of one run": one_run,
+    "report of several runs": several_runs,
+    "demo": demo,
+    "profile": profiled,
+    "plan of a profile": planned_from_profile,
+    "plan of a cluster": planned_for_cluster,
+    "analyze": analyzed,
+    "pareto": weighed,
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Make each page once, when it is asked for, and say where it is."""
+    folder = tmp_path_factory.mktemp("pages")
+    with ExploreServer(0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        made = {"explore": f"{server.address}?schedule=1f1b&against=zb-h1"}
+
+        def address(kind: str) -> str:
+            if kind not in made:
+                file = folder / f"{kind.replace(' ', '-')}.html"
+                file.write_text(KINDS[kind](folder), encoding="utf-8")
+                made[kind] = file.as_uri()
+            return made[kind]
+
+        yield address
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, pages: Callable[[str], str]) -> Iterator[Callable[..., Any]]:
+    """Open a page once, and show it in a window of any width and in any theme."""
+    context = browser.new_context(reduced_motion="reduce")
+    shown: dict[str, Any] = {}
+    troubles: list[str] = []
+
+    def fresh(kind: str) -> Any:
+        page = context.new_page()
+        page.on("pageerror", lambda error: troubles.append(f"{kind}: {error}"))
+        page.on("console", lambda message: troubles.append(f"{kind}: {message.text}"))
+        page.goto(pages(kind))
+        if page.locator(".toolbar").count():
+            page.wait_for_selector("html[data-answered]" if kind == "explore" else "html[data-painted-ms]")
+        page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+        page.evaluate(MEASURE)
+        return page
+
+    def open_page(kind: str, width: int, theme: str, height: int | None = None) -> Any:
+        page = shown[kind] = shown[kind] if kind in shown else fresh(kind)
+        page.emulate_media(color_scheme=theme)
+        page.set_viewport_size({"width": width, "height": height or 900})
+        if height is None:  # all of it in view, so that whatever is drawn can be asked for
+            whole = page.evaluate("document.documentElement.scrollHeight")
+            page.set_viewport_size({"width": width, "height": min(whole, TALLEST)})
+        page.evaluate("measure.drawn()")
+        return page
+
+    yield open_page
+    context.close()
+    assert troubles == []
+
+
+EVERY = [*KINDS, "explore"]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_nothing_is_cut_off_or_too_faint(opened: Callable[..., Any], kind: str) -> None:
+    found = []
+    for theme in THEMES:
+        for width in WIDTHS:
+            told = opened(kind, width, theme).evaluate(f"measure.all({TEXT}, {LARGE_TEXT}, {MARK})")
+            assert told["paper"] == theme
+            assert told["texts"]["measured"] > 0
+            low = [*told["texts"]["low"], *told["marks"]["low"], *told["beyond"]]
+            found += [(width, theme, one) for one in low]
+            assert told["wide"] <= width, told["beyond"]
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Callable[..., Any], kind: str) -> None:
+    for width, theme in (
+        (1280, "light"),
+        *(((390, "dark"),) if kind in ("show", "explore", "plan of a cluster") else ()),
+    ):
+        shown = opened(kind, width, theme, height=900)
+        names = shown.evaluate("measure.listen()")
+        for _ in range(len(names) + 20):  # what scrolls takes the keyboard, too
+            shown.keyboard.press("Tab")
+        reached = shown.evaluate("measure.reached()")
+        assert [name for at, name in enumerate(names) if str(at) not in {one["reach"] for one in reached}] == []
+        assert [(one["name"], one["ring"]) for one in some(reached) if one["ring"] < MARK] == []
+
+
+@pytest.mark.parametrize("kind", ["report of several runs", "plan of a cluster"])
+def test_what_is_folded_opens_by_keyboard(opened: Callable[..., Any], kind: str) -> None:
+    shown = opened(kind, 1280, "light", height=900)
+    for fold in some(shown.locator("summary").all()):
+        fold.focus()
+        for key in ("Enter", "Space"):
+            before = fold.evaluate("(node) => node.parentElement.open")
+            shown.keyboard.press(key)
+            assert fold.evaluate("(node) => node.parentElement.open") != before
