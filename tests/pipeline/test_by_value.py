@@ -394,5 +394,5 @@ def test_without_cloudpickle_functions_must_be_importable_and_the_error_says_so(
     assert value == "2"
     assert error == (
         "the ranks cannot import own of __main__, and cloudpickle is not installed; "
-        "move it to a module of its own, or install cloudpickle, which sends it as it is"
+        "move it to a module that the ranks can import, or install cloudpickle, which sends its code"
     )

@@ -312,8 +312,8 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
     ("settings", "error", "says"),
     [
         ({"schedule": "1f1v"}, dl.DrumlineError, "did you mean 1f1b"),
-        ({"schedule": "pipedream"}, ProgramError, "updates the weights while it runs"),
-        ({"schedule": "pipedream-2bw"}, ProgramError, "updates the weights while it runs"),
+        ({"schedule": "pipedream"}, ProgramError, "updates weights while it runs"),
+        ({"schedule": "pipedream-2bw"}, ProgramError, "updates weights while it runs"),
         ({"schedule": "forward-only"}, ProgramError, "no backwards"),
         ({"schedule": WITH_WAITS, "num_microbatches": 1}, ProgramError, r"a program without WAITs.*compute_only\(\)"),
         ({"schedule": WITH_STATE, "num_microbatches": 1}, ProgramError, r"does not shard yet.*compute_only\(\)"),
@@ -375,7 +375,7 @@ def test_a_state_that_has_no_numbers_is_refused_and_changes_nothing(state: Any, 
 
 
 def test_an_optimizer_that_is_no_class_is_refused() -> None:
-    with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer's class"):
+    with pytest.raises(dl.DrumlineError, match=r"pipe\.optimizer got 'adam'; expected an optimizer class"):
         pipeline().optimizer("adam")  # type: ignore[arg-type]
 
 

@@ -21,7 +21,9 @@ def pipeline(**options: Any) -> dl.Pipeline:
 
 def test_a_pipeline_shows_what_runs_where() -> None:
     with pipeline(num_ranks=2, schedule="1f1b") as pipe:
-        shown = "Pipeline(1f1b: 2 ranks (all here, in turn), 2 stages, 3 microbatches, in-process on cpu)"
+        shown = (
+            "Pipeline(1f1b: 2 ranks (all in this process, taking turns), 2 stages, 3 microbatches, in-process on cpu)"
+        )
         assert repr(pipe) == shown
 
 

@@ -85,7 +85,7 @@ def told(launch: Launch, case: str) -> list[str]:
 
 
 def test_what_was_never_taken_is_noticed_at_the_next_step(launch: Launch) -> None:
-    notice = "rank 1 never took up 1RECV_F3 of step 0 of rank 0"
+    notice = "rank 1 never received 1RECV_F3 of step 0 from rank 0"
     assert told(launch, "what_was_never_taken_is_noticed") == ["", notice, ""]
 
 
@@ -103,12 +103,12 @@ def test_an_abort_names_its_origin_to_those_who_wait_for_others(launch: Launch) 
 
 
 def test_an_orderly_end_fails_only_those_who_wait_for_more(launch: Launch) -> None:
-    ends = [f"2|rank 2 closed its channel while rank {rank} still waits for it" for rank in (0, 1)]
+    ends = [f"2|rank 2 closed its channel while rank {rank} was still waiting for it" for rank in (0, 1)]
     assert told(launch, "an_orderly_end_fails_only_those_who_wait") == [*ends, ""]
 
 
 def test_a_killed_rank_is_named_and_leaves_nothing_behind(launch: Launch) -> None:
-    death = "1|rank 1 died without a word: it was killed, or it crashed"
+    death = "1|rank 1 died without reporting an error: it crashed or was killed"
     # Right before its death the rank had shared memory, but none with a name that would outlast it.
     assert told(launch, "a_killed_rank_is_named") == [death, "maps []", death]
     assert launch.codes == [0, -signal.SIGKILL, 0]

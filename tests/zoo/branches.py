@@ -78,13 +78,13 @@ def _two(first: nn.Module, second: nn.Module) -> nn.Module:
     return model
 
 
-@refused("a branch on the numbers in a tensor", "decides by the numbers in a tensor.*move it into a block")
+@refused("a branch on the numbers in a tensor", "branches on the values of a tensor.*move it into a block")
 class Decides(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return -x if x.sum() > 0 else x
 
 
-@refused("a branch on a number read with item()", "decides by the numbers in a tensor.*move it into a block")
+@refused("a branch on a number read with item()", "branches on the values of a tensor.*move it into a block")
 class Items(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         return x * max(x.abs().max().item(), 1.0)

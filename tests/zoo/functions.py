@@ -134,7 +134,7 @@ class Maps(Stack):
         return torch.vmap(lambda row: row * 2 + 1)(x)
 
 
-@refused("vmap around a block", "'blocks.0'.*torch.func.*call it as it is")
+@refused("vmap around a block", "'blocks.0'.*torch.func.*call it directly")
 class MapsBlock(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:

@@ -62,7 +62,7 @@ def checkpointed(choice: Checkpointing, cuts: Sequence[Sequence[Block]]) -> froz
     choice = [str(name) for name in choice]
     for name in choice:
         if name not in names:
-            raise ModelError(f"checkpoint names the block {name!r}, which is not there", fix=nearest(name, names))
+            raise ModelError(f"checkpoint names block {name!r}, which does not exist", fix=nearest(name, names))
     return frozenset(choice)
 
 
@@ -151,8 +151,8 @@ def _refuse_statistics(blocks: Sequence[Block]) -> None:
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 raise ModelError(
                     f"block {block.name!r} keeps running statistics ({type(module).__name__})",
-                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
-                    fix="choose a schedule in one direction, such as zb-v",
+                    expected="none under this schedule: each of its two copies of a stage sees half of the batch",
+                    fix="choose a schedule with one copy of each stage, such as zb-v",
                 )
 
 

@@ -125,8 +125,8 @@ class AutoSchedule(Observer):
             self.searched.after = median(one.makespan for one in self._seen)
             gained = self.searched.gained or 0.0
             print(
-                f"schedule: measured, a step takes {self.searched.after * 1e3:.1f} ms instead of"
-                f" {self.searched.before * 1e3:.1f} ({-gained:+.1%})",
+                f"schedule: a measured step takes {self.searched.after * 1e3:.1f} ms instead of"
+                f" {self.searched.before * 1e3:.1f} ms ({-gained:+.1%})",
                 file=sys.stderr,
             )
 
@@ -134,15 +134,15 @@ class AutoSchedule(Observer):
 def _said(searched: Searched, program: Program) -> str:
     before, after = searched.predicted_before * 1e3, searched.predicted * 1e3
     return (
-        f"schedule: a program was found for the measured stages; simulated, a step takes {after:.1f} ms"
-        f" instead of {before:.1f} by {program.name} ({-searched.predicted_gain:+.1%}), in the same"
-        f" memory; no program takes less than {searched.bound * 1e3:.1f}"
+        f"schedule: found a program for the measured stages; in simulation, a step takes {after:.1f} ms"
+        f" instead of {before:.1f} ms with {program.name} ({-searched.predicted_gain:+.1%}), in the same"
+        f" memory; no program can take less than {searched.bound * 1e3:.1f} ms"
     )
 
 
 def _kept(searched: Searched, program: Program) -> str:
     return (
-        f"schedule: {program.name} is kept: the best program found for the measured stages takes"
-        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f}, and none takes less than"
-        f" {searched.bound * 1e3:.1f}"
+        f"schedule: kept {program.name}: the best program found for the measured stages takes"
+        f" {searched.predicted * 1e3:.1f} ms instead of {searched.predicted_before * 1e3:.1f} ms; none can take under"
+        f" {searched.bound * 1e3:.1f} ms"
     )

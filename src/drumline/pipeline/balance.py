@@ -246,9 +246,9 @@ def is_asked(balance: Sequence[int] | str | None, cuts: Sequence[str] | None, ex
     """
     if balance == "auto" and example is None:
         raise ModelError(
-            "balance is 'auto' and there is no example",
-            expected="a batch to measure the blocks with",
-            fix="pass example=, a batch as step will get it, and example_target= if there is a loss_fn",
+            "balance is 'auto' but there is no example batch",
+            expected="an example batch for timing the blocks",
+            fix="pass example=, a batch like those you pass to step, and example_target= if you use loss_fn",
         )
     return balance == "auto" or (balance is None and cuts is None and example is not None)
 
@@ -296,5 +296,5 @@ def _measured(given: Options, crew: Crew, program: Program, intake: Intake, bloc
     if crew.rank == 0:
         print(f"{found.table()}\nbalance={list(found.counts)}, measured on {found.profile.device}", file=sys.stderr)
         if found.profile.disturbed:
-            print(f"{found.profile.disturbed} Measure again on a quiet one, or give balance=.", file=sys.stderr)
+            print(f"{found.profile.disturbed} Measure again on an idle machine, or pass balance=.", file=sys.stderr)
     return found

@@ -41,8 +41,8 @@ def leave_all() -> None:
 def _tell_of_turns(num_ranks: int) -> None:
     """Say once that ranks do not run at the same time, to users who may expect that they do."""
     logging.getLogger("drumline").warning(
-        "%d ranks take turns in this process, because no launcher started others: gradients are the same, steps are not"
-        " faster. Start ranks with dl.launch or torchrun; transport='in-process' asks for turns without this line.",
+        "%d ranks take turns in this process because no launcher started others: same gradients, but no faster steps. "
+        "Start ranks with dl.launch or torchrun, or pass transport='in-process' to silence this warning.",
         num_ranks,
     )
 
@@ -100,7 +100,7 @@ class Crew:
         with crew.together("the set-up"):
             if num_ranks not in (None, channel.num_ranks):
                 raise MismatchError(
-                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, as many processes as were started"
+                    f"num_ranks is {num_ranks}", expected=f"{channel.num_ranks}, the number of processes started"
                 )
         return crew
 
@@ -172,7 +172,7 @@ class Crew:
         `action` returns what this process is at, if it is in the middle of a step.
         """
         if self.over:
-            raise RunError(f"this pipeline cannot be used any more: {self.over}", fix="make a new one on all ranks")
+            raise RunError(f"this pipeline can no longer be used: {self.over}", fix="create a new one on all ranks")
         try:
             yield
         except BaseException as error:

@@ -147,7 +147,7 @@ class CapturingEngine(Engine):
     def called(self, step: Step) -> None:
         """Refuse what graphs do not leave behind."""
         if step.wants_outputs:
-            raise RunError("outputs of a captured step", expected="a step that runs as ever", fix="use capture=False")
+            raise RunError("a captured step cannot return outputs", expected="outputs=False", fix="use capture=False")
 
     def taken(self, step: Step) -> None:
         """Note whether the step can be replayed; asks all other ranks."""

@@ -43,7 +43,7 @@ class Intake:
         for name, given in (("loss_fn", loss_fn), ("loss_weight", weigh)):
             if given is not None and (not callable(given) or isinstance(given, type)):
                 what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
-                fix = f"make one: {given.__name__}()" if isinstance(given, type) else ""
+                fix = f"create an instance: {given.__name__}()" if isinstance(given, type) else ""
                 raise ModelError(f"{name} is {what}", expected="a function", fix=fix)
         self.loss_fn = loss_fn
         self.weigh = weigh
@@ -89,18 +89,18 @@ class Intake:
         self._trains = step.train
         if "first" in ends:
             if batch is None:
-                raise BatchError(f"rank {rank} holds the first stage and got no batch", fix="pass it to step")
+                raise BatchError(f"rank {rank} holds the first stage but got no batch", fix="pass the batch to step")
             step.batch = moved(batch, self.device)
         if "last" in ends and self.own:  # how much each microbatch counts is seen in the batch
             if batch is None:
                 raise BatchError(
-                    f"rank {rank} holds the last stage and got no batch",
-                    expected="the batch there too: the model computes its loss itself, and the labels are counted",
+                    f"rank {rank} holds the last stage but got no batch",
+                    expected="the batch on this rank too: the model computes its own loss, which counts the labels",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
         elif "last" in ends and (target is not None or step.train):
             if target is None:
-                raise BatchError(f"rank {rank} holds the last stage and got no target", fix="pass target= to step")
+                raise BatchError(f"rank {rank} holds the last stage but got no target", fix="pass target= to step")
             step.target = moved(target, self.device)
 
     def cut(self, step: Step) -> None:
@@ -115,7 +115,7 @@ class Intake:
         rows = self.num_rows(step.target) if self.own else num_rows(step.target)
         if step.batch is not None and self.num_rows(step.batch) != rows:
             raise BatchError(
-                f"the batch has {self.num_rows(step.batch)} rows and the target {rows}", expected="as many in both"
+                f"the batch has {self.num_rows(step.batch)} rows and the target has {rows}", expected="equal numbers"
             )
         self._rows = rows_of_each(rows, self.num_microbatches)
         step.targets = targets
@@ -190,8 +190,8 @@ class Intake:
         assert fn is not None
         loss = fn(output, target) if self._fn is None else self._fn.watch(fn, output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
-            what = f"a tensor of the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ModelError(f"loss_fn returned {what}", expected="a tensor without dimensions: the microbatch's mean")
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ModelError(f"loss_fn returned {what}", expected="a scalar tensor: the mean over the microbatch")
         return loss if self._fn is None else self._seen(self._fn, output, target, loss)
 
     def _seen(self, fn: FnWeight, output: Any, target: Any, loss: Tensor) -> Tensor:
@@ -217,6 +217,6 @@ class Intake:
 def _plain(weight: float | Tensor) -> float | Tensor:
     """Return a weight as a number, unless reading it would mean waiting for a device."""
     if not isinstance(weight, int | float | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
-        what = f"a tensor of the shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
-        raise BatchError(f"loss_weight returned {what}", expected="a number: what the microbatch counts")
+        what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise BatchError(f"loss_weight returned {what}", expected="a number: the weight of the microbatch")
     return float(weight) if isinstance(weight, Tensor) and weight.device.type == "cpu" else weight

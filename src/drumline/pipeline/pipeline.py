@@ -228,7 +228,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         program = self.program
-        here = "all here, in turn" if self._crew.alone else f"this is rank {self.rank}"
+        here = "all in this process, taking turns" if self._crew.alone else f"this is rank {self.rank}"
         sizes = f"{counted(program.num_stages, 'stage')}, {counted(program.num_microbatches, 'microbatch')}"
         ranks = f"{counted(self.num_ranks, 'rank')} ({here})"
         return f"Pipeline({program.name}: {ranks}, {sizes}, {self.transport} on {self.device})"
@@ -243,5 +243,5 @@ class Pipeline:
 def _switched(outputs: Any) -> bool:
     # Not declared as a bool, so that type checkers take step(**batch) with a dict of tensors.
     if not isinstance(outputs, bool):
-        raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return what is made")
+        raise UsageError(f"outputs is {outputs!r:.80}", expected="True or False: whether to return the model's output")
     return outputs

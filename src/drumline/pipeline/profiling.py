@@ -112,14 +112,14 @@ def profile_model(
 
     >>> profile_model("model.py:make", microbatch_sizes=[0, 1])
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: microbatch sizes [0, 1]; expected one or more, each of 1 row or more
+    drumline.core.errors.UsageError: microbatch sizes are [0, 1]; expected one or more, of at least 1 row
     """
     sizes = tuple(sorted(set(microbatch_sizes)))
     if not sizes or sizes[0] < 1:
-        raise UsageError(f"microbatch sizes {list(microbatch_sizes)}", expected="one or more, each of 1 row or more")
+        raise UsageError(f"microbatch sizes are {list(microbatch_sizes)}", expected="one or more, of at least 1 row")
     for name, value in (("ranks", num_ranks), ("runs", num_runs), ("threads", num_threads)):
         if value < 1:
-            raise UsageError(f"{value} {name}", expected="a whole number of 1 or more")
+            raise UsageError(f"{value} {name}", expected="an integer of at least 1")
     if isinstance(source, str):
         sources.check(source)
     device_named(device)
@@ -159,10 +159,10 @@ def _measured(settings: ProfileSettings) -> Seen:
     profiles = _blocks(blocks, inputs, material, intake, settings, say)
     say("messages between ranks")
     links = _links(device)
-    say("the executor's own work")
+    say("executor overhead")
     sizes = {one.output_bytes for each in profiles for one in each.layers[:-1]} or {4}
     handling = [_handled(size, device) for size in sorted({min(sizes), max(sizes)})]
-    say("the model itself")
+    say("the whole model")
     ends, paces, transport = _whole(material, inputs, device, dict(zip(settings.sizes, profiles, strict=True)))
     return Seen(
         identity,
@@ -188,7 +188,7 @@ def _blocks(
     seen: list[list[Profile]] = [[] for _ in settings.sizes]
     for turn in range(_TURNS):
         for rows, each in zip(settings.sizes, seen, strict=True):
-            say(f"{counted(len(blocks), 'block')} at microbatches of {rows} rows, turn {turn + 1} of {_TURNS}")
+            say(f"{counted(len(blocks), 'block')} with microbatches of {rows} rows, round {turn + 1} of {_TURNS}")
             microbatch = moved(_rows(inputs, rows), intake.device)
             target = microbatch if intake.own else moved(_rows(material.target, rows), intake.device)
             dist.barrier()
@@ -303,8 +303,8 @@ def _check_rows(inputs: Any, most: int) -> None:
     if found < most:
         raise BatchError(
             f"the batch has {counted(found, 'row')} for microbatches of {most}",
-            expected=f"{most} rows or more",
-            fix="let the function return a larger batch, or give smaller --microbatch-sizes",
+            expected=f"at least {most} rows",
+            fix="return a larger batch from the function, or pass smaller --microbatch-sizes",
         )
 
 

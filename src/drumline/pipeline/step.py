@@ -90,9 +90,9 @@ class StepRun:
     def refuse(self, step: Step) -> None:
         """Refuse a step that cannot train, before any other rank is asked."""
         if not self.intake.has_loss:
-            raise ModelError("the pipeline has no loss_fn", fix="pass one, or use eval_step for inference")
+            raise ModelError("the pipeline has no loss_fn", fix="pass loss_fn= to Pipeline, or use eval_step")
         if torch.is_inference_mode_enabled():
-            raise RunError("step inside torch.inference_mode()", fix="leave it: nothing can be trained there")
+            raise RunError("step was called inside torch.inference_mode()", fix="call it outside, or use eval_step")
         self.check.refuse()
         self.frozen.check_trains()
 

@@ -57,7 +57,7 @@ def num_ranks(transport: str, asked: int | None, *, timeout: float = TIMEOUT) ->
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise UsageError(
-                f"transport {transport!r} in a process that no launcher started",
+                f"transport is {transport!r}, but no launcher started this process",
                 fix="start ranks with torchrun or dl.launch, or use transport='in-process'",
             )
         _join(timeout)
@@ -120,15 +120,15 @@ def agree(told: Sequence[dict[str, Any]]) -> None:
 
     >>> agree([{"seed": 0}, {"seed": 1}])
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: ranks 0 and 1 have another seed: 0 and 1; expected the same line on every rank
+    drumline.core.errors.MismatchError: ranks 0 and 1 have different values of seed: 0 and 1; expected the same ...
     """
     first = told[0]
     for rank, other in enumerate(told):
         for what, value in first.items():
             if other[what] != value:
                 raise MismatchError(
-                    f"ranks 0 and {rank} have another {what}: {_difference(value, other[what])}",
-                    expected="the same line on every rank",
+                    f"ranks 0 and {rank} have different values of {what}: {_difference(value, other[what])}",
+                    expected="the same Pipeline(...) call on every rank",
                 )
 
 

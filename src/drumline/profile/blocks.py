@@ -66,15 +66,15 @@ def profile(
         raise ModelError(f"num_runs is {num_runs}", expected="1 or more")
     blocks = blocks_of(model)
     if loss_fn is not None and target is None:
-        raise BatchError("a loss_fn without a target", fix="pass target=, as to Pipeline.step")
+        raise BatchError("there is a loss_fn but no target", fix="pass target=, as to Pipeline.step")
     modules = [block.module for block in blocks]
     tensors = (one for module in modules for one in (*module.parameters(), *module.buffers()))
     device = next((one.device for one in tensors), torch.device("cpu"))
     if device.type == "meta":
         raise ModelError(
             "the model is on the meta device",
-            expected="one with memory, as each of its blocks is run",
-            fix="measure a model of the same layers that fits, or dl.materialise(model) first",
+            expected="a model with memory, because profiling runs each block",
+            fix="profile a smaller model with the same layers, or call dl.materialise(model) first",
         )
     randomness, buffers, clock = Randomness(seed, device), Buffers(modules), clock_for(device)
     with (

@@ -40,8 +40,8 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
     if rows < num_microbatches:
         raise BatchError(
             f"{what} has {counted(rows, 'row')} for {counted(num_microbatches, 'microbatch')}",
-            expected="at least one row in every microbatch",
-            fix=f"use num_microbatches={rows} or fewer" if rows else "do not pass empty batches",
+            expected="at least one row per microbatch",
+            fix=f"use num_microbatches={rows} or fewer" if rows else "skip empty batches",
         )
     if form is None:
         return list(tensors[0].tensor_split(num_microbatches))
@@ -62,7 +62,7 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
     """
     tensors, _ = pack(batch)
     if not tensors:
-        raise BatchError(f"{what} holds no tensor", expected="tensors whose first dimension is the batch")
+        raise BatchError(f"{what} contains no tensor", expected="tensors whose first dimension is the batch")
     hows = _hows(batch, split) if split else {}
     found: dict[int, None] = {}
     for tensor in tensors:
@@ -72,17 +72,17 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
         at = 0 if how is _BY_ITSELF else how
         if not -tensor.dim() <= at < tensor.dim():
             raise BatchError(
-                f"{what} has a tensor of the shape {tuple(tensor.shape)}, and split says that its rows are its"
-                f" dimension {at}"
+                f"{what} has a tensor of shape {tuple(tensor.shape)}, and split puts its rows along"
+                f" dimension {at}, which it lacks"
             )
         found[int(tensor.shape[at])] = None
     sizes = [size for size in found if size != 1] or list(found)
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
         raise BatchError(
-            f"{what} holds tensors of the shapes {shapes}",
-            expected="the same first dimension in all of them",
-            fix="say how the others are cut: split={'name': 1} along another dimension, None for not at all",
+            f"{what} contains tensors of shapes {shapes}",
+            expected="the same first dimension in all tensors",
+            fix="say how to split the others: split={'name': 1} for another dimension, None to pass the tensor whole",
         )
     return sizes[0]
 
@@ -133,7 +133,7 @@ def _parts(
     each = torch.as_tensor(how(given)).flatten().tolist()
     if len(each) != rows or sum(each) != tensor.shape[0]:
         raise BatchError(
-            f"{what} has a packed tensor of the shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
+            f"{what} has a packed tensor of shape {tuple(tensor.shape)}, and split counts {sum(each)} in"
             f" {counted(len(each), 'row')}",
             expected=f"{counted(rows, 'count')}, one for each row, that sum to {tensor.shape[0]}",
         )
@@ -166,6 +166,6 @@ def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
     total = sum(weights[1:], start=weights[0])
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
-            f"the microbatches' loss weights are {weights}", expected="numbers of 0 or more, not all of them 0"
+            f"the microbatches' loss weights are {weights}", expected="numbers of at least 0, not all of them 0"
         )
     return [weight / total for weight in weights]

@@ -152,7 +152,7 @@ class Executor:
             else:
                 raise ProgramError(
                     f"rank {self.rank}'s row has {action}",
-                    expected="a synchronous program, which leaves updates and sharding to the user, and waiting to us",
+                    expected="a synchronous program: you update and shard the weights, and the executor itself waits",
                     fix="choose a schedule without UPDATE, UNSHARD, RESHARD and WAITs",
                 )
             jobs.append(job)

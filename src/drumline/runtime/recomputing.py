@@ -76,9 +76,9 @@ class Buffers:
         changed = [at for at, mark in enumerate(self._marks()) if mark != marks[at] and at not in saved]
         if changed:
             raise ModelError(
-                f"a block changes its buffer {self.places[changed[0]][1]} and takes a gradient inside its forward, "
-                "and did neither before",
-                expected="a block that is recomputed to do the same at every step",
+                f"a block changes its buffer {self.places[changed[0]][1]} and takes a gradient inside its forward; "
+                "in earlier steps it did neither",
+                expected="a recomputed block to do the same in every step",
                 fix='do not recompute this block: checkpoint="none", or name the other blocks',
             )
 
@@ -127,7 +127,7 @@ def _discard(tensor: Tensor) -> None:
 
 def _missing(saved: None) -> NoReturn:
     raise GraphNeeded(
-        "a gradient is asked of the first run of a recomputed block, which keeps no graph; "
+        "a gradient was requested from the first run of a recomputed block, which keeps no graph; "
         "return the tensor from the block instead of keeping it in an attribute"
     )
 

@@ -171,7 +171,7 @@ class Segment:
                 self.buffers.put_back(before)
             elif self.buffers.places:
                 raise ModelError(
-                    "a block with buffers begins to take gradients inside its forward after it has taken none",
+                    "a block with buffers begins to take gradients inside its forward, and took none in earlier steps",
                     fix="choose a schedule without split backwards, such as 1f1b",
                 )
             self.takes_gradients = True
@@ -180,7 +180,7 @@ class Segment:
             made = made if loss is None else loss(made)
         if any(leaf.grad is not None for leaf in this.leaves):
             raise ModelError(
-                "a block calls backward() inside its forward, which reaches what it received from the stage before",
+                "a block calls backward() inside its forward, and this reaches tensors from the previous stage",
                 fix="use torch.autograd.grad, or a schedule without split backwards, such as 1f1b",
             )
         return made
@@ -206,18 +206,18 @@ class Segment:
         if versions_of(value) != versions:
             names = ", ".join(name for name, _ in self.blocks)
             raise ModelError(
-                f"one of the blocks {names} changes its input in place and has to run twice",
-                expected="blocks that leave their input as it is, where they are recomputed or draw random numbers",
+                f"one of the blocks {names} changes its input in place but has to run twice",
+                expected="blocks that leave their input unchanged if they are recomputed or draw random numbers",
                 fix="let the block work on a copy: x = x.clone()",
             )
 
     def _refuse_stand_in(self) -> None:
         """Refuse what has no numbers before it reaches another rank: what was left behind when a model was followed."""
         raise ModelError(
-            f"one of the blocks {', '.join(name for name, _ in self.blocks)} returns a tensor without numbers, which "
-            "it kept or found from when the model was followed",
-            expected="blocks that compute with what they are given and what they hold",
-            fix="take what is kept outside of the model (a global list, a closure) into the block, or return it",
+            f"one of the blocks {', '.join(name for name, _ in self.blocks)} returns a tensor without data, which "
+            "it kept or found from when Drumline traced the model",
+            expected="blocks that use only their arguments and attributes",
+            fix="move what is kept outside the model (a global list, a closure) into the block, or return it",
         )
 
 

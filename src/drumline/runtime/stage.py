@@ -199,8 +199,8 @@ class Stage:
         """Refuse a stage whose parameters are all frozen and that trains something all the same."""
         if trains:
             raise ModelError(
-                f"nothing up to stage {self.index} has trainable parameters, but its output wants a gradient",
-                expected="what is trained to be a parameter of a block",
+                f"nothing up to stage {self.index} has trainable parameters, but its output requires grad",
+                expected="every trained tensor to be a parameter of a block",
                 fix="register the tensor: self.scale = nn.Parameter(scale)",
             )
 

@@ -77,7 +77,7 @@ def _refuse_hidden(value: Any) -> None:
     inside = value if sequence else getattr(value, "__dict__", {}).values()
     if any(isinstance(one, Tensor) and one.requires_grad for one in inside):
         raise ModelError(
-            f"a block hands on a {type(value).__name__} with tensors inside",
+            f"a block returns a {type(value).__name__} with tensors inside",
             expected="tensors in tuples, lists, dicts, named tuples or dataclasses",
         )
 
@@ -193,8 +193,8 @@ def refuse_objects(form: Any, what: str) -> None:
         if not isinstance(one, _PLAIN) and not callable(one):
             raise ModelError(
                 f"{what} gets or returns a {type(one).__name__}",
-                expected="tensors, plain values, and tuples, lists, dicts or dataclasses of these",
-                fix="pass what is inside of it instead",
+                expected="tensors, plain values, or tuples, lists, dicts and dataclasses of these",
+                fix="pass its contents instead",
             )
 
 
@@ -210,9 +210,9 @@ def refuse_fake(value: Any) -> None:
         held = [*one.parameters(), *one.buffers()] if isinstance(one, nn.Module) else tensors_in(one)
         if any(isinstance(tensor, FakeTensor) for tensor in held):
             raise ModelError(
-                f"the model's forward hands a {type(value).__name__} with tensors of the model inside to a function "
+                f"the model's forward passes a {type(value).__name__} that contains tensors of the model to a function "
                 "between its blocks",
-                expected="tensors and plain values as arguments, between blocks",
+                expected="tensors and plain values as arguments between blocks",
                 fix="move the call into a block",
             )
 

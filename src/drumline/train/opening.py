@@ -46,7 +46,7 @@ def opening(outcomes: Sequence[Outcome]) -> str:
         card("Why utilisation stays below its bound", _losses(plain)),
         card("Stash before and after recomputing", _stashes(plain, again)),
     ]
-    measured = card("What was measured", f"<p>{_SAME_BUBBLE}</p>{_table(plain)}", wide=True)
+    measured = card("Measurements", f"<p>{_SAME_BUBBLE}</p>{_table(plain)}", wide=True)
     beside = f'<div class="pair">{"".join(parts)}</div>'
     return f'<section class="report"><h2>GPipe against 1F1B</h2>{measured}{beside}</section>'
 

@@ -72,7 +72,7 @@ def loads(parts: Sequence[bytes | bytearray | memoryview]) -> Any:
 def _module(module: ModuleType) -> Any:
     known = module.__name__ == "__main__" or is_importable(module.__name__)
     if sys.modules.get(module.__name__) is not module or not known:
-        raise pickle.PicklingError(f"module {module.__name__} cannot be imported under its name")
+        raise pickle.PicklingError(f"module {module.__name__} cannot be imported by its name")
     return importlib.import_module, (module.__name__,)
 
 
@@ -121,8 +121,8 @@ class _Pickler(_Base):  # type: ignore[misc]
             return NotImplemented if cloudpickle is None else super().reducer_override(obj)
         if cloudpickle is None:
             raise LaunchError(
-                f"the ranks cannot import {obj.__qualname__} of {obj.__module__}, and cloudpickle is not installed",
-                fix="move it to a module of its own, or install cloudpickle, which sends it as it is",
+                f"the ranks cannot import {obj.__qualname__} from {obj.__module__}, and cloudpickle is not installed",
+                fix="move it to a module that the ranks can import, or install cloudpickle, which sends its code",
             )
         return self._class(obj) if isinstance(obj, type) else self._function(obj)
 

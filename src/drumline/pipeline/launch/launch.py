@@ -60,7 +60,7 @@ def launch(
     """
     kwargs = kwargs or {}
     for name in named.keys() & kwargs.keys():
-        raise LaunchError(f"{name} is given twice, by itself and in kwargs", expected="one of the two")
+        raise LaunchError(f"{name} is given twice, as an argument and in kwargs", expected="only one of them")
     kwargs = {**named, **kwargs}
     _check(fn, args, kwargs, num_ranks=num_ranks, threads=threads, timeout=timeout)
     parts = _packed(fn, args, kwargs)
@@ -92,7 +92,7 @@ def _check(
         if number < 1:
             raise LaunchError(f"{name} is {number}", expected="a count of 1 or more")
     if timeout is not None and timeout <= 0:
-        raise LaunchError(f"timeout is {timeout}", expected="seconds above 0, or None for no limit")
+        raise LaunchError(f"timeout is {timeout}", expected="a positive number of seconds, or None for no limit")
     if not callable(fn):
         raise LaunchError(f"fn is {fn!r}", expected="a function", fix="pass it without calling it: launch(fn, *args)")
     try:
@@ -115,7 +115,7 @@ def _packed(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Parts:
         named = [*own, (_name(fn), fn), *((f"argument {at}", one) for at, one in [*enumerate(args), *kwargs.items()])]
         found = next(filter(None, (blame(one, name) for name, one in named)), f"{type(error).__name__}: {error}")
         raise LaunchError(
-            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what it is made from"
+            f"cannot send to the ranks: {found}", fix="create it inside the function, or pass what you build it from"
         ) from error
 
 
@@ -160,7 +160,7 @@ def _store(listener: socket.socket, port: int, *, backend: str | None, num_ranks
     dist: Any = distributed
     if backend and "nccl" in backend and (found := torch.accelerator.device_count()) < num_ranks:
         raise LaunchError(
-            f"{counted(num_ranks, 'rank')} of backend {backend} on {counted(found, 'device')}",
+            f"{counted(num_ranks, 'rank')} with backend {backend}, but this host has {counted(found, 'device')}",
             expected="a device for each rank",
             fix='pass backend="gloo"',
         )
@@ -189,7 +189,7 @@ def _wait(ranks: Processes, limit: float | None, timeout: float | None) -> dict[
                 names = ", ".join(map(str, late))
                 raise WaitTimeout(
                     f"{'ranks' if len(late) > 1 else 'rank'} {names} did not finish within {timeout:g} s",
-                    fix="see their stacks above, or raise `timeout` if they are only slow",
+                    fix="read their stacks above, or raise `timeout` if they are just slow",
                 )
     return {rank.number: rank.failure for rank in ranks if rank.failure is not None}
 

@@ -92,7 +92,7 @@ def _run(parts: Parts, *, threads: int, backend: str) -> Any:
     except Exception as error:
         raise LaunchError(
             f"a rank cannot load fn or its arguments: {type(error).__name__}: {error}",
-            fix="every rank imports by name what the calling process imported: see that it finds the same modules",
+            fix="each rank imports the caller's modules by name: make sure it finds the same ones",
         ) from error
     adopt(own)
     return fn(*args, **kwargs)

@@ -97,9 +97,9 @@ class FnWeight:
         made = weighed([one for one in counts if one is not None], rows)
         if made.factors:
             raise ModelError(
-                "loss_fn adds up means over different things, which differ from microbatch to microbatch",
-                expected="one thing that is counted, or a sum",
-                fix="pass loss_weight=, what a microbatch's target counts, or let the model compute the loss",
+                "loss_fn adds means over different counts, and these differ between microbatches",
+                expected="means over one count, or a sum",
+                fix="pass loss_weight=, a function from a target to its weight, or compute the loss inside the model",
             )
         return made
 
@@ -143,8 +143,8 @@ class FnWeight:
         )
         if ignores or walk.terms:
             warnings.warn(
-                f"loss_fn goes through {', '.join(dict.fromkeys(walk.others))}, and what it counts is not known:"
-                " microbatches count by their rows. Pass loss_weight= if it leaves some of its targets out",
+                f"loss_fn uses {', '.join(dict.fromkeys(walk.others))}, so Drumline cannot tell what it averages over"
+                " and weights microbatches by their rows. Pass loss_weight= if loss_fn ignores some targets",
                 stacklevel=2,
             )
 
@@ -183,9 +183,9 @@ class Check:
         parts = sum(float(self.losses[one]) * float(self.step.shares[one]) for one in order)
         if not abs(parts - float(whole)) <= _NEAR.get(whole.dtype, 2e-2) * max(abs(float(whole)), 1e-8):
             raise ModelError(
-                f"the microbatches' losses make {parts:.6g}, and loss_fn of the whole batch is {float(whole):.6g}",
-                expected="a mean or a sum over rows: a loss that compares rows with each other needs all of them",
-                fix="pass loss_weight=, what a microbatch's target counts (len, to count by rows), or use"
+                f"the microbatches' losses combine to {parts:.6g}, but loss_fn of the full batch is {float(whole):.6g}",
+                expected="a mean or sum over rows; a loss that compares rows with each other needs the whole batch",
+                fix="pass loss_weight=, a function from a target to its weight (len, to weight by rows), or use"
                 " num_microbatches=1",
             )
 

@@ -20,7 +20,7 @@ from drumline.runtime.loss.counts import Weighing, labels_counted, mixed_by, wei
 from drumline.runtime.loss.terms import name_of
 
 _PROBE = 37  # rows of a batch on which it is seen what goes row by row: no other size is a multiple of it by chance
-_WEIGHT = "loss_weight=, what a microbatch counts: lambda inputs: len(inputs.kwargs['input_ids'])"
+_WEIGHT = "loss_weight=, the weight of a microbatch: lambda inputs: len(inputs.kwargs['input_ids'])"
 
 
 def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
@@ -41,7 +41,7 @@ def own_loss(output: Any, *, needed: bool = True) -> Tensor | None:
     if loss is None and needed:
         raise ModelError(
             f"the model returned a {type(output).__name__} without a loss, and the pipeline has no loss_fn",
-            expected="a loss_fn and a target, or an output with a `loss`",
+            expected="either loss_fn and target, or an output with a `loss`",
             fix="pass loss_fn= to Pipeline, or labels= to step",
         )
     return loss
@@ -71,8 +71,8 @@ class OwnWeight(TorchFunctionMode):
                 self.loss_fn(output, target)
         if len(set(self.counts)) > 1:
             raise ModelError(
-                f"the model's loss adds up means over {', '.join(f'{one:g}' for one in self.counts)} labels",
-                expected="one thing that is counted",
+                f"the model's loss adds means over {' and '.join(f'{one:g}' for one in self.counts)} labels",
+                expected="means over one count",
             )
         return self.counts[0] if self.counts else num_rows(inputs if target is None else target)
 
@@ -118,8 +118,8 @@ class OwnShares:
         made = self._weighed(counts, rows, others=bool(losses[0].walk.others))
         if made.factors and min(losses[0].pieces) < self._first:
             raise ModelError(
-                "the model's loss adds up means over different things, one of them in an earlier stage",
-                expected="parts of the loss that are all computed with the last stage",
+                "the model's loss adds means over different counts, one of them in an earlier stage",
+                expected="every part of the loss in the last stage",
                 fix=f"cut the model elsewhere, or pass {_WEIGHT}",
             )
         return made
@@ -143,24 +143,24 @@ class OwnShares:
         walk = loss.walk
         if not walk.terms:
             raise ModelError(
-                f"the model's loss comes out of {', '.join(walk.others[:3]) or 'nothing that was followed'}, and how"
-                " much of it each microbatch is cannot be told",
-                expected="means and sums over rows or tokens, added up",
-                fix=f"pass {_WEIGHT}; or a loss_fn=",
+                f"the model's loss comes from {', '.join(walk.others[:3]) or 'nothing that was traced'}, so Drumline"
+                " cannot tell how much each microbatch contributes",
+                expected="a sum of means and sums over rows or tokens",
+                fix=f"pass {_WEIGHT}; or pass loss_fn=",
             )
         mixers = self._mixers(loss, kind, rows) if mixed_by(walk) else {}
         pairs = [name for name, degree in mixers.values() if degree > 1]
         if pairs or len(mixers) == len(walk.terms):
             raise ModelError(
                 f"the model's loss compares rows of the batch with each other, in {(pairs or [mixers[0][0]])[0]}",
-                expected="a loss that is a mean or a sum over rows, so that microbatches' losses make the batch's",
-                fix=f"use num_microbatches=1; or to take it over each microbatch by itself pass {_WEIGHT}",
+                expected="a mean or sum over rows, so that the microbatches' losses combine to the batch's",
+                fix=f"use num_microbatches=1; or, to compute it on each microbatch separately, pass {_WEIGHT}",
             )
         self._apart = set(mixers)
         if names := dict.fromkeys([*walk.others, *(name for name, _ in mixers.values())]):
             warnings.warn(
-                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: it is"
-                " taken over each microbatch by itself, and counts by rows. Pass loss_weight= to say otherwise",
+                f"a part of the model's loss, from {', '.join(names)}, is neither a mean nor a sum over rows: Drumline"
+                " computes it on each microbatch and weights it by rows. Pass loss_weight= for other weights",
                 stacklevel=2,
             )
         self._looked_at = True
@@ -179,9 +179,9 @@ class OwnShares:
         try:
             other = self.script.graph(kind._replace(metas=metas))
         except DrumlineError:
-            return dict.fromkeys(every, ("a way that could not be followed", 1))
+            return dict.fromkeys(every, ("an untraced path", 1))
         if [name_of(one) for one in other.calls] != [name_of(one) for one in calls]:
-            return dict.fromkeys(every, ("a way that depends on the number of rows", 1))
+            return dict.fromkeys(every, ("a path that depends on the number of rows", 1))
         degrees = [_degree(value.num_bytes) for value in other.values]
         found: dict[int, tuple[str, int]] = {}
         for part, term in enumerate(walk.terms):

@@ -59,8 +59,8 @@ def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool)
         given = [*(f"argument {number}" for number in range(2, len(args) + 1)), *kwargs]
         raise BatchError(
             f"step got {', '.join(given)}",
-            expected="one batch, the first block's only argument, and target=",
-            fix="put what belongs together into a tuple or a dict",
+            expected="one batch, which the first block takes as its only argument, and target=",
+            fix="combine several inputs into a tuple or a dict",
         )
     return args[0]
 
@@ -87,7 +87,7 @@ def blocks_for(
 
     >>> [block.name for block in blocks_for(nn.Linear(2, 2), torch.ones(4, 2), torch.device("cpu"), num_microbatches=2)]
     Traceback (most recent call last):
-    drumline.core.errors.ModelError: the model calls none of its modules; expected a model made of modules
+    drumline.core.errors.ModelError: the model calls none of its modules; expected a model built from modules
     """
     if is_chain(model):
         return blocks_of(model)
@@ -103,7 +103,7 @@ def blocks_for(
 
 def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> list[Block]:
     """Follow a model of which there is no example on the first guess that its forward takes."""
-    fix = "pass example=, a batch as step will get it: a dict by name, a tuple in order, or one tensor"
+    fix = "pass example=, a batch like those you pass to step: a dict by name, a tuple in order, or one tensor"
     first: ModelError | None = None
     for guess in guesses(model):
         try:
@@ -115,12 +115,12 @@ def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> lis
         if isinstance(model, nn.Sequential):
             refuse_hooks(model)
         raise ModelError(
-            f"the model is a {kind}, and there is no example of its inputs",
-            expected="an nn.Sequential, a list of blocks, or an example to follow the model's forward with",
+            f"the model is a {kind}, and Drumline has no example of its inputs",
+            expected="an nn.Sequential, a list of blocks, or an example with which to trace the model's forward",
             fix=fix,
         )
     raise ModelError(
-        f"there is no example of the inputs of {kind}, and its forward takes none that could be guessed: {first.error}",
+        f"there is no example of the inputs of {kind}, and its forward fails on those Drumline guesses: {first.error}",
         expected=first.expected,
         fix=fix,
     ) from first

@@ -30,7 +30,7 @@ from drumline.runtime.blocks.cut import Model, blocks_of
 Maker = Callable[[], Any]
 
 _EXPECTED = "FILE.py:NAME, a function that returns (model, loss_fn, batch, target)"
-_EXPECTED_CONFIG = "the config.json of a causal language model of Hugging Face's"
+_EXPECTED_CONFIG = "the config.json of a Hugging Face causal language model"
 _KIND = Kind("config", ModelError, _EXPECTED_CONFIG)
 _LENGTH = 512  # of a row, in tokens, unless asked for
 
@@ -60,7 +60,7 @@ def material_from(source: str | Maker) -> Material:
         if not callable(maker):
             own = [key for key, one in vars(module).items() if callable(one) and not key.startswith("_")]
             own = [key for key in own if getattr(getattr(module, key), "__module__", "") == module.__name__]
-            what = "is not a function" if hasattr(module, name) else "is not there"
+            what = "is not a function" if hasattr(module, name) else "does not exist"
             raise ModelError(f"{path}: {name} {what}", expected=_EXPECTED, fix=nearest(name, own) if own else "")
         return _made(maker, f"{path}:{name}")
 
@@ -107,7 +107,7 @@ def _loaded(path: Path) -> ModuleType:
         raise
     except Exception as error:
         raise ModelError(
-            f"{path} failed with {type(error).__name__}: {error}", fix="make the file run by itself"
+            f"{path} failed with {type(error).__name__}: {error}", fix="make sure that the file runs on its own"
         ) from error
     return module
 
@@ -119,7 +119,7 @@ def _made(maker: Maker, name: str) -> Material:
         raise
     except Exception as error:
         raise ModelError(
-            f"{name} failed with {type(error).__name__}: {error}", expected="a function that needs no arguments"
+            f"{name} failed with {type(error).__name__}: {error}", expected="a function that runs without arguments"
         ) from error
     if not isinstance(made, tuple | list) or len(made) != len(Material._fields):
         what = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
@@ -152,7 +152,7 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
         import transformers
     except ModuleNotFoundError:
         raise UsageError(
-            "a model from its config.json, and transformers is not installed", fix=installing("hf")
+            "building a model from its config.json needs transformers, which is not installed", fix=installing("hf")
         ) from None
     try:
         known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
@@ -162,7 +162,7 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
     most = getattr(known, "max_position_embeddings", None) or _LENGTH
     length = min(_LENGTH, most) if length is None else length
     if not 1 <= length <= most:
-        raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, which the model has places for")
+        raise UsageError(f"rows of {length} tokens", expected=f"1 to {most}, the model's number of positions")
     ids = torch.randint(known.vocab_size, (rows, length))
     return Material(model.train(), None, {"input_ids": ids, "labels": ids}, None)
 
@@ -170,5 +170,5 @@ def material_from_config(path: str, *, rows: int, length: int | None = None) -> 
 def _config(path: Path) -> dict[str, Any]:
     config = read_object(path, _KIND)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path} names no model_type", expected=_EXPECTED_CONFIG)
+        raise ModelError(f"{path} has no model_type", expected=_EXPECTED_CONFIG)
     return config

@@ -23,17 +23,17 @@ def check(split: Any) -> None:
 
     >>> check({"position_ids": "rows"})
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: split says 'rows' of 'position_ids'; expected a dimension, None, or a function
+    drumline.core.errors.UsageError: split is 'rows' for 'position_ids'; expected a dimension, None, or a function
     """
     if split is None:
         return
     if not isinstance(split, Mapping):
-        raise UsageError(f"split is {split!r:.80}", expected="a dict: how each argument is cut, by its name or place")
+        raise UsageError(f"split is {split!r:.80}", expected="a dict: how to split each argument, by name or position")
     for name, how in split.items():
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise UsageError(f"split names {name!r}", expected="an argument's name, or its place")
+            raise UsageError(f"split names {name!r}", expected="an argument's name or position")
         if isinstance(how, bool) or not (how is None or isinstance(how, int) or callable(how)):
-            raise UsageError(f"split says {how!r} of {name!r}", expected="a dimension, None, or a function")
+            raise UsageError(f"split is {how!r} for {name!r}", expected="a dimension, None, or a function")
 
 
 def found_split(model: Model, said: Split | None) -> Callable[[Any], Split | None]:

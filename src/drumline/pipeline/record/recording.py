@@ -139,7 +139,7 @@ class Recording(Observer):
         for text, _ in told:
             if text:
                 raise UsageError(
-                    text, expected="a folder without a run, or none yet", fix="name another folder for this run"
+                    text, expected="a new folder, or one without a run", fix="choose another folder for this run"
                 )
         return RunFolder(path, told[0][1], self._ranks)
 
@@ -274,7 +274,7 @@ class Recording(Observer):
     def check(self) -> None:
         """Refuse to say what was not recorded."""
         if not self.is_on:
-            raise RunError("nothing was recorded: record=False", fix="make the pipeline with record=True or a folder")
+            raise RunError("nothing was recorded: record=False", fix="create the pipeline with record=True or a folder")
 
 
 # Whoever forgets to close the pipeline, or only ends the process, has the run all the same.

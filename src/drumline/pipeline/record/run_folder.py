@@ -47,7 +47,7 @@ def problem(path: Path, ranks: Sequence[int]) -> str:
         return f"{path} is a file, not a folder"
     mine = [rank_file(rank) for rank in ranks] + ([CONFIG, METRICS] if 0 in ranks else [])
     there = [name for name in mine if os.path.exists(path / name)]
-    return f"{path} holds a run already: {there[0]} is there" if there else ""
+    return f"{path} already holds a run: it contains {there[0]}" if there else ""
 
 
 class RunFolder:
@@ -65,7 +65,7 @@ class RunFolder:
             self._files = {name: FileIO(path / name, "x") for name in names}
         except OSError as error:
             raise UsageError(
-                f"{path} cannot be written to: {error.strerror}", expected="a folder for a run", fix="name another one"
+                f"cannot write to {path}: {error.strerror}", expected="a folder for the run", fix="choose another one"
             ) from None
         self._lines: dict[str, list[bytes]] = {name: [] for name in names}
 
@@ -105,7 +105,7 @@ class RunFolder:
                 lines.clear()
         except OSError as error:
             self._let_go()
-            print(f"drumline: {self.path} is recorded no further: {error}", file=sys.stderr, flush=True)
+            print(f"drumline: stopped recording to {self.path}: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Write all lines out and close the files; rank 0 then says that the run has ended."""

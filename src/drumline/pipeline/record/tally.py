@@ -105,9 +105,9 @@ class Tally:
         """What the ranks measured."""
         records = self.records
         if records is None:
-            raise RunError("a device has not passed the step yet", fix="run another one, or use check_finite=True")
+            raise RunError("a device has not finished the step yet", fix="run another step, or use check_finite=True")
         if not all(record.starts for record in records):
-            raise RunError("a captured step has no timeline", fix="use capture=False to measure")
+            raise RunError("a captured step has no timeline", fix="use capture=False to measure steps")
         return Measured(self.program, records)
 
     @property
@@ -142,13 +142,13 @@ class Tally:
             raise MismatchError(
                 f"step {self.number}: ranks scaled the loss by {', '.join(f'{one:g}' for one in scales)}",
                 expected="the same scale on every rank",
-                fix="load the same state into pipe.scaler on all of them",
+                fix="load the same state into pipe.scaler on every rank",
             )
         if bad and not (self.scaler is not None and self.scaler.handles(self.number, bad)):
             raise NonFiniteError(
                 f"step {self.number}: a loss or gradient on rank {', '.join(bad)} is NaN or infinite",
                 expected="finite numbers; no optimizer has stepped",
-                fix="zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
+                fix="call zero_grad() and skip the batch, lower the learning rate, or pass check_finite=False",
             )
 
 
@@ -179,7 +179,7 @@ class Ledger:
     def timeline(self) -> Measured:
         """Return the last step that all ranks know; without waiting for a device, that may be the one before."""
         if self.last is None:
-            raise RunError("no step has run yet", fix="call step first")
+            raise RunError("no step has run yet", fix="call pipe.step first")
         known = self.last if self.last.records is not None or self.before is None else self.before
         dials = self.dials(known)
         return replace(known.timeline, dials=dials) if dials else known.timeline

@@ -65,9 +65,9 @@ class Frozen:
         if self.program.has_backward and (not self._is_whole or any(trainable(self._cuts))):
             return  # what is in other processes may train
         raise ModelError(
-            "nothing trains: every parameter of the model is frozen",
-            expected="a parameter with requires_grad",
-            fix="free some before the pipeline is made, or use eval_step",
+            "nothing to train: every parameter of the model is frozen",
+            expected="at least one parameter with requires_grad",
+            fix="unfreeze some before you create the pipeline, or use eval_step",
         )
 
     def check_still(self, stages: Iterable[Stage]) -> None:
@@ -84,9 +84,9 @@ class Frozen:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"{name} was frozen when the pipeline was made, and is trainable now",
-            expected="what has no backward in the program to stay frozen",
-            fix="free it before the pipeline is made: make a new one on all ranks",
+            f"{name} was frozen when the pipeline was created, and is trainable now",
+            expected="it to stay frozen, because the program has no backward for it",
+            fix="unfreeze it, then create a new pipeline on all ranks",
         )
 
 
@@ -126,17 +126,17 @@ class Unused:
         if self.mode == "raise" and self._num_steps == 1 and unreached:
             raise ModelError(
                 f"no loss reaches {_listed(sorted(unreached))}",
-                expected='a gradient for every trainable parameter, for unused is "raise"',
-                fix="freeze what the loss does not use: parameter.requires_grad_(False)",
+                expected='a gradient for every trainable parameter, because unused is "raise"',
+                fix="freeze the parameters that the loss does not use: parameter.requires_grad_(False)",
             )
         if self.mode != "warn" or self.known is None:
             return
         never = self._never if self._num_steps == _NUM_STEPS else self._never & set(self.known)
         if fresh := never - self._named:
             self._named |= fresh
-            how = "in any step so far" if self._num_steps == _NUM_STEPS else "and the forward never uses it"
+            how = "in any step so far" if self._num_steps == _NUM_STEPS else "and the forward never uses them"
             warnings.warn(
-                f"no loss reaches {_listed(sorted(fresh))}, {how}: it stays as it is. Freeze it to save its memory, or"
+                f"no loss reaches {_listed(sorted(fresh))}, {how}: they will not change. Freeze them to save memory, or"
                 ' pass unused="ignore"',
                 stacklevel=2,
             )

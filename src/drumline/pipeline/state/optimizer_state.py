@@ -46,9 +46,9 @@ class StateByName:
         held = [[id(one) for one in group["params"]] for group in optimizer.param_groups]
         if any(one not in names for group in held for one in group):
             raise RunError(
-                "an optimizer of the pipeline's holds a parameter that is not the pipeline's",
-                expected="parameters with names, by which its state is stored",
-                fix="give what is not the pipeline's an optimizer of its own",
+                "an optimizer from pipe.optimizer holds a parameter that is not the pipeline's",
+                expected="only the pipeline's parameters: the state is stored under their names",
+                fix="create a separate optimizer for the other parameters",
             )
         return [[names[one] for one in group] for group in held]
 
@@ -70,8 +70,8 @@ class StateByName:
             if (state and name not in state and name not in homes) or (len(groups) > 1 and name not in homes):
                 raise ModelError(
                     f"the optimizer's state has no {name!r}",
-                    expected="every trainable parameter of this rank's stages",
-                    fix=f"join the states of all ranks it was saved on; {nearest(name, sorted(known))}",
+                    expected="an entry for every trainable parameter of this rank's stages",
+                    fix=f"merge the states of all ranks that saved it; {nearest(name, sorted(known))}",
                 )
         position = {name: at for at, name in enumerate(name for group in names for name in group)}
         made = []
@@ -79,8 +79,8 @@ class StateByName:
             theirs = {id(group): group for name in own if (group := homes.get(name, groups[0]))}
             if len(theirs) > 1:
                 raise ModelError(
-                    f"{own[0]!r} and others of its group stand in different groups of the optimizer's state",
-                    expected="groups like those of this optimizer",
+                    f"{own[0]!r} and other parameters of its group are in different groups of the optimizer's state",
+                    expected="the same groups as in this optimizer",
                 )
             settings = next(iter(theirs.values()), groups[0])
             made.append({**settings, "params": [position[name] for name in own]})
@@ -94,13 +94,13 @@ def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         raise ModelError(
             f"the optimizer's state is a {type(given).__name__} without state and param_groups",
-            expected="what pipe.optimizer(...).state_dict() returned",
+            expected="the result of pipe.optimizer(...).state_dict()",
         )
     keys = [*state, *(one for group in groups for one in group.get("params", ()))]
     if any(not isinstance(one, str) for one in keys):
         raise ModelError(
-            "the optimizer's state goes by position, which is another for every cut and schedule",
-            expected="a state by parameter name, as pipe.optimizer(...).state_dict() returns it",
-            fix="name its entries: replace each position by the name that pipe.named_parameters() had there",
+            "the optimizer's state is indexed by position, which changes with the cut and schedule",
+            expected="a state indexed by parameter name, as pipe.optimizer(...).state_dict() returns",
+            fix="replace each position by the name that pipe.named_parameters() gave at that position",
         )
     return state, groups

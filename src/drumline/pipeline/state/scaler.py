@@ -68,8 +68,8 @@ class LossScaler:
             if self.scale * self.backoff_factor < self.floor:
                 raise NonFiniteError(
                     f"step {number}: a loss or gradient on rank {', '.join(ranks)} is NaN or infinite, "
-                    f"at a loss scale of {self.scale:g} already",
-                    expected=f"finite numbers above a scale of {self.floor:g}; no optimizer has stepped",
+                    f"and the loss scale is already down to {self.scale:g}",
+                    expected=f"finite numbers at a scale above {self.floor:g}; no optimizer has stepped",
                     fix="look for a NaN in the data, lower the learning rate, or use bf16",
                 )
         return True
@@ -113,7 +113,7 @@ class LossScaler:
         if missing:
             raise ModelError(
                 f"the scaler's state lacks {', '.join(missing)}",
-                expected="what state_dict returned, of a scaler that was enabled",
+                expected="the state_dict() of an enabled scaler",
             )
         self.scale = float(state["scale"])
         self.growth_factor = float(state["growth_factor"])

@@ -70,8 +70,8 @@ class Shared(Observer):
             for key in (key for key, value in _plain(module).items() if attributes.get(key) != value):
                 raise ModelError(
                     f"block {name!r} changes its attribute {key!r} in its forward",
-                    expected="none in schedules with two copies of every stage: each copy sees half of the batch",
-                    fix="choose a schedule in one direction, such as zb-v",
+                    expected="no changes under this schedule: each of its two copies of a stage sees half of the batch",
+                    fix="choose a schedule with one copy of each stage, such as zb-v",
                 )
         self._before = []
 
@@ -79,8 +79,8 @@ class Shared(Observer):
         stages = ", ".join(map(str, kept.held.stages))
         raise ModelError(
             f"the forward of block {kept.block!r} changes the buffer {kept.held.name!r}, which stages {stages} hold",
-            expected="buffers that change to belong to one stage, which sees all microbatches in order",
-            fix="let one block have it, or cut so that all blocks that use it are in one stage (cuts=, balance=)",
+            expected="a changing buffer to belong to one stage, which sees all microbatches in order",
+            fix="keep it in one block, or put all blocks that use it into one stage (cuts=, balance=)",
         )
 
 
@@ -118,7 +118,7 @@ def refuse_hidden(cuts: Iterable[Sequence[Block]]) -> None:
                     owner, name = owners.get(id(one), (at, "")) if isinstance(one, Tensor) else (at, "")
                     if owner != at:
                         raise ModelError(
-                            f"block {block.name!r} has the buffer {name!r} of another stage as its attribute {key!r}",
-                            expected="buffers that are registered where they are used",
+                            f"block {block.name!r} holds the buffer {name!r} of another stage in its attribute {key!r}",
+                            expected="each buffer to be registered in the block that uses it",
                             fix=f"register it there too: self.register_buffer({key!r}, ...)",
                         )

@@ -128,7 +128,7 @@ class Holdings(Observer):
         """Return why a state cannot be given to a rank, None if it can."""
         try:
             if not isinstance(state, Mapping):
-                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict of tensors by name")
+                raise ModelError(f"the state is a {type(state).__name__}", expected="a dict from names to tensors")
             for index, block in _blocks(executor):
                 for name, own in _entries(block):
                     value = _given(state, self.ties, name)
@@ -149,9 +149,9 @@ def _check_tensor(name: str, value: Any, own: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ModelError(f"{name!r} is a {type(value).__name__} in the state", expected="a tensor")
     if value.is_meta:
-        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with numbers")
+        raise ModelError(f"{name!r} is on the meta device in the state", expected="a tensor with data")
     if value.shape != own.shape:
-        raise ModelError(f"{name!r} has the shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
+        raise ModelError(f"{name!r} has shape {tuple(value.shape)} in the state", expected=str(tuple(own.shape)))
 
 
 def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
@@ -162,7 +162,7 @@ def _given(state: Mapping[str, Any], ties: Ties, name: str) -> Any:
     for other, value in zip(names[1:], values[1:], strict=True):
         if value is not values[0] and not (value.shape == values[0].shape and torch.equal(value, values[0])):
             raise ModelError(
-                f"{names[0]!r} and {other!r} differ in the state", expected="the same: they are one tensor of the model"
+                f"{names[0]!r} and {other!r} differ in the state", expected="equal values: the model ties them"
             )
     return values[0] if values else None
 

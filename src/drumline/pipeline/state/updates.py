@@ -55,8 +55,8 @@ class Updates(Observer):
             low = {str(one.dtype) for one in listed if one.dtype in LOW and one.requires_grad}
             if low:
                 raise ModelError(
-                    f'precision="fp16" with parameters in {", ".join(sorted(low))}',
-                    expected="float32 parameters, whose gradients can be unscaled without loss",
+                    f'precision is "fp16" and the model has parameters in {", ".join(sorted(low))}',
+                    expected="float32 parameters, whose gradients can be unscaled exactly",
                     fix="use model.float(), or master_weights=True",
                 )
 
@@ -93,9 +93,9 @@ class Updates(Observer):
         what = f'precision="{self.precision.name}"' if self.scaler is not None else "master_weights=True"
         kind = type(optimizer).__name__
         raise RunError(
-            f"a plain {kind} over the pipeline's parameters with {what}",
-            expected="an optimizer that the pipeline knows, "
-            + ("so that all ranks skip the same steps" if self.scaler is not None else "over the float32 copies"),
+            f"{kind} was created directly over the pipeline's parameters, with {what}",
+            expected="one from pipe.optimizer, "
+            + ("so that all ranks skip the same steps" if self.scaler is not None else "for the float32 copies"),
             fix=f"use pipe.optimizer(torch.optim.{kind}, ...)",
         )
 
@@ -115,7 +115,7 @@ class Updates(Observer):
         if not isinstance(kind, type):
             raise RunError(
                 f"pipe.optimizer got {kind!r:.60}",
-                expected="an optimizer's class, as in pipe.optimizer(torch.optim.AdamW)",
+                expected="an optimizer class, as in pipe.optimizer(torch.optim.AdamW)",
             )
         of = (lambda one: one) if self.masters is None else self.masters.of
         made = kind([{"params": [of(one) for one in parameters]}], **settings)
@@ -132,7 +132,7 @@ class Updates(Observer):
         def step(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> None:
             """Step, unless a gradient on any rank is not finite."""
             if closure is not None:
-                raise RunError("a closure for an optimizer's step", fix="call pipe.step before it instead")
+                raise RunError("optimizer.step got a closure", fix="call pipe.step first, then optimizer.step()")
             self._recording.settle()
             if self.scaler is not None and not self.scaler.decide():
                 return

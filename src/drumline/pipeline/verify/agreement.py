@@ -53,7 +53,7 @@ class Followed:
 
 
 _MENDS = {
-    "graph": "see that the forward does not depend on the rank or on the order of a set: use sorted(...)",
+    "graph": "make sure that the forward depends neither on the rank nor on the order of a set: use sorted(...)",
     "code": "start all ranks from the same files, with the same settings",
 }
 
@@ -69,7 +69,7 @@ def agree_on_lines(crew: Crew, what: str, lines: Sequence[str]) -> None:
 
 def _different(what: str, rank: int, first: Sequence[str], second: Sequence[str]) -> MismatchError:
     one, other = next(pair for pair in zip_longest(first, second, fillvalue="nothing more") if pair[0] != pair[1])
-    subject = "followed the model to another graph" if what == "graph" else f"have other {what} of the model"
+    subject = "traced the model to different graphs" if what == "graph" else f"have different {what} of the model"
     return MismatchError(
         f"ranks 0 and {rank} {subject}: {one!s:.160} and {other!s:.160}",
         expected="the same model on every rank",
@@ -82,7 +82,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
 
     >>> agree_on_followed([{"a": "1"}, {"a": "2"}], 3)
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 followed the model to another graph for new inputs...
+    drumline.core.errors.MismatchError: step 3: ranks 0 and 1 traced the model to different graphs for new inputs...
     """
     known: dict[str, tuple[int, str]] = {}
     for rank, one in enumerate(told):
@@ -90,7 +90,7 @@ def agree_on_followed(told: Sequence[Mapping[str, str]], step: int) -> None:
             first, other = known.setdefault(kind, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"step {step}: ranks {first} and {rank} followed the model to another graph for new inputs",
+                    f"step {step}: ranks {first} and {rank} traced the model to different graphs for new inputs",
                     expected="the same calls on every rank",
                     fix=_MENDS["graph"],
                 )
@@ -246,11 +246,11 @@ def _agree_on_tensors(
     samples = [(one, other) for (*_, one), (*_, other) in zip(first, second, strict=False)]
     if not differs and all(one == other or not one or not other for one, other in samples):
         return
-    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "of the same shapes, with other numbers"
+    shown = f"{', '.join(kinds)} and {', '.join(others)}" if differs else "same shapes, different values"
     raise MismatchError(
         f"step {step}: ranks {ranks[0]} and {ranks[1]} got different {what}{'es' if what == 'batch' else 's'}: {shown}",
         expected=f"the same {what} on every rank that gets one",
-        fix="seed and order the data alike on all ranks, or pass None to those without the first or the last stage",
+        fix="use the same seed and data order on all ranks, or pass None on ranks without the first or last stage",
     )
 
 
@@ -259,10 +259,10 @@ def agree_on_mode(trained: Sequence[bool], step: int) -> None:
 
     >>> agree_on_mode([True, False], 2)
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: call 2: rank 0 called step and rank 1 eval_step; expected the same on all ranks
+    drumline.core.errors.MismatchError: call 2: rank 0 ran step and rank 1 ran eval_step; expected the same call ...
     """
     if len(set(trained)) > 1:
         raise MismatchError(
-            f"call {step}: rank {trained.index(True)} called step and rank {trained.index(False)} eval_step",
-            expected="the same on all ranks",
+            f"call {step}: rank {trained.index(True)} ran step and rank {trained.index(False)} ran eval_step",
+            expected="the same call on all ranks",
         )

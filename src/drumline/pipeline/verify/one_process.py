@@ -121,8 +121,8 @@ class OneProcess:
             raise
         except Exception as error:
             raise ModelError(
-                f"the model fails in one process already, with {type(error).__name__}: {error}",
-                expected="blocks that each take what the one before returns, and a loss_fn(output, target)",
+                f"the model fails in a single process too, with {type(error).__name__}: {error}",
+                expected="blocks that each take the output of the previous one, and a loss_fn(output, target)",
             ) from error
         self._randomness.step += 1
         return stepped(loss, self._named, self._optimizer)
@@ -197,9 +197,9 @@ class OneProcess:
         for one, other in zip(*made, strict=True):
             if one.is_floating_point() and float((one - other).norm()) > _ALIKE * float(other.norm()):
                 raise ModelError(
-                    "the model returns something else each time it is called",
-                    expected="a forward that does the same every time, for inputs of the same kind",
-                    fix="look for what it does once only, or only sometimes, between its blocks",
+                    "the model returns something different each time it is called",
+                    expected="a forward that does the same every time, for the same kind of inputs",
+                    fix="look for code between its blocks that runs only once, or only sometimes",
                 )
 
 

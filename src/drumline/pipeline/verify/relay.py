@@ -111,11 +111,11 @@ class Relay:
             if torch._C._current_graph_task_id() >= 0:
                 wanted, heard = calls.pop() if len(calls) > 1 else calls[0]
                 if wants != wanted:
-                    self._give_up(f"the model runs {name!r} by itself in the middle of its backward")
+                    self._give_up(f"the model calls {name!r} in the middle of its backward")
                 return self._inside(forward, args, kwargs) if is_here else self._received(call, heard, tensors, wants)
             for one in plain_in(form):
                 if can_change(one):
-                    self.changed = f"{name!r} is given a {type(one).__name__}"
+                    self.changed = f"{name!r} receives a {type(one).__name__}"
             if is_here:
                 made, word = self._at_home(call, forward, tensors, form, wants)
             else:
@@ -147,7 +147,7 @@ class Relay:
         args, kwargs = unpack(given, form)
         made = self._inside(forward, args, kwargs)
         if [one._version for one in given] != versions:
-            self._give_up(f"{call} changes what it is given in place")
+            self._give_up(f"{call} changes its arguments in place")
         outputs, output_form = pack(made)
         told = tuple(one.detach().to("cpu", copy=True) for one in outputs)
         wanted = tuple(one.requires_grad for one in outputs)
@@ -181,7 +181,7 @@ class Relay:
     def _exchange(self, word: _Word) -> _Word:
         self._num_bytes += sum(one.nbytes for one in word.tensors if one is not None)
         if self._num_bytes > MOST_BYTES:
-            self._give_up(f"its blocks make over {MOST_BYTES // 2**20} MiB of a microbatch")
+            self._give_up(f"its blocks produce over {MOST_BYTES // 2**20} MiB per microbatch")
         try:
             packed = pickle.dumps(word)
         except Exception as error:  # what an object's own pickling may raise
@@ -214,7 +214,7 @@ class Relay:
         lacking = {name for one in self.crew.all_told("check between", [whole]) for name in one}
         told = {name: one.detach().to("cpu", copy=True) for name, one in mine.items() if name in lacking}
         if sum(one.nbytes for one in told.values()) > MOST_BYTES:
-            self._give_up(f"parameters between its blocks have over {MOST_BYTES // 2**20} MiB")
+            self._give_up(f"parameters between its blocks take over {MOST_BYTES // 2**20} MiB")
         heard = [pickle.loads(one) for one in self._told("", "values between blocks", pickle.dumps(told))]
         return {name: value for one in heard for name, value in one.items()}
 

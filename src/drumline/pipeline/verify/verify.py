@@ -149,9 +149,9 @@ class _Case:
         material = self.material()
         if fingerprint(material) != self.start:
             raise ModelError(
-                "the model or its data came out differently when made again",
+                "the model or its data differed when built a second time",
                 expected="the same weights, batch and target in every process",
-                fix="draw all random numbers from torch, which is seeded, or seed the others in the function",
+                fix="draw all random numbers from torch, which Drumline seeds, or seed the others in the function",
             )
         return material
 
@@ -197,9 +197,9 @@ def verify(
     if num_steps < 1:
         raise UsageError(f"the number of steps is {num_steps}", expected="1 or more")
     if not 0 <= dropout < 1:
-        raise UsageError(f"dropout is {dropout:g}", expected="0 or more, and less than 1")
+        raise UsageError(f"dropout is {dropout:g}", expected="at least 0 and less than 1")
     if dropout and model is not None:
-        raise UsageError("dropout was given along with a model", fix="put it into the model itself")
+        raise UsageError("dropout was given together with a model", fix="add dropout to the model itself")
     if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
         schedule = Program.load(schedule)
     if num_ranks is None:

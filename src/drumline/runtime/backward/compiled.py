@@ -134,12 +134,12 @@ def compiler_for(choice: Compile, device: torch.device) -> Compiler | None:
 
         known = list_backends(exclude_tags=())
         if backend not in known:
-            raise ModelError(f"compile names the backend {backend!r}, which is not there", fix=nearest(backend, known))
+            raise ModelError(f"torch.compile has no backend {backend!r}", fix=nearest(backend, known))
     if backend == "inductor":
         if missing := missing_tool(device):
             raise ModelError(
-                f"compile=True needs {missing} on this machine, and there is none",
-                expected=f"what torch's inductor compiles with, for stages on {device.type}",
+                f"compile=True needs {missing}, which this machine lacks",
+                expected=f"the tools with which torch's inductor compiles stages on {device.type}",
                 fix='install it, or use compile=False or compile="aot_eager"',
             )
         _patches(settings)
@@ -163,7 +163,8 @@ def settings_of(choice: Compile) -> dict[str, Any]:
     if isinstance(choice, bool | str):
         return {"backend": choice if isinstance(choice, str) else "inductor"}
     raise ModelError(
-        f"compile is a {type(choice).__name__}", expected="True, False, a backend's name, or a dict for torch.compile"
+        f"compile is a {type(choice).__name__}",
+        expected="True, False, a backend, or a dict of torch.compile arguments",
     )
 
 
@@ -178,13 +179,13 @@ def _patches(settings: Mapping[str, Any]) -> dict[str, Any]:
     patches = {**mode, **(settings.get("options") or {})}
     if patches.get("triton.cudagraphs"):
         raise ModelError(
-            "compile asks for CUDA graphs of its own, which several microbatches at once would overwrite",
-            fix='use mode="max-autotune-no-cudagraphs"; capture=True captures steps as graphs',
+            "compile asks for its own CUDA graphs, which microbatches in flight would overwrite",
+            fix='use mode="max-autotune-no-cudagraphs"; to capture steps as CUDA graphs, pass capture=True',
         )
     if patches.get("fallback_random") is False:
         raise ModelError(
             "compile asks for inductor's own random numbers (fallback_random is False)",
-            expected="those of the blocks, which are the same however a block is run",
+            expected="eager random numbers, which are the same however a block runs",
         )
     return {**patches, "fallback_random": True}
 

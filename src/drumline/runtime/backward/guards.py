@@ -87,15 +87,15 @@ def refuse_foreign(
         if isinstance(leaf, nn.Parameter):
             raise ModelError(
                 f"{one_of} uses a parameter of shape {tuple(leaf.shape)} that it does not hold",
-                expected="every parameter as an attribute of the module that uses it, tied or not",
-                fix="tie it openly: head.weight = embedding.weight; a tensor that another block made from it is to "
-                "be returned by that block",
+                expected="every parameter, tied or not, to be an attribute of the module that uses it",
+                fix="tie it explicitly: head.weight = embedding.weight; if another block computes a tensor from it, "
+                "return that tensor from the block",
             )
         if getattr(leaf, "is_beginning", False):
             raise ModelError(
-                f"{one_of}, or the loss, uses a tensor that blocks of another stage made and did not return",
-                expected="blocks and a loss that take all they use from what the block before returns",
-                fix="return it from the block that makes it, as (x, aux), and hand it on",
+                f"{one_of}, or the loss, uses a tensor that a block of another stage created but did not return",
+                expected="blocks and a loss that use only what the previous block returns",
+                fix="return it from the block that creates it, as (x, aux), and pass it on",
             )
 
 
@@ -110,7 +110,7 @@ def looked_after(received: Sequence[Tensor]) -> AbstractContextManager[None]:
     >>> with looked_after([x, y]):
     ...     _ = torch.autograd.grad((x * y).sum(), x)
     Traceback (most recent call last):
-    drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the stage ...
+    drumline.core.errors.ModelError: a block takes the gradient of one of 2 tensors that it received from the ...
     """
     apart = [one for one in received if one.is_floating_point() or one.is_complex()]
     return _several(apart) if len(apart) > 1 else _NOTHING
@@ -149,9 +149,9 @@ def _is_asked(frames: Iterable[tuple[FrameType, int]], tensors: Sequence[Tensor]
 
 def _refusal(number: int) -> ModelError:
     return ModelError(
-        f"a block takes the gradient of one of {number} tensors that it received from the stage before",
-        expected="none: what reaches the other tensors from this one in earlier stages would be missing",
-        fix="take it in the block that makes the tensor; or of x = x.view_as(x), if the others do not depend on it",
+        f"a block takes the gradient of one of {number} tensors that it received from the previous stage",
+        expected="no such gradient: it would miss how the other tensors depend on this one in earlier stages",
+        fix="take it in the block that creates the tensor; or, if the others do not depend on x, of x = x.view_as(x)",
     )
 
 

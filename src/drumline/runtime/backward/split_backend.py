@@ -183,7 +183,7 @@ def uncompiled(title: str, error: Exception) -> ModelError:
     words = " ".join(str(error).split())
     return ModelError(
         f"{title} cannot be compiled: {type(error).__name__}: {words:.400}",
-        fix="use compile=False, which also shows whether the model itself is at fault",
+        fix="use compile=False, which also shows whether the model itself fails",
     )
 
 

@@ -76,8 +76,8 @@ def changed_in_place(what: str, why: str = "") -> ModelError:
     """Return the refusal of a weight gradient whose tensors are not any more what the forward used."""
     return ModelError(
         f"{what} was changed in place after it was used{f', {why}' if why else ''}",
-        expected="tensors that stay as they are until their backward has run",
-        fix="write x = x + y in place of x += y",
+        expected="tensors that stay unchanged until their backward has run",
+        fix="write x = x + y instead of x += y",
     )
 
 

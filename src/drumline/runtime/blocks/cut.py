@@ -62,7 +62,7 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
     else:
         raise ModelError(
             f"the model is a {type(model).__name__}",
-            expected="an nn.Sequential, or a list of blocks each of which takes what the one before returns",
+            expected="an nn.Sequential, or a list of blocks that each take the output of the previous one",
         )
     for name, block in named:
         if not isinstance(block, nn.Module):
@@ -79,7 +79,7 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
     [2, 4, 1]
     """
     if not isinstance(cuts, str | Iterable):
-        raise ModelError(f"cuts is {cuts!r}", expected="a list of names of blocks")
+        raise ModelError(f"cuts is {cuts!r}", expected="a list of block names")
     named = [cuts] if isinstance(cuts, str) else [str(one) for one in cuts]
     if len(named) != num_stages - 1:
         raise ModelError(
@@ -91,13 +91,13 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
         if start >= end:
             second = blocks[end].name
             wrong = (
-                f"cuts names the block {second!r} twice"
+                f"cuts names block {second!r} twice"
                 if first == second
-                else f"cuts names the block {second!r} after {first!r}"
+                else f"cuts names block {second!r} after {first!r}"
                 if first
-                else f"cuts names the block {second!r}, with which the first stage begins"
+                else f"cuts names block {second!r}, which already begins the first stage"
             )
-            raise ModelError(wrong, expected="the first blocks of stages 1, 2, ..., each once, in the model's order")
+            raise ModelError(wrong, expected="the first block of each of stages 1, 2, ..., in the model's order")
     return [end - start for start, end in pairwise(ends)]
 
 
@@ -109,11 +109,11 @@ def _place(blocks: Sequence[Block], name: str) -> int:
         if reason := getattr(block.module, "merged", {}).get(name):
             other = [one.name for one in blocks[at : at + 2] if one is not blocks[0]]
             raise ModelError(
-                f"no cut may stand before {name!r}: {reason}",
+                f"the model cannot be cut before {name!r}: {reason}",
                 fix=f"the nearest cut that works is before {' or before '.join(map(repr, other))}" if other else "",
             )
     names = [block.name for block in blocks]
-    raise ModelError(f"cuts names the block {name!r}, which is not there", fix=nearest(str(name), names))
+    raise ModelError(f"cuts names block {name!r}, which the model does not have", fix=nearest(str(name), names))
 
 
 def guessed_costs(blocks: Sequence[Block]) -> list[float]:
@@ -153,11 +153,11 @@ def cut(
         raise ModelError(
             f"the model has {counted(len(blocks), 'block')} for {counted(num_stages, 'stage')}",
             expected="at least one block per stage",
-            fix="use fewer ranks or stages per rank, or cut the model into smaller blocks",
+            fix="use fewer ranks or fewer stages per rank, or split the model into smaller blocks",
         )
     if cuts is not None:
         if balance is not None:
-            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="one of the two")
+            raise ModelError(f"balance is {balance!r} and cuts is {cuts!r}", expected="only one of them")
         balance = counts_of(blocks, num_stages, cuts)
     if balance is None:
         balance = partition([BlockCosts(one) for one in guessed_costs(blocks)], num_stages, held=held).counts
@@ -166,14 +166,14 @@ def cut(
         balance = [base + (stage < more) for stage in range(num_stages)]
     if isinstance(balance, str) or not isinstance(balance, Iterable):
         raise ModelError(
-            f"balance is {balance!r}", expected='"auto", "even", or how many blocks each stage gets, in a list'
+            f"balance is {balance!r}", expected='"auto", "even", or a list with the number of blocks per stage'
         )
     balance = list(balance)
     fits = len(balance) == num_stages and sum(balance) == len(blocks)
     if not fits or any(not isinstance(one, int) or one < 1 for one in balance):
         raise ModelError(
             f"balance is {balance}",
-            expected=f"{counted(num_stages, 'count')} of 1 or more that sum to the model's {len(blocks)} blocks",
+            expected=f"{counted(num_stages, 'count')} of at least 1 that sum to the model's {len(blocks)} blocks",
         )
     ends = list(accumulate(balance, initial=0))
     stages = [tuple(blocks[start:end]) for start, end in pairwise(ends)]

@@ -104,9 +104,9 @@ class Piece(nn.Module):
         before = home._buffers[last]
         if before is not None and (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
             raise ModelError(
-                f"the buffer {name!r} is now {tuple(buffer.shape)} of {buffer.dtype}",
-                expected=f"{tuple(before.shape)} of {before.dtype}, as when the pipeline was made",
-                fix="make a new pipeline",
+                f"the buffer {name!r} now has shape {tuple(buffer.shape)} and dtype {buffer.dtype}",
+                expected=f"{tuple(before.shape)} and {before.dtype}, as when the pipeline was created",
+                fix="create a new pipeline",
             )
         home._buffers[last] = buffer if before is None else buffer.to(before.device)
 
@@ -207,7 +207,7 @@ def _alike(block: str, script: Script, there: Mapping[str, nn.Module]) -> set[st
 def _begun(script: Script, graph: CallGraph, there: Mapping[str, nn.Module]) -> tuple[list[Piece], list[int]]:
     """Return the pieces and the calls with which they begin: at every block that a cut may stand before."""
     if not any(call.block for call in graph.calls):
-        raise ModelError("the model calls none of its modules", expected="a model made of modules")
+        raise ModelError("the model calls none of its modules", expected="a model built from modules")
     pieces: list[Piece] = []
     starts: list[int] = []
     for at, name in named_calls(graph):

@@ -151,9 +151,9 @@ class Script:
             raise ModelError(
                 f"for this input the model does not call {missing[0]!r}"
                 if missing
-                else "for this input the model calls its blocks in another order",
-                expected=f"the blocks that it was cut at: {', '.join(self.names)}",
-                fix="pass example=, a batch as step will get it",
+                else "for this input the model calls its blocks in a different order",
+                expected=f"the blocks it was cut into: {', '.join(self.names)}",
+                fix="pass example=, a batch like those you pass to step",
             )
         return [0, *order[1:]]
 
@@ -167,8 +167,8 @@ class Script:
             for name in states_of(graph, inside) - self.states[number]:
                 raise ModelError(
                     f"for this input the model uses {name!r} in {self.names[number]!r}",
-                    expected="the parameters that it uses for the inputs that it was cut with",
-                    fix="pass example=, a batch as step will get it",
+                    expected="the same parameters as for the inputs with which it was cut",
+                    fix="pass example=, a batch like those you pass to step",
                 )
         return [
             self._code(graph, cut, inside, after)

@@ -138,7 +138,7 @@ class Capture:
         """Refuse what a graph could not repeat, as far as the step that just ran has shown it."""
         if drawing:
             raise ModelError(
-                f"the block {drawing[0]} draws random numbers, which cannot be seeded in a captured step",
+                f"block {drawing[0]} draws random numbers, which Drumline cannot seed in a captured step",
                 expected="blocks without dropout",
                 fix="use capture=False",
             )
@@ -148,7 +148,7 @@ class Capture:
             )
         parameters = [one for row in self.rows for stage in row.executor.stages.values() for one in stage.parameters]
         if any(one.grad is not None and one.grad.layout is not torch.strided for one in parameters):
-            raise ModelError("a gradient is sparse", expected="dense ones in a captured step", fix="use capture=False")
+            raise ModelError("a gradient is sparse", expected="dense gradients", fix="use capture=False")
 
     def _buffers_changed(self) -> bool:
         """Whether buffers have changed since this was last asked."""

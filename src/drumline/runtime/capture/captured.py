@@ -184,13 +184,13 @@ class CapturedRow:
         except RuntimeError as error:
             raise ModelError(
                 f"{stretch} cannot be captured: {str(error).strip().splitlines()[0]}",
-                expected="blocks and a loss that never make the host wait for the device, as .item() does",
+                expected="blocks and a loss that never make the host wait for the device, as .item() would",
                 fix=_FIX,
             ) from error
         if any(one.grad is not gradient for one, gradient in zip(self._parameters, self._gradients, strict=True)):
             raise ModelError(
-                f"{stretch} puts another gradient in the place of one",
-                expected="gradients that are added up in place, and no hooks that exchange them",
+                f"{stretch} replaces a gradient by another tensor",
+                expected="gradients that accumulate in place, and no hooks that replace them",
                 fix=_FIX,
             )
         stretch.inputs = [replace(one, tensors=tuple(map(self.recorder.borrowed, one.tensors))) for one in statics]
@@ -203,8 +203,8 @@ class CapturedRow:
             for one in made:
                 if one.device.type != self.recorder.device_type:
                     raise ModelError(
-                        f"{job.action} sends a tensor that is on {one.device.type}",
-                        expected=f"only tensors on {self.recorder.device_type} between stages that are captured",
+                        f"{job.action} sends a tensor on {one.device.type}",
+                        expected=f"only tensors on {self.recorder.device_type} between captured stages",
                         fix=_FIX,
                     )
             self._sent[job.action] = receive, tuple(map(self.recorder.borrowed, made)), form
@@ -216,8 +216,8 @@ def _fill(receive: Action, place: Delivery, delivery: Delivery) -> None:
     """Copy a message to where its stretch reads it."""
     if not _alike(place, delivery):
         raise ModelError(
-            f"{receive} brings {_described(delivery)} where {_described(place)} came when the step was captured",
-            expected="messages that are the same in all steps whose batches have the same shapes",
+            f"{receive} brings {_described(delivery)} but brought {_described(place)} when the step was captured",
+            expected="the same messages in all steps whose batches have the same shapes",
             fix=_FIX,
         )
     for static, tensor in zip(place.tensors, delivery.tensors, strict=True):
@@ -236,4 +236,4 @@ def _metas(delivery: Delivery) -> list[Any]:
 
 def _described(delivery: Delivery) -> str:
     shapes = [f"{tuple(tensor.shape)} of {tensor.dtype}" for tensor in delivery.tensors]
-    return f"{', '.join(shapes) or 'no tensor'}, put together as {delivery.form!s:.60},"
+    return f"{', '.join(shapes) or 'no tensor'}, in the structure {delivery.form!s:.60},"

@@ -141,10 +141,10 @@ def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> Wa
     """Return the error of a wait that took too long; `others` says what the ranks it depends on were at.
 
     >>> print(too_late("rank 0 waits for rank 1 to tell of its model", 5.0))
-    rank 0 waits for rank 1 to tell of its model, for 5 s by now; raise `timeout` if that rank is only slow
+    rank 0 waits for rank 1 to tell of its model, for 5 s so far; raise `timeout` if that rank is just slow
     """
     known = f" ({'; '.join(others)})" if others else ""
-    return WaitTimeout(f"{what}, for {seconds:.3g} s by now{known}", fix="raise `timeout` if that rank is only slow")
+    return WaitTimeout(f"{what}, for {seconds:.3g} s so far{known}", fix="raise `timeout` if that rank is just slow")
 
 
 def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
@@ -152,7 +152,7 @@ def give_up(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> Wai
     for stream in (sys.stderr, sys.__stderr__):
         try:
             if stream is not None:
-                print(f"drumline: {what}; every thread of this process:", file=stream, flush=True)
+                print(f"drumline: {what}; stacks of all threads in this process:", file=stream, flush=True)
                 faulthandler.dump_traceback(file=stream, all_threads=True)
                 break
         except (io.UnsupportedOperation, ValueError, OSError):  # a notebook's or a test's stderr is no file

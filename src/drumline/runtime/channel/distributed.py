@@ -104,7 +104,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     ) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, num_ranks):
             raise RunError(
-                f"torch.distributed has no group of {num_ranks} ranks with this as rank {rank}",
+                f"torch.distributed has no group of {num_ranks} ranks in which this process is rank {rank}",
                 fix="call torch.distributed.init_process_group first",
             )
         self.name = backend
@@ -245,7 +245,7 @@ class DistributedChannel(MeshChannel[_Coming]):
     def _group(self, source: int, target: int) -> ProcessGroup:
         group = self._groups.get((source, target))
         if group is None:
-            raise RunError(f"no edge from rank {source} to rank {target} was announced", fix="add it to `edges`")
+            raise RunError(f"rank {source} has no announced edge to rank {target}", fix="add it to `edges`")
         return group
 
     def _forget_ended(self, edge: _Edge) -> None:

@@ -49,8 +49,8 @@ class Hub:
             (sent, delivery), posted = sends.popleft(), posts.popleft()
             if sent != posted:
                 raise RunError(
-                    f"rank {source} sends {sent[1]} where rank {target} receives {posted[1]}",
-                    expected="one order per edge",
+                    f"rank {source} sends {sent[1]} but rank {target} expects {posted[1]}",
+                    expected="sends and receives in the same order",
                 )
             delivery.sent_ns = delivery.arrived_ns = self.now()
             self.arrived[target][source, sent].append(delivery)
@@ -99,7 +99,7 @@ class InProcessChannel(Channel):
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
         """Never waits: the other ranks can only go on once this one yields."""
-        raise AssertionError("ranks of one process take turns")
+        raise AssertionError("ranks in one process take turns")
 
     def flush(self, deadline_ns: int) -> None:
         """See that nothing is left on the way; the step is over for every rank when it is for one."""
@@ -145,5 +145,5 @@ def take_turns(hub: Hub, runs: Iterable[Generator[Wait, None, None]]) -> None:
                 waits.append(wait)
                 going.append(run)
         if len(going) == len(alive) and hub.activity == before:
-            raise RunError("no rank can go on: " + "; ".join(map(str, waits)))
+            raise RunError("deadlock, no rank can continue: " + "; ".join(map(str, waits)))
         alive = going

@@ -145,8 +145,8 @@ class MessageLayouts:
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise ModelError(
                     f"a {tensor.layout} tensor of {tensor.dtype} cannot be sent",
-                    expected="dense ones",
-                    fix="make it dense first",
+                    expected="a dense tensor",
+                    fix="convert it to a dense tensor first",
                 )
         number = self._num_known if self._num_known < _MOST_KEPT else ONE_OFF
         self._num_known += 1

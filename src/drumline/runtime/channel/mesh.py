@@ -129,10 +129,10 @@ class ControlMesh(Pump):
             seen.add(at)
             answer = self._asked(at)
             if answer is None:
-                said.append(f"rank {at} does not answer: it computes or hangs")
+                said.append(f"rank {at} does not answer: it is computing or hangs")
                 break
             text, behind = answer
-            said.append(text or f"rank {at} waits for nobody")
+            said.append(text or f"rank {at} is not waiting for any rank")
             at = min(behind, default=self.rank)
         return said
 
@@ -216,7 +216,7 @@ class ControlMesh(Pump):
 
     def explain(self, rank: int, error: BaseException) -> RankFailed:
         """Return why talking to `rank` failed with `error`: what an abort says within the grace, else the error."""
-        self._seek_reason(lambda: f"rank {rank} cannot be reached any more ({type(error).__name__}: {error})", rank)
+        self._seek_reason(lambda: f"rank {rank} can no longer be reached ({type(error).__name__}: {error})", rank)
         assert self._failure is not None
         return RankFailed(*self._failure)
 
@@ -236,11 +236,11 @@ class ControlMesh(Pump):
     def _check(self, needs: Callable[[], Collection[int]]) -> None:
         if self._lost and self._failure is None:
             lost = self._lost[0]
-            self._seek_reason(lambda: f"rank {lost} died without a word: it was killed, or it crashed", lost)
+            self._seek_reason(lambda: f"rank {lost} died without reporting an error: it crashed or was killed", lost)
         if self._failure is not None:
             raise RankFailed(*self._failure)
         for rank in self._departed and self._departed.intersection(needs()):
-            raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} still waits for it")
+            raise RankFailed(rank, f"rank {rank} closed its channel while rank {self.rank} was still waiting for it")
 
     def _seek_reason(self, otherwise: Callable[[], str], rank: int) -> None:
         self.pump()

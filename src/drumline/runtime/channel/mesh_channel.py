@@ -22,7 +22,7 @@ _STEP = struct.Struct("<q")
 _ACTION = struct.Struct("<iiB")
 KEY_BYTES = _STEP.size + _ACTION.size
 _OPS = tuple(Op)
-_EXPECTED = "the same calls on every rank: step on all, or eval_step on all"
+_EXPECTED = "the same calls on every rank: step on all ranks, or eval_step on all ranks"
 _OP_NUMBERS = {op: number for number, op in enumerate(_OPS)}
 
 
@@ -127,7 +127,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
             for key in inbox:
                 if mode_of(key)[0] < step:
                     raise MismatchError(
-                        f"rank {self.rank} never took up {key_text(key)} of rank {source}", expected=_EXPECTED
+                        f"rank {self.rank} never received {key_text(key)} from rank {source}", expected=_EXPECTED
                     )
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
@@ -142,13 +142,13 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
             raise MismatchError(
-                f"{what}, and rank {rank} has ended call {self._step} without it, by {called}", expected=_EXPECTED
+                f"{what}, but rank {rank} finished call {self._step} without it, in {called}", expected=_EXPECTED
             )
         for key in self._inbox[rank]:
             if mode_of(key) == (self._step, not self._trains):
                 mine, theirs = ("step", "eval_step") if self._trains else ("eval_step", "step")
                 raise MismatchError(
-                    f"call {self._step}: rank {self.rank} called {mine} and rank {rank} {theirs}", expected=_EXPECTED
+                    f"call {self._step}: rank {self.rank} ran {mine} and rank {rank} ran {theirs}", expected=_EXPECTED
                 )
 
     def flush(self, deadline_ns: int) -> None:
@@ -157,7 +157,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         unsent = self._unsent()
         if unsent is None and self.all_sent:
             return
-        what = f"rank {self.rank} waits for its last packets to leave"
+        what = f"rank {self.rank} waits to send its last packets"
         if unsent is not None:
             what = f"rank {self.rank} waits for rank {unsent[0]} to make room for {key_text(unsent[1])}"
         self.wait(

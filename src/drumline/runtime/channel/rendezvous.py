@@ -141,7 +141,7 @@ class _Rendezvous:
                 connection.settimeout(self._left(f"rank {other} to answer"))
                 connection.sendall(_HELLO.pack(card.token, self.rank))
                 if _receive(connection, len(mine)) != mine:
-                    raise ConnectionError("another program answers there")
+                    raise ConnectionError("another program answers at that address")
                 return _link(other, connection)
             except OSError as error:
                 connection.close()
@@ -151,7 +151,7 @@ class _Rendezvous:
                 raise
         raise RunError(
             f"rank {self.rank} cannot connect to rank {other} ({'; '.join(problems)})",
-            fix="see that the rank still runs and that the hosts can reach each other's ports",
+            fix="check that the rank is still running and that the hosts can reach each other's ports",
         )
 
     def _accept(self, listener: socket.socket, expected: set[int], cards: list[Card]) -> list[Link]:
@@ -168,7 +168,7 @@ class _Rendezvous:
                 connection.settimeout(min(5.0, self._left(missing)))
                 token, other = _HELLO.unpack(_receive(connection, _HELLO.size))
                 if not secrets.compare_digest(token, cards[self.rank].token) or other not in expected:
-                    raise ConnectionError("a stranger")
+                    raise ConnectionError("not a rank of this run")
                 connection.sendall(cards[other].token)
                 links.append(_link(other, connection))
                 expected.discard(other)

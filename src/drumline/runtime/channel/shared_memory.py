@@ -198,7 +198,7 @@ class SharedMemoryChannel(MeshChannel[_Arrived]):
             self.close()
             raise RunError(
                 f"rank {rank} does not share a host with rank {', '.join(map(str, elsewhere))}",
-                fix="use a channel over torch.distributed between hosts",
+                fix='use transport="gloo" or "nccl" between hosts',
             )
         self._device = torch.device(device)
         self._num_slots = num_slots

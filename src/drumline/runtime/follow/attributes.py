@@ -110,25 +110,25 @@ class Attributes:
             elif BETWEEN in uses.readers:
                 raise ModelError(
                     f"the model's forward reads {named} between its blocks, which {block(min(uses.setters))!r} sets",
-                    expected="blocks that return what is used between them",
+                    expected="blocks that return what the forward uses between them",
                     fix=f"return it from {block(min(uses.setters))!r}",
                 )
             elif len(inside) > 1:
                 first, last = inside[0], inside[-1]
-                bar(first, f"{block(last)!r} uses {named}, as {block(first)!r} does, and one of them sets it", last)
+                bar(first, f"{block(first)!r} and {block(last)!r} both use {named}, and one of them sets it", last)
 
     def _refuse_between(self, named: str, uses: _Uses, readers: Iterable[str]) -> None:
         if uses.is_carried:
             raise ModelError(
                 f"the model's forward changes {named} between its blocks{uses.line}",
-                expected="a forward that finds its attributes alike in every step",
-                fix="change it in a block, or outside of the forward",
+                expected="attributes with the same values at the start of every step",
+                fix="change it inside a block, or outside the forward",
             )
         for reader in readers:
             raise ModelError(
                 f"the model's forward sets {named} between its blocks{uses.line}, and {reader!r} reads it",
-                expected="blocks that get what they use as arguments, or find it as it was when the step began",
-                fix="pass it to the block, or set it outside of the forward",
+                expected="blocks that get what they use as arguments, or read attributes set before the step",
+                fix="pass it to the block, or set it outside the forward",
             )
 
     def read_between(self) -> list[AttributeName]:

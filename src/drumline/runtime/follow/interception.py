@@ -51,9 +51,9 @@ def _module_calls(replaced: Replaced) -> Any:
             return module_call(self, *args, **kwargs)
         if follower.function:
             raise ModelError(
-                f"the autograd function {follower.function} calls the block {name!r} in its forward",
-                expected="blocks that the model's forward calls itself: no stage sees a gradient inside of a function",
-                fix="call it outside of the function, or let the function be part of a block",
+                f"the autograd function {follower.function} calls block {name!r} in its forward",
+                expected="blocks called by the model's forward itself: no stage sees a gradient inside the function",
+                fix="call the block outside the function, or move the function into a block",
             )
         return follower.block(self, name, lambda *a, **k: module_call(self, *a, **k), args, kwargs)
 
@@ -140,8 +140,8 @@ class _Node:
     def __getattr__(self, key: str) -> Any:
         if key in ("register_hook", "register_prehook"):
             raise ModelError(
-                "the model's forward puts a hook on a node of the graph between its blocks",
-                expected="hooks on parameters or modules, or inside of a block",
+                "the model's forward registers a hook on a node of the autograd graph between its blocks",
+                expected="hooks on parameters or modules, or inside a block",
                 fix="move it into a block",
             )
         return getattr(self._node, key)

@@ -61,25 +61,25 @@ class Notes:
         if not isinstance(tensor, FakeTensor) and id(tensor) not in self.where:
             if tensor.requires_grad and tensor.is_leaf:
                 raise ModelError(
-                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that wants a gradient and is no parameter of "
+                    f"{what} uses a tensor of shape {tuple(tensor.shape)} that requires grad but is not a parameter of "
                     f"the model{self.kept_in(tensor)}",
-                    expected="what is trained to be a parameter",
+                    expected="every trained tensor to be a parameter",
                     fix="register it: self.scale = nn.Parameter(scale)",
                 )
             return self.new(tensor, constant=tensor)
         if (made := self.where.get(id(tensor))) is not None:
             block = self.graph.calls[made].block
-            self.bar(made, f"{what} uses a tensor that {block!r} made and did not return{self.kept_in(tensor)}")
+            self.bar(made, f"{what} uses a tensor that {block!r} created but did not return{self.kept_in(tensor)}")
             raise Unseen(
                 self.graph.barriers[-1].reason,
-                expected="blocks that return what others use",
-                fix=f"return it from {block!r}, or use it inside",
+                expected="blocks that return every tensor used elsewhere",
+                fix=f"return it from {block!r}, or use it only inside that block",
                 block=block,
             )
         raise ModelError(
-            f"{what} takes a tensor that was made where it could not be followed",
-            expected="tensors made by torch functions, and not by torch.vmap or another transform of torch.func",
-            fix="make it inside of a block: move it into a block, or register it as a buffer",
+            f"{what} takes a tensor that was created where Drumline cannot trace it",
+            expected="tensors created by torch functions, but not inside torch.vmap or another torch.func transform",
+            fix="create it inside a block, or register it as a buffer",
         )
 
     def kept_in(self, tensor: Tensor) -> str:
@@ -87,7 +87,7 @@ class Notes:
         for name, module in self.skeleton.model.named_modules():
             for key, one in vars(module).items():
                 if one is tensor:
-                    return f" (it is kept as {whole_name(name, key)})"
+                    return f" (the model keeps it as {whole_name(name, key)})"
         return ""
 
     def bar(self, first: int, reason: str, last: int | None = None) -> None:
@@ -133,7 +133,7 @@ class Notes:
         shared = [one for one, value in enumerate(values) if value.storage == values[changed].storage]
         if len(shared) > 1:
             first = min(self.made_by.get(one, 0) for one in shared)
-            self.bar(first, f"{what} changes a tensor in place of which other values are views")
+            self.bar(first, f"{what} changes in place a tensor that shares memory with other values")
 
 
 def _autocast(device: str) -> Autocast:

@@ -41,7 +41,7 @@ def around() -> list[str]:
     """
     found = []
     if transformed():
-        found.append("a transform of torch.func, such as torch.vmap")
+        found.append("a torch.func transform, such as torch.vmap")
     saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if saved is not None and getattr(saved[0], "__module__", "") not in _HARMLESS:
         found.append("torch.autograd.graph.saved_tensors_hooks")
@@ -50,7 +50,7 @@ def around() -> list[str]:
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
     found += [f"the mode {type(one).__name__}" for one in modes if not isinstance(one, DeviceContext)]
     if torch.get_default_dtype() is not torch.float32:
-        found.append(f"the default type {torch.get_default_dtype()}")
+        found.append(f"the default dtype {torch.get_default_dtype()}")
     return found
 
 
@@ -59,9 +59,9 @@ def refuse_around(block: str, known: Collection[str]) -> None:
     more = [one for one in around() if one not in known]
     if more:
         raise ModelError(
-            f"the model's forward calls {block!r} inside of {more[0]}",
-            expected="blocks that are called by themselves",
-            fix="call it as it is, or move what is around it into the block",
+            f"the model's forward calls {block!r} inside {more[0]}",
+            expected="blocks that are called directly",
+            fix="call it directly, or move the surrounding code into the block",
         )
 
 
@@ -70,17 +70,17 @@ def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
     shared = nn.modules.module
     if shared._global_backward_hooks or shared._global_backward_pre_hooks:
         raise ModelError(
-            "there is a global backward hook of modules",
-            expected="none: the model itself and its containers are no modules of any stage, and would go without",
-            fix="put it on the blocks: block.register_full_backward_hook(...)",
+            "a global module backward hook is registered",
+            expected="no global hook: it would not run on the model itself and its containers, which are in no stage",
+            fix="register it on the blocks: block.register_full_backward_hook(...)",
         )
     for name, module in model.named_modules(remove_duplicate=False):
         if name in inside and any(getattr(module, kind) for kind in BACKWARD):
             where = f"the container {name!r}" if name else "the model itself"
             raise ModelError(
                 f"there is a backward hook on {where}, a {type(module).__name__}",
-                expected="backward hooks on blocks, or on modules and parameters inside of them",
-                fix="put it on a block: on the last one for the gradient of the output, on the first for the input's",
+                expected="backward hooks on blocks, or on modules and parameters inside them",
+                fix="register it on the last block for the output's gradient, or on the first for the input's",
             )
 
 
@@ -121,9 +121,9 @@ class _Looks:
 
 def _refusal(name: str) -> ModelError:
     return ModelError(
-        f"the model's forward puts a hook on {name!r}, or takes one away, that changes what the block does",
-        expected="hooks that are there before the forward begins, or only look at what blocks return",
-        fix="put it on the block outside of the forward, or do its work between the blocks",
+        f"the model's forward adds or removes a hook on {name!r} that changes what the block does",
+        expected="hooks registered before the forward, or hooks that only read what blocks return",
+        fix="register it outside the forward, or do its work between the blocks",
     )
 
 
@@ -134,20 +134,20 @@ def refuse_function(func: Callable[..., Any]) -> None:
     """Refuse functions between blocks whose effect no piece would have."""
     if name_of(func) in ("register_hook", "register_post_accumulate_grad_hook"):
         raise ModelError(
-            f"the model's forward puts a hook on a tensor between its blocks{line_here()}",
-            expected="hooks on parameters or modules, or inside of a block",
+            f"the model's forward registers a hook on a tensor between its blocks{line_here()}",
+            expected="hooks on parameters or modules, or inside a block",
             fix="move it into a block",
         )
     if func in _ENGINE:
         raise ModelError(
             f"the model's forward takes a gradient between its blocks{line_here()}",
-            expected="gradients that are taken inside of a block, from what is there",
-            fix="move it into a block, with all that the gradient goes through",
+            expected="gradients taken inside a block, of what that block computes",
+            fix="move it into a block, with everything that the gradient flows through",
         )
     if (name := property_of(func, "__set__")) in ("data", "grad"):
         raise ModelError(
-            f"the model's forward sets `.{name}` of a tensor between its blocks{line_here()}",
-            expected="tensors that are changed in place: x.copy_(...)",
+            f"the model's forward assigns to `.{name}` of a tensor between its blocks{line_here()}",
+            expected="in-place changes: x.copy_(...)",
             fix="move it into a block",
         )
 
@@ -157,9 +157,9 @@ def refuse_changed(name: str, before: Any, after: Any) -> None:
     (tensors, form), (others, other_form) = before, after
     if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
         raise ModelError(
-            f"{name!r} changes a list or dict that it is given",
-            expected="blocks that leave their arguments as they are",
-            fix="return what is new from the block, and put it into the list between the blocks",
+            f"{name!r} changes a list or dict among its arguments",
+            expected="blocks that leave their arguments unchanged",
+            fix="return the new items from the block, and add them to the list between the blocks",
         )
 
 
@@ -168,9 +168,9 @@ def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> No
     for key, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in states:
             raise ModelError(
-                f"the model's forward calls {name!r} with other parameters or buffers than its own, as {key!r}",
-                expected="blocks that are called with what they hold",
-                fix="call torch.func.functional_call, or what exchanges them, inside of a block",
+                f"the model's forward calls {name!r} with parameters or buffers that are not its own, such as {key!r}",
+                expected="blocks that use their own parameters and buffers",
+                fix="call torch.func.functional_call, or whatever replaces them, inside a block",
             )
 
 
@@ -181,8 +181,8 @@ def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) ->
         if marks:
             raise ModelError(
                 f"{what} a tensor with the attribute {marks[0]!r} on it",
-                expected="tensors without attributes of their own",
-                fix="pass it beside the tensor",
+                expected="tensors without custom attributes",
+                fix="pass the value next to the tensor, as another argument",
             )
 
 

@@ -128,8 +128,8 @@ class Skeleton:
         except Exception as error:
             raise ModelError(
                 f"the model, a {type(model).__name__}, cannot be copied: {error}",
-                expected="a model that copy.deepcopy takes, whose copy is followed to see how it can be cut",
-                fix="pass an nn.Sequential or a list of blocks, which are not copied",
+                expected="a model that copy.deepcopy can copy: Drumline traces the copy to see where it can cut",
+                fix="pass an nn.Sequential or a list of blocks, which Drumline does not copy",
             ) from error
         _without_cache(self.model)
         self.names = {id(module): name for name, module in self.model.named_modules()}

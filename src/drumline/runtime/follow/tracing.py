@@ -144,7 +144,7 @@ class _Tracer(Notes, TorchFunctionMode):
             has_past = given[0].grad_fn is not None
         number = self.numbers.get(id(given[0]))
         if has_past and number is not None:
-            reason = f"{self.within[-1]!r} asks for {asked} of what it is given, which a cut would change"
+            reason = f"{self.within[-1]!r} reads {asked} of its input, which a cut would change"
             self.bar(self.made_by.get(number, 0), reason)
 
     def _look(self, tensor: Tensor) -> None:
@@ -160,7 +160,7 @@ class _Tracer(Notes, TorchFunctionMode):
                 self.taken.add(id(tensor))
         elif (made := self.where.get(id(tensor))) is not None:
             other = self.graph.calls[made].block
-            reason = f"{block!r} reads a tensor that {other!r} made and did not return{self.kept_in(tensor)}"
+            reason = f"{block!r} reads a tensor that {other!r} created but did not return{self.kept_in(tensor)}"
             self.bar(made, reason)
             self.taken.add(id(tensor))
 
@@ -171,9 +171,9 @@ class _Tracer(Notes, TorchFunctionMode):
         given = tensors_in((args, kwargs))
         if self.drawn and name_of(func) in _READS and any(id(one) in self.drawn for one in given):
             raise ModelError(
-                f"the model's forward decides by a random number between its blocks{line_here()}",
-                expected="decisions that are the same in every step, between blocks",
-                fix="draw it inside of a block, or switch it off (layerdrop=0)",
+                f"the model's forward branches on a random number between its blocks{line_here()}",
+                expected="the same branches in every step, between blocks",
+                fix="draw it inside a block, or switch it off (layerdrop=0)",
             )
         for one in given:
             if id(one) in self.where and not isinstance(one, FakeTensor):
@@ -242,15 +242,15 @@ class _Tracer(Notes, TorchFunctionMode):
         """Refuse what has changed since the last block, and could not be repeated."""
         if self.chance.has_moved():
             raise ModelError(
-                "the model's forward draws random numbers of Python's or numpy's between its blocks",
-                expected="a forward that does the same in every step, between blocks",
-                fix="draw them inside of a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
+                "the model's forward draws random numbers from Python or NumPy between its blocks",
+                expected="a forward that does the same between its blocks in every step",
+                fix="draw them inside a block, or switch it off (layerdrop=0, apply_spec_augment=False)",
             )
         if name := self.surroundings.changed(self.variables):
             raise ModelError(
-                f"the model's forward, or one of its blocks, changes {name}, which is read between blocks",
-                expected="variables outside of the model that stay as they are while the forward runs",
-                fix="collect what blocks return in a variable of the forward's own; count outside of the forward",
+                f"the model's forward, or one of its blocks, changes {name}, which the forward reads between blocks",
+                expected="variables outside the model that stay unchanged while the forward runs",
+                fix="collect what blocks return in a local variable of the forward; count outside the forward",
             )
         self.attributes.look()
 
@@ -303,9 +303,9 @@ class _Tracer(Notes, TorchFunctionMode):
             for key, buffer in module._buffers.items():
                 if name in self.inside and buffer is not before.get(key):
                     raise ModelError(
-                        f"the model's forward puts another tensor in the place of the buffer {whole_name(name, key)!r}",
-                        expected="buffers that are changed in place, between blocks",
-                        fix=f"write self.{key}.copy_(...), or do it inside of a block",
+                        f"the model's forward replaces the buffer {whole_name(name, key)!r} by another tensor",
+                        expected="in-place changes of buffers between blocks",
+                        fix=f"write self.{key}.copy_(...), or do it inside a block",
                     )
 
     def finish(self, made: Any) -> None:
@@ -324,12 +324,12 @@ class _Tracer(Notes, TorchFunctionMode):
         if "DataDependent" in kind or "DynamicOutputShape" in kind:
             read = [self.numbers[id(one)] for one in self.read if id(one) in self.numbers and not block]
             return Decides(
-                f"the model's forward decides by the numbers in a tensor{where}{line_of(error)}",
-                expected="decisions by shapes and plain values only, between blocks",
+                f"the model's forward branches on the values of a tensor{where}{line_of(error)}",
+                expected="branches on shapes and plain values only, between blocks",
                 fix="move it into a block",
                 inputs=sorted(self.graph.inputs.index(one) for one in self.graph.origins(read)[0]),
             )
-        told = f"while it was followed: {kind}: {error}{line_of(error)}"
+        told = f"while Drumline traced it: {kind}: {error}{line_of(error)}"
         return ModelError(f"the model's forward failed{where} {told}")
 
 

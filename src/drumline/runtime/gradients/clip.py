@@ -25,12 +25,12 @@ def check(max_norm: Any, norm_type: Any) -> None:
 
     >>> check(-1.0, 2.0)
     Traceback (most recent call last):
-    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of 0 or more
+    drumline.core.errors.UsageError: max_norm is -1.0; expected a number of at least 0
     """
     if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of 0 or more")
+        raise UsageError(f"max_norm is {max_norm!r}", expected="a number of at least 0")
     if not isinstance(norm_type, int | float) or not norm_type > 0:
-        raise UsageError(f"norm_type is {norm_type!r}", expected="a number above 0; inf for the largest")
+        raise UsageError(f"norm_type is {norm_type!r}", expected="a positive number, or inf for the largest gradient")
 
 
 def norms_of(parameters: Iterable[nn.Parameter], norm_type: float) -> list[float | None]:

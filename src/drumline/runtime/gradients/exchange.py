@@ -111,7 +111,7 @@ class GradientExchange:
         if trains is (part is False):
             state = ("frozen", "trained") if trains else ("trained", "frozen")
             raise MismatchError(
-                f"{name} is {state[0]} on rank {rank} and {state[1]} on another that holds it",
+                f"{name} is {state[0]} on rank {rank} and {state[1]} on another rank that holds it",
                 expected="the same on all ranks",
             )
         if trains:
@@ -148,9 +148,9 @@ class GradientExchange:
             if before != now:
                 assert self.ties is not None
                 raise ModelError(
-                    f"a forward changes the buffer {self.ties.first(place.name)}, of which several ranks have a copy",
-                    expected="buffers that stay as they are, where several ranks hold them",
-                    fix="give each block a buffer of its own, and choose a schedule with one copy of every stage",
+                    f"a forward changes the buffer {self.ties.first(place.name)}, which several ranks hold",
+                    expected="buffers that stay unchanged if several ranks hold them",
+                    fix="give each block its own buffer, and choose a schedule with one copy of each stage",
                 )
 
 

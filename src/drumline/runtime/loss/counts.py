@@ -233,7 +233,7 @@ def _parts(column: Sequence[Count | None]) -> list[Count]:
     total = sum(counts[1:], start=counts[0])
     if not isinstance(total, Tensor) and not total > 0:
         raise BatchError(
-            f"the microbatches' loss weights are {counts}", expected="numbers of 0 or more, not all of them 0"
+            f"the microbatches' loss weights are {counts}", expected="numbers of at least 0, not all of them 0"
         )
     return [one / total for one in counts]
 

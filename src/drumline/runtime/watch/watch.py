@@ -252,9 +252,9 @@ class Watch:
             keys = [key for key in {**dict(before), **dict(now)} if dict(before).get(key) != dict(now).get(key)]
             whole = whole_name(name, keys[0])
             raise ModelError(
-                f"the module {whole!r} was exchanged, added or taken away since the pipeline was made",
-                expected="the modules that the model was cut with",
-                fix="make a new pipeline",
+                f"the module {whole!r} was replaced, added or removed after the pipeline was created",
+                expected="the modules with which the model was cut",
+                fix="create a new pipeline",
             )
 
     def exchanged(self) -> list[tuple[str, Tensor]]:
@@ -267,9 +267,9 @@ class Watch:
             for key, one in module._parameters.items():
                 if one is not parameters.get(key):
                     raise ModelError(
-                        f"the parameter {whole_name(name, key)!r} was exchanged since the pipeline was made",
-                        expected="the parameters that the model was cut with, where they are used between blocks",
-                        fix="change it in place, with load_state_dict, or make a new pipeline",
+                        f"the parameter {whole_name(name, key)!r} was replaced after the pipeline was created",
+                        expected="the original parameter, because the forward uses it between blocks",
+                        fix="change it in place, use load_state_dict, or create a new pipeline",
                     )
             new = [(key, one) for key, one in module._buffers.items() if one is not buffers.get(key)]
             if new:
@@ -308,7 +308,7 @@ def refuse_hooks(root: nn.Module) -> None:
     """Refuse hooks on an nn.Sequential whose blocks are run one by one, without it."""
     if has_hooks(root):
         raise ModelError(
-            "the model is an nn.Sequential with hooks of its own, and is no module of any stage",
-            expected="hooks on its blocks, or an example with which the model is followed, hooks included",
-            fix="put the hook on a block, or pass example= to Pipeline before it is made",
+            "the model is an nn.Sequential with its own hooks, which no stage would run",
+            expected="hooks on its blocks, or an example with which to trace the model, hooks included",
+            fix="register the hook on a block, or pass example= to Pipeline",
         )

@@ -122,9 +122,9 @@ class _Run:
         yield
         if before != [one._version for one in others]:
             raise ModelError(
-                f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) writes over tensors "
-                "that have values",
-                expected="a model that is on the meta device as a whole",
+                f"the initialiser of {self.names[module] or 'the model'} ({type(module).__name__}) overwrites tensors "
+                "that already have values",
+                expected="a model that is entirely on the meta device",
             )
 
     def _is_wanted(self, tensor: Tensor) -> bool:
@@ -214,12 +214,12 @@ def _refusal(entry: Entry) -> ModelError:
     kind = type(entry.owner).__name__
     if entry.kind == "buffer" and not entry.saved:
         return ModelError(
-            f"the buffer {entry.name} of {kind} is on the meta device, and no file of weights holds it",
+            f"the buffer {entry.name} of {kind} is on the meta device, and no weights file contains it",
             expected="a module that can compute it",
-            fix="give the module a reset_parameters() that does, or make the buffer on the host: device='cpu'",
+            fix="add a reset_parameters() that computes it, or create the buffer on the host: device='cpu'",
         )
     return ModelError(
         f"the {entry.kind} {entry.name} is on the meta device, and {kind} has no initialiser for it",
-        expected="reset_parameters() in the module, or _init_weights(module) in one above it",
-        fix="add one, or pass weights= to read it from files",
+        expected="reset_parameters() in the module, or _init_weights(module) in a parent module",
+        fix="add one of these, or pass weights= to read it from files",
     )

@@ -126,7 +126,7 @@ class _Rules:
                 made = one.convert(target, model=self.model, config=self.model.config)
             except Exception as error:
                 listed = ", ".join(str(stored) for _, stored in sources[:3])
-                raise ModelError(f"{target!r} cannot be made from {listed}, ...: {error}") from error
+                raise ModelError(f"cannot build {target!r} from {listed}, ...: {error}") from error
             return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
         return Conversion(names, make)
@@ -213,7 +213,7 @@ def _check(
         name = missing[0].name
         raise ModelError(
             f"{weights.path} has no tensor for the {missing[0].kind} {name}{_more(missing)}",
-            expected="all of the model's",
+            expected="a tensor for every parameter and persistent buffer of the model",
             fix=nearest(name, [one.name for one in unused])
             if unused
             else f"to initialise it: weights=dl.Weights(..., fresh=[{name!r}])",
@@ -222,8 +222,8 @@ def _check(
         name = unused[0].name
         raise ModelError(
             f"the model has no place for the tensor {unused[0]}{_more(unused)}",
-            expected="the files of this very model",
-            fix=f"to leave it out: weights=dl.Weights(..., ignore=[{name!r}])",
+            expected="the weights files of this model",
+            fix=f"to ignore it: weights=dl.Weights(..., ignore=[{name!r}])",
         )
     for entry in needed:
         source = sources.get(_name_in(sources, entry) or "")
@@ -245,12 +245,12 @@ def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
 def _check_fit(entry: Entry, source: Stored | str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if shape != tuple(entry.tensor.shape):
         raise ModelError(
-            f"the tensor {source} has the shape {shape}",
-            expected=f"{tuple(entry.tensor.shape)}, as {entry.name} has it",
+            f"the tensor {source} has shape {shape}",
+            expected=f"{tuple(entry.tensor.shape)}, the shape of {entry.name}",
         )
     wanted = entry.tensor.dtype
     if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point and min(dtype.itemsize, 2) == 2):
-        raise ModelError(f"the tensor {source} is of {dtype}", expected=f"{wanted}, as {entry.name} is")
+        raise ModelError(f"the tensor {source} has dtype {dtype}", expected=f"{wanted}, the dtype of {entry.name}")
 
 
 def _more(others: Sequence[object]) -> str:
@@ -283,8 +283,8 @@ def _check_same(entry: Entry, sources: Sources) -> None:
         alike = (other.file, other.start, other.shape) == (found[0].file, found[0].start, found[0].shape)
         if not alike and not torch.equal(other.read().to(entry.tensor.device, entry.tensor.dtype), entry.tensor):
             raise ModelError(
-                f"the model has one tensor for {found[0].name} and {other.name}, and {other.file} has two that differ",
-                fix="build the model with weights that are not tied",
+                f"the model has one tensor for {found[0].name} and {other.name}, but {other.file} has two that differ",
+                fix="build the model with untied weights",
             )
 
 
@@ -295,9 +295,9 @@ def _refuse_hidden(catalogue: Catalogue, blocks: Sequence[Block]) -> None:
             for name, one in vars(module).items():
                 if isinstance(one, Tensor) and one.is_meta:
                     raise ModelError(
-                        f"{catalogue.modules[module]}.{name} of {type(module).__name__} is on the meta device, and "
+                        f"{catalogue.modules[module]}.{name} of {type(module).__name__} is on the meta device, but is "
                         "neither a parameter nor a buffer",
-                        fix="register it as a buffer, or make it on the host: device='cpu'",
+                        fix="register it as a buffer, or create it on the host: device='cpu'",
                     )
 
 

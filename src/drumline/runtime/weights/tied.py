@@ -105,7 +105,7 @@ class Ties:
                 if held.is_tied:
                     raise ModelError(
                         f"stages {', '.join(map(str, held.stages))} share running statistics, {held.name}",
-                        expected="a normalisation of its own in every stage, or one without running statistics",
+                        expected="a separate normalisation layer in each stage, or one without running statistics",
                     )
 
     @property
@@ -151,8 +151,8 @@ class Ties:
                 _, one = found.setdefault(name, (self.home(place.name, stage), tensor))
                 if one is not tensor or (first != name and place.name in self._by_name):
                     raise ModelError(
-                        f"{name} and {place.name} were one tensor when the pipeline was made, and are two now",
-                        fix="tie them again, or make a new pipeline",
+                        f"{name} and {place.name} were one tensor when the pipeline was created, and are two now",
+                        fix="tie them again, or create a new pipeline",
                     )
         return found
 
@@ -238,9 +238,9 @@ class Copies:
             self._attributes[at] = (block, theirs, own, now, changing)
         if changing and _changing(theirs) != changing:
             raise ModelError(
-                f"a list, dict or set that is an attribute of block {block!r} has changed since the pipeline was made",
-                expected="the same content, where ranks of one process hold copies of a block",
-                fix="make a new pipeline",
+                f"a list, dict or set in an attribute of block {block!r} has changed since the pipeline was created",
+                expected="unchanged contents, because ranks in this process hold copies of the block",
+                fix="create a new pipeline",
             )
 
     def _follow_tensors(self) -> None:
@@ -248,9 +248,9 @@ class Copies:
         for block, theirs, own, common in self._tables:
             if theirs.keys() != own.keys():
                 raise ModelError(
-                    f"block {block!r} has other parameters or buffers than when the pipeline was made",
-                    expected="the same, where ranks of one process hold copies of a block",
-                    fix="make a new pipeline",
+                    f"block {block!r} no longer has the parameters or buffers it had when the pipeline was created",
+                    expected="the same tensors, because ranks in this process hold copies of the block",
+                    fix="create a new pipeline",
                 )
             for key, tensor in theirs.items():
                 if key in common:
