@@ -1,4 +1,4 @@
-"""From the model that a user has to the chain of blocks that is cut into stages."""
+"""Turn a user's model into the chain of blocks from which stages are cut."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from drumline.runtime.watch.watch import has_hooks, refuse_hooks
 
 
 def is_chain(model: Model) -> bool:
-    """Whether the model is a list of blocks, each of which takes what the one before returns.
+    """Whether the model is a list of blocks that each take the output of the previous one.
 
     >>> is_chain(nn.Sequential(nn.ReLU())), is_chain(nn.Linear(2, 2))
     (True, False)
     """
     if isinstance(model, nn.Sequential):
-        # Hooks on the whole of it run where it is called: then it is followed like any other model.
+        # Hooks on the whole model run when it is called, so such a model is traced like any other.
         return type(model).forward is nn.Sequential.forward and not has_hooks(model)
     return isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module)
 
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have all parts of some modules in eval mode for a while."""
+    """Put all parts of some modules into eval mode for a while."""
     training = [part for module in modules for part in module.modules() if part.training]
     for part in training:
         part.training = False
@@ -46,7 +46,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool) -> Any:
-    """Return what a step was called with as the value that the first block takes.
+    """Return the arguments of a step as the value that the first block takes.
 
     >>> inputs_for((1,), {"mask": None}, is_chain=False)
     Inputs(args=(1,), kwargs={'mask': None})
@@ -66,7 +66,7 @@ def inputs_for(args: tuple[Any, ...], kwargs: dict[str, Any], *, is_chain: bool)
 
 
 def example_inputs(model: Model, example: Any) -> Any:
-    """Return an example as `step` would get it: of a dict by name, of a tuple one by one."""
+    """Return an example in the form that `step` gets: a dict by name, a tuple in order."""
     if example is None or is_chain(model):
         return example
     if isinstance(example, Mapping):
@@ -83,7 +83,7 @@ def blocks_for(
     cuts: Sequence[str] | None = None,
     split: Split | None = None,
 ) -> list[Block]:
-    """Return the model's blocks; one that is not a chain is followed on the first microbatch of the example.
+    """Return the model's blocks; a model that is not a chain is traced on the first microbatch of the example.
 
     >>> [block.name for block in blocks_for(nn.Linear(2, 2), torch.ones(4, 2), torch.device("cpu"), num_microbatches=2)]
     Traceback (most recent call last):
@@ -102,7 +102,7 @@ def blocks_for(
 
 
 def _guessed(model: nn.Module, device: torch.device, cuts: Sequence[str]) -> list[Block]:
-    """Follow a model of which there is no example on the first guess that its forward takes."""
+    """Trace a model without an example, on the first guess that its forward accepts."""
     fix = "pass example=, a batch like those you pass to step: a dict by name, a tuple in order, or one tensor"
     first: ModelError | None = None
     for guess in guesses(model):
@@ -130,7 +130,7 @@ Example = dict[str, Any]
 
 
 def guesses(model: nn.Module) -> Iterator[Example]:
-    """Yield inputs that the model may take, the likeliest first; nothing for models that are not Hugging Face's."""
+    """Yield inputs that the model may take, the most likely first; nothing unless it is a Hugging Face model."""
     config: Any = getattr(model, "config", None)
     known = getattr(model, "dummy_inputs", None)
     if not isinstance(known, Mapping) or config is None:
