@@ -1,10 +1,10 @@
-"""An optimizer's state by the names of the unsplit model's parameters, so that it fits any schedule and any cut.
+"""An optimizer's state by the parameter names of the unsplit model, so that it fits any schedule and cut.
 
     torch    {"state": {0: {...}, 1: {...}}, "param_groups": [{"params": [0, 1], ...}]}
     here     {"state": {"0.weight": {...}, "0.bias": {...}}, "param_groups": [{"params": ["0.weight", "0.bias"], ...}]}
 
-Every rank's state has its own parameters. The "state" dicts of all ranks together, with any rank's "param_groups", are
-the whole model's, of which each rank takes what it holds.
+Each rank's state holds its own parameters. The "state" dicts of all ranks, merged, with any rank's "param_groups", are
+the state of the whole model. From it, each rank takes what it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class StateByName:
-    """Translates one optimizer's states; `named` yields what it updates, by name.
+    """Translates the states of one optimizer; `named` yields the tensors it updates, by name.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -36,7 +36,7 @@ class StateByName:
         self._named = named
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's `state_dict` and `load_state_dict` go by name."""
+        """Make the optimizer's `state_dict` and `load_state_dict` use names."""
         optimizer.register_state_dict_post_hook(self._told)
         optimizer.register_load_state_dict_pre_hook(self._taken)
 
@@ -53,7 +53,7 @@ class StateByName:
         return [[names[one] for one in group] for group in held]
 
     def _told(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state by position as one by name."""
+        """Convert a state by position to one by name."""
         names = self._names(optimizer)
         flat = [name for group in names for name in group]
         groups = [{**group, "params": own} for group, own in zip(state["param_groups"], names, strict=True)]
@@ -61,7 +61,7 @@ class StateByName:
         return {**state, "state": by_name, "param_groups": groups}
 
     def _taken(self, optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a state by name as one by position in this optimizer, of its own parameters."""
+        """Convert a state by name to one by position in this optimizer, for its own parameters."""
         state, groups = _checked(given)
         homes = {name: group for group in groups for name in group["params"]}
         names = self._names(optimizer)
@@ -89,7 +89,7 @@ class StateByName:
 
 
 def _checked(given: Any) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """Refuse what is no state by name."""
+    """Refuse anything but a state by name."""
     state, groups = (given.get(one) if isinstance(given, Mapping) else None for one in ("state", "param_groups"))
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         raise ModelError(
