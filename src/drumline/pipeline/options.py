@@ -1,4 +1,4 @@
-"""What a pipeline is made with: every option once, with its kind and default, looked at before anything starts."""
+"""The options of a pipeline, each with its type and default, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _is_count(value: Any) -> bool:
     return _is_whole(value) and value >= 1
 
 
-# What options may be, and how that is said to whoever gave something else.
+# The accepted values of each option, and how errors describe them.
 _COUNT = "an integer of at least 1"
 _COUNTS = ("num_microbatches", "num_ranks", "stages_per_rank")
 _SWITCHES = ("master_weights", "check_finite", "check_model", "merge_weight_gradients", "capture", "weigh")
@@ -59,7 +59,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a pipeline is made with; `Pipeline` says what each means."""
+    """The options of a pipeline; `Pipeline` documents each."""
 
     model: Model
     _: KW_ONLY
@@ -94,7 +94,7 @@ class Options:
     record: bool | str | Path = True
 
     def decided(self) -> Options:
-        """Return the same with what a plan decides, every option of its kind and in its range.
+        """Return the options with the plan's decisions applied and every value checked.
 
         >>> Options(nn.ReLU(), num_ranks="2").decided()
         Traceback (most recent call last):
@@ -109,7 +109,7 @@ class Options:
         return options
 
     def _check(self) -> None:
-        """Refuse arguments of the wrong kind by their names."""
+        """Refuse values of the wrong type or range, by name."""
         for name, (is_right, expected) in _KINDS.items():
             if not is_right(value := getattr(self, name)):
                 raise UsageError(f"{name} is {value!r:.80}", expected=expected)
@@ -126,7 +126,7 @@ class Options:
             )
 
     def _check_auto(self) -> None:
-        """Refuse to search where nothing is measured, or where a run would have two programs."""
+        """Refuse to search if nothing is measured, or if a recorded run would have two programs."""
         if self.record is False:
             raise UsageError("record is False and schedule is 'auto'", expected="record=True, to measure steps")
         if self.record is not True:
@@ -138,7 +138,7 @@ class Options:
             )
 
     def decided_plan(self) -> Plan | None:
-        """Return the plan, refusing what it decides itself.
+        """Return the plan; refuse options that it sets itself.
 
         >>> Options(nn.ReLU(), plan="plan.json", schedule="gpipe").decided_plan()
         Traceback (most recent call last):
@@ -164,14 +164,14 @@ class Options:
         return plan
 
     def settings(self) -> dict[str, Any]:
-        """Return all of it by name; of a plan, what it decides."""
+        """Return all options by name, with the decisions of a plan in place of the plan."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "plan"}
 
 
 def made_with(
     options: Callable[Arguments, Given],
 ) -> Callable[[Callable[[Made, Given], None]], Callable[Concatenate[Made, Arguments], None]]:
-    """Let a class be made with what its options are made with: `Pipeline(model, seed=1)` gets `Options(model, seed=1)`.
+    """Let a class take the arguments of its options: `Pipeline(model, seed=1)` gets `Options(model, seed=1)`.
 
     >>> class Pipeline:
     ...     @made_with(Options)
@@ -187,7 +187,7 @@ def made_with(
 
         @functools.wraps(init)
         def made(self: Made, /, *args: Arguments.args, **named: Arguments.kwargs) -> None:
-            signature.bind(self, *args, **named)  # raises without a name that the user does not know
+            signature.bind(self, *args, **named)  # raises without naming Options, which the user does not know
             init(self, options(*args, **named))
 
         setattr(made, "__signature__", signature)  # noqa: B010 - what help() shows
@@ -197,7 +197,7 @@ def made_with(
 
 
 def device_named(device: Any) -> torch.device | None:
-    """Return the device that a user names, if it is there; None for none.
+    """Return the device that a user names, if this machine has it; None for None.
 
     >>> device_named("gpu")
     Traceback (most recent call last):

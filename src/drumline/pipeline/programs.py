@@ -1,4 +1,4 @@
-"""From what a user names to the programs that run: one for training, one for forwards alone."""
+"""Find the programs to run: one for training, one for inference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drumline.schedules import generate
 def program_for(
     schedule: str | Path | Program, *, num_ranks: int, num_microbatches: int | None, stages_per_rank: int | None = None
 ) -> Program:
-    """Return the program that `schedule` means on these ranks, and check that it is one the executor can run.
+    """Return the program that `schedule` means on these ranks, and check that the executor can run it.
 
     >>> program_for("1f1b", num_ranks=2, num_microbatches=4).num_microbatches
     4
@@ -66,7 +66,7 @@ def program_for(
 
 
 def forwards_of(program: Program) -> Program:
-    r"""Return the program's forwards alone, in their order: legal because forwards wait for forwards only.
+    r"""Return only the program's forwards, in their order: this is legal because forwards wait only for forwards.
 
     >>> print(forwards_of(Program.parse("0F0,0B0\n1F0,1B0")))
     0F0
@@ -77,7 +77,7 @@ def forwards_of(program: Program) -> Program:
 
 
 def edges_of(program: Program) -> list[tuple[int, int]]:
-    r"""Return every directed pair of ranks between which the program moves anything, gradient exchanges included.
+    r"""Return every directed pair of ranks between which the program sends anything, including gradient exchanges.
 
     >>> edges_of(Program.parse("0F0,0B0\n1F0,1B0"))
     [(0, 1), (1, 0)]
