@@ -167,11 +167,11 @@ def test_a_head_beside_a_prefixed_model_keeps_its_name(tmp_path: Path) -> None:
         ),
         (
             lambda state: {**state, "first.weight": torch.zeros(4, 3)},
-            r"'first.weight' of .*pytorch_model.bin has the shape \(4, 3\); expected \(3, 3\), as first.weight has it",
+            r"'first.weight' of .*pytorch_model.bin has shape \(4, 3\); expected \(3, 3\), the shape of first.weight",
         ),
         (
             lambda state: {**state, "first.weight": torch.zeros(3, 3, dtype=torch.int64)},
-            r"'first.weight' of .*pytorch_model.bin is of torch.int64; expected torch.float32",
+            r"'first.weight' of .*pytorch_model.bin has dtype torch.int64; expected torch.float32",
         ),
     ],
 )

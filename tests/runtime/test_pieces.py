@@ -247,7 +247,9 @@ def test_no_cut_separates_a_block_from_what_it_reads_behind_the_models_back() ->
     blocks = pieces_of(model, Inputs((x(),), {}))
     assert names(blocks) == ["layers.0", "layers.1", "out"]
     assert torch.equal(through(blocks, x()), model(x()))
-    words = r"'layers.3' reads a tensor that 'layers.1' made and did not return \(it is kept as layers.1.last\)"
+    words = (
+        r"'layers.3' reads a tensor that 'layers.1' created but did not return \(the model keeps it as layers.1.last\)"
+    )
     with pytest.raises(
         ModelError, match=f"the model cannot be cut before 'layers.3': {words}; the nearest cut that works"
     ):
