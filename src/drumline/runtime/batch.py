@@ -1,11 +1,11 @@
-"""A batch cut into microbatches, and how much each counts in the loss.
+"""Split a batch into microbatches, and compute the weight of each in the loss.
 
-Rows are dealt as evenly as they go, the larger microbatches first: 7 rows in 4 are 2, 2, 2, 1. A mean over the batch is
-then the mean of the microbatches' means, each weighted by its rows; a loss that averages over something else (tokens
-that count) brings its own weights.
+Rows are distributed as evenly as possible, the larger microbatches first: 7 rows in 4 are 2, 2, 2, 1. The mean over the
+batch is then the mean of the microbatches' means, weighted by their rows. A loss that averages over something else
+(tokens that count) brings its own weights.
 
-Not everything is cut along its first dimension. Numbers and tensors without rows go to all microbatches whole, and so
-do those with one row among others with more, such as positions of the shape (1, length). The rest is said by `split`.
+Not everything is split along its first dimension. Numbers and tensors without rows go whole to all microbatches. So do
+tensors with one row among others with more, such as positions of shape (1, length). `split` says the rest.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from drumline.core.errors import BatchError, counted
 from drumline.runtime.values import pack, unpack
 
-# Of an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
+# For an argument: the dimension of its rows, None to give it whole to all microbatches, or a function of all arguments
 # that returns how many of its rows belong to each row of the batch.
 How = int | None | Callable[[Mapping[Any, Any]], Any]
 Split = Mapping[str | int, How]
 
 
 def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Split | None = None) -> list[Any]:
-    """Return the microbatches of `batch`: every tensor in it is cut along its rows, the rest is repeated.
+    """Return the microbatches of `batch`: every tensor is split along its rows, the rest is repeated.
 
     >>> import torch
     >>> [one.tolist() for one in cut(torch.arange(7), 4)]
@@ -54,7 +54,7 @@ def cut(batch: Any, num_microbatches: int, *, what: str = "the batch", split: Sp
 
 
 def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None) -> int:
-    """Return how many rows the batch has.
+    """Return the number of rows in the batch.
 
     >>> import torch
     >>> num_rows((torch.ones(3, 2), torch.ones(3)))
@@ -88,7 +88,7 @@ def num_rows(batch: Any, *, what: str = "the batch", split: Split | None = None)
 
 
 def rows_of_each(rows: int, num_microbatches: int) -> list[int]:
-    """Return how many rows every microbatch gets.
+    """Return the number of rows in each microbatch.
 
     >>> rows_of_each(7, 4)
     [2, 2, 2, 1]
@@ -97,11 +97,11 @@ def rows_of_each(rows: int, num_microbatches: int) -> list[int]:
     return [base + (at < more) for at in range(num_microbatches)]
 
 
-_BY_ITSELF: Any = object()  # how a tensor is cut that nothing was said of
+_BY_ITSELF: Any = object()  # the default for tensors that split does not name
 
 
 def _hows(batch: Any, split: Split | None) -> dict[int, How]:
-    """Return how the tensors are cut that something was said of, by their ids."""
+    """Return how to split the tensors that `split` names, by their ids."""
     items, said = dict(_items(batch)), split or {}
     for name in said:
         if name not in items and isinstance(name, int):
@@ -110,7 +110,7 @@ def _hows(batch: Any, split: Split | None) -> dict[int, How]:
 
 
 def _items(batch: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what a batch consists of: arguments by place and by name, entries of a dict, or of a tuple."""
+    """Yield the items of a batch: arguments by position and name, or the entries of a dict or tuple."""
     args, kwargs = getattr(batch, "args", None), getattr(batch, "kwargs", None)
     if isinstance(args, tuple) and isinstance(kwargs, dict):
         yield from enumerate(args)
@@ -142,7 +142,7 @@ def _parts(
 
 
 def counted_in(batch: Any) -> tuple[int, int]:
-    """Return how many rows and how many tokens a batch has; 0 where there is none, or no tokens.
+    """Return the number of rows and of tokens in a batch; 0 if there are none.
 
     >>> import torch
     >>> counted_in(torch.zeros(4, 8, dtype=torch.long)), counted_in(torch.zeros(4, 8)), counted_in(None)
@@ -158,7 +158,7 @@ def counted_in(batch: Any) -> tuple[int, int]:
 
 
 def shares(weights: list[float | Tensor]) -> list[float | Tensor]:
-    """Return what part of the whole each microbatch counts for.
+    """Return the share of each microbatch in the whole.
 
     >>> shares([2, 2, 2, 1])[0] == 2 / 7
     True

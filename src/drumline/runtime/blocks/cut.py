@@ -1,4 +1,4 @@
-"""A model cut into stages: an ordered list of named blocks, every one of them in exactly one stage."""
+"""Cut a model into stages: an ordered list of named blocks, each in exactly one stage."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block under its name in the unsplit model.
+    """A block and its name in the unsplit model.
 
-    Its parameters' names begin with `prefix`, the block's own name unless given.
+    The names of its parameters begin with `prefix`, by default the block's name.
 
     >>> [name for name, _ in Block("head", nn.Linear(2, 2)).named_parameters()]
     ['head.weight', 'head.bias']
@@ -34,13 +34,13 @@ class Block:
     prefix: str | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters under the names of the unsplit model."""
+        """Yield the parameters by their names in the unsplit model."""
         prefix = self.name if self.prefix is None else self.prefix
         return self.module.named_parameters(prefix=prefix)
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter is trained."""
+        """Whether any parameter trains."""
         return any(one.requires_grad for one in self.module.parameters())
 
 
@@ -73,7 +73,7 @@ def blocks_of(model: Model | Sequence[Block]) -> list[Block]:
 
 
 def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> list[int]:
-    """Return how many blocks each stage gets where `cuts` names the first block of every stage but the first.
+    """Return the number of blocks per stage, if `cuts` names the first block of every stage but the first.
 
     >>> counts_of(blocks_of([nn.ReLU() for _ in range(7)]), 3, ["2", "6"])
     [2, 4, 1]
@@ -102,7 +102,7 @@ def counts_of(blocks: Sequence[Block], num_stages: int, cuts: Sequence[str]) -> 
 
 
 def _place(blocks: Sequence[Block], name: str) -> int:
-    """Return which block a cut names: by its own name, or by that of a module that it is the first block of."""
+    """Return the block that a cut names: by its own name, or by that of a module whose first block it is."""
     for at, block in enumerate(blocks):
         if block.name == name or block.name.startswith(f"{name}."):
             return at
@@ -117,9 +117,9 @@ def _place(blocks: Sequence[Block], name: str) -> int:
 
 
 def guessed_costs(blocks: Sequence[Block]) -> list[float]:
-    """Return what blocks may cost: a product for every parameter in F, I and W, but for those only looked up.
+    """Return the estimated costs of blocks: one product per parameter in each of F, I and W, except for lookups.
 
-    What is frozen has no W, and where nothing is trained up to it no I.
+    A frozen block has no W, and no I if nothing up to it trains.
     """
     kinds = needed([block.trains for block in blocks])
     counts = [
@@ -140,10 +140,10 @@ def cut(
     *,
     held: Sequence[HeldPairs] = (),
 ) -> list[tuple[Block, ...]]:
-    """Return the blocks of every stage: as many as `balance` says, or from one of the named `cuts` to the next.
+    """Return the blocks of every stage, by the counts in `balance` or by the names in `cuts`.
 
-    With "even" they are dealt as evenly as they go; without either, by how many parameters they compute with, which is
-    a first guess at what they cost; `held`, from `held_by`, says which stages share a rank.
+    "even" distributes the blocks as evenly as possible. Without either, stages get similar numbers of parameters, a
+    first estimate of their costs. `held`, from `held_by`, says which stages share a rank.
 
     >>> blocks = blocks_of([nn.Linear(2, 2) for _ in range(5)])
     >>> [len(stage) for stage in cut(blocks, 2)], [len(stage) for stage in cut(blocks, 2, balance=[1, 4])]
