@@ -66,7 +66,7 @@ def test_gradients_are_exact_before_and_after_the_program_changes(
     assert found.bound <= found.predicted * (1 + 1e-9)
     said = capsys.readouterr().err
     if pipe.program is first:
-        assert "is kept" in said
+        assert "schedule: kept " in said
     else:
         assert found.gained is not None
         assert "a measured step takes" in said
