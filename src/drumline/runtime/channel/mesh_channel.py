@@ -1,4 +1,4 @@
-"""What the real channels have in common: messages known by step and action, waits and words over the mesh."""
+"""The common part of the real channels: messages identified by step and action, waits and words over the mesh."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def action_code(action: Action) -> bytes:
 
 
 class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
-    """A mesh as a channel: headers travel over its links; how the payload travels is the subclass's.
+    """A mesh as a channel: headers travel over its links, and the subclass carries the payload.
 
-    Its messages' layouts travel in packets of their own kind, each once, before the first message that has it.
+    The layouts of messages travel in separate packets, each once, before its first message.
     """
 
-    looks_every_ms: int | None = None  # how often `_unsent` has to be asked while nothing arrives
+    looks_every_ms: int | None = None  # how often to check `_unsent` while nothing arrives
 
     def __init__(self, rank: int, num_ranks: int, **connecting: Any) -> None:
         """Connect all ranks, as `ControlMesh` does."""
@@ -74,7 +74,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         self._trains = True
         self._step_code = step_code(0)
         self._codes: dict[Action, bytes] = {}
-        # Per source, what arrived and was not taken up; what comes again under the same key waits apart, in order.
+        # By source, messages that arrived but were not taken; another with the same key is kept separately, in order.
         self._inbox: list[dict[bytes, Arrived]] = [{} for _ in range(num_ranks)]
         self._again: list[deque[tuple[bytes, Arrived]]] = [deque() for _ in range(num_ranks)]
         self._layouts = {peer: MessageLayouts() for peer in self.links}
@@ -83,7 +83,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
 
     @abstractmethod
     def _unsent(self) -> tuple[int, bytes] | None:
-        """Return target and key of a message that has not left, if there is one."""
+        """Return target and key of a message that has not left, if any."""
 
     def _key(self, receive: Action) -> bytes:
         code = self._codes.get(receive)
@@ -92,7 +92,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         return self._step_code + code
 
     def _tell_layout(self, target: int, layout: MessageLayout) -> None:
-        """Let a peer know a layout, if it does not."""
+        """Send a layout to a peer that does not know it."""
         if not layout.is_told:
             layout.is_told = True
             self.send_packet(target, bytes((_LAYOUT,)) + layout.text())
@@ -120,7 +120,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
         return message
 
     def begin(self, step: int, *, train: bool = True) -> None:
-        """Start a step; every message of earlier ones must have been taken up."""
+        """Start a step; every message of earlier steps must have been taken."""
         self._step, self._trains = step, train
         self._step_code = step_code(step, train=train)
         for source, inbox in enumerate(self._inbox):
@@ -131,13 +131,13 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                     )
 
     def block(self, wait: Wait, deadline_ns: int) -> None:
-        """Return once the message is there."""
+        """Return after the message is here."""
         key, inbox = self._key(wait.receive), self._inbox[wait.source]
         needs, refuse = (lambda: (wait.source,)), partial(self._refuse_ended, wait.source, wait)
         self.wait(lambda: key in inbox, wait, deadline_ns, needs=needs, refuse=refuse)
 
     def _refuse_ended(self, rank: int, what: Wait | str) -> None:
-        """Refuse to wait for a rank that has told that the step has ended there: what it sent is here."""
+        """Refuse to wait for a rank that has finished the step: everything it sent is here."""
         ended = self.told(step_topic(self._step))
         if rank in ended:
             called = "step" if getattr(ended[rank], "train", True) else "eval_step"
@@ -152,7 +152,7 @@ class MeshChannel(ControlMesh, Channel, Generic[Arrived]):
                 )
 
     def flush(self, deadline_ns: int) -> None:
-        """Return once nothing sent is left here."""
+        """Return after everything sent has left."""
         self.pump()
         unsent = self._unsent()
         if unsent is None and self.all_sent:
