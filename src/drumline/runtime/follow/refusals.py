@@ -1,12 +1,11 @@
-"""What a followed forward may not do between its blocks, or to them: no piece would do it. And where it did it.
+"""What a traced forward must not do between its blocks or to them, because no piece would do it; and where it does it.
 
-Of what is going on around a call, whether gradients are on and what autocast does is noted with every call and kept in
-the pieces. All else that a forward switches on around its blocks would be missing when the pieces run, so it is refused
-by name.
+Each call records whether gradients are on and what autocast does, and the pieces repeat this. Anything else that a
+forward switches on around its blocks would be missing when the pieces run, so it is refused by name.
 
-When the pieces run, the blocks have the hooks that they had before. A hook that a forward puts on a block while it
-runs, as those that collect features do, may therefore look at what the block returns, which is followed as everything
-else is; it may not change it.
+When the pieces run, blocks have the hooks that they had before. So a hook that the forward registers on a block while
+it runs, such as one that collects features, may read what the block returns, which is traced like everything else. It
+must not change it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from drumline.runtime.backward.guards import transformed
 
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)  # of all kinds that a module has
-_HARMLESS = ("torch.utils.checkpoint", "torch.autograd.graph")  # what they keep is what they give back
+HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)  # every kind of module hook
+_HARMLESS = ("torch.utils.checkpoint", "torch.autograd.graph")  # these restore exactly what they save
 
 
 def around() -> list[str]:
-    """Return in words what is switched on here that a piece would not know of.
+    """Return, in words, what is switched on here that a piece would not repeat.
 
     >>> with torch.autograd.graph.saved_tensors_hooks(print, print):
     ...     around()
@@ -55,7 +54,7 @@ def around() -> list[str]:
 
 
 def refuse_around(block: str, known: Collection[str]) -> None:
-    """Refuse a call of a block with more going on around it than when following began."""
+    """Refuse a call of a block with more switched on around it than when tracing began."""
     more = [one for one in around() if one not in known]
     if more:
         raise ModelError(
@@ -66,7 +65,7 @@ def refuse_around(block: str, known: Collection[str]) -> None:
 
 
 def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
-    """Refuse backward hooks on modules that are followed inside: no piece is that module, to see its gradients."""
+    """Refuse backward hooks on modules that are traced inside: no piece is that module and could see its gradients."""
     shared = nn.modules.module
     if shared._global_backward_hooks or shared._global_backward_pre_hooks:
         raise ModelError(
@@ -85,7 +84,7 @@ def refuse_backward_hooks(model: nn.Module, inside: frozenset[str]) -> None:
 
 
 class LocalHooks:
-    """The hooks of a model's modules as they were; whatever comes later is looked after."""
+    """The original hooks of a model's modules; hooks added later are checked."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -94,7 +93,7 @@ class LocalHooks:
         }
 
     def look_after(self, block: nn.Module, name: str) -> None:
-        """Let hooks that the forward put on a block only look, and refuse what else it did to its hooks."""
+        """Allow hooks that the forward puts on a block to read only, and refuse other changes of its hooks."""
         for module in block.modules():
             for kind, before in self._before.get(module, {}).items():
                 now = vars(module)[kind]
@@ -108,7 +107,7 @@ class LocalHooks:
 
 
 class _Looks:
-    """A hook that is to return nothing."""
+    """A hook that must return nothing."""
 
     def __init__(self, hook: Callable[..., Any], name: str) -> None:
         self.hook = hook
@@ -153,7 +152,7 @@ def refuse_function(func: Callable[..., Any]) -> None:
 
 
 def refuse_changed(name: str, before: Any, after: Any) -> None:
-    """Refuse a block that puts something into a list or dict that it is given, or takes something out."""
+    """Refuse a block that adds to or removes from a list or dict among its arguments."""
     (tensors, form), (others, other_form) = before, after
     if form != other_form or [id(one) for one in tensors] != [id(one) for one in others]:
         raise ModelError(
@@ -164,7 +163,7 @@ def refuse_changed(name: str, before: Any, after: Any) -> None:
 
 
 def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> None:
-    """Refuse a block that is called with other parameters or buffers than those the model has."""
+    """Refuse a block that is called with parameters or buffers other than the model's."""
     for key, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in states:
             raise ModelError(
@@ -175,7 +174,7 @@ def refuse_others(module: nn.Module, name: str, states: Mapping[int, str]) -> No
 
 
 def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) -> None:
-    """Refuse attributes that were put on tensors beside their own: they do not travel, and no piece puts them there."""
+    """Refuse custom attributes on tensors: they do not travel, and no piece sets them."""
     for one in tensors:
         marks = [key for key in vars(one) if key not in own and not key.startswith("__")]
         if marks:
@@ -187,7 +186,7 @@ def refuse_marked(tensors: Iterable[Tensor], own: Collection[str], what: str) ->
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function, where it has one.
+    """Return the name of a function, if it has one.
 
     >>> name_of(torch.add)
     'add'
@@ -197,7 +196,7 @@ def name_of(func: Any) -> str:
 
 
 def property_of(func: Any, access: str = "__get__") -> str:
-    """Return the name of the property of tensors that a function gets or sets, if it does."""
+    """Return the name of the tensor property that a function gets or sets, if any."""
     name: str = getattr(getattr(func, "__self__", None), "__name__", "") if name_of(func) == access else ""
     return name
 
@@ -206,12 +205,12 @@ _OTHERS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
 def line_of(error: Exception) -> str:
-    """Return the line of the model's own code that an error came up in."""
+    """Return the line of the model's own code that raised an error."""
     return _own_line(traceback.extract_tb(error.__traceback__))
 
 
 def line_here() -> str:
-    """Return the line of the model's own code that runs now."""
+    """Return the line of the model's own code that is running."""
     return _own_line(traceback.extract_stack())
 
 
