@@ -1,11 +1,11 @@
-"""Weights on disk: which tensors there are, and any one of them read by itself, straight to where it belongs.
+"""Weights on disk: list their tensors, and read any of them alone, directly to its destination.
 
-Files are read, not mapped: what is mapped counts as this process's memory as soon as it is touched. A tensor for the
-host goes from the file into its own memory; one for another device, or of another type, passes through a small buffer.
+Files are read, not mapped: mapped pages count as this process's memory as soon as they are touched. A tensor for the
+host goes from the file into its own memory; one for another device or dtype passes through a small buffer.
 
-    folder/model.safetensors.index.json    which tensor stands in which file
+    folder/model.safetensors.index.json    which tensor is in which file
     folder/model-00001-of-00002.safetensors
-    │ 8 bytes: n │ n bytes of JSON: name → type, shape, from, to │ the tensors' bytes │
+    │ 8 bytes: n │ n bytes of JSON: name → dtype, shape, from, to │ the tensors' bytes │
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file: `start` is where its first element stands, `stride` how elements follow, None in order."""
+    """One tensor in a file: `start` is the offset of its first element; `stride` is None if contiguous."""
 
     file: Path
     name: str
@@ -69,7 +69,7 @@ class Stored:
         return flat.as_strided(self.shape, self.stride)
 
     def into(self, target: Tensor) -> None:
-        """Read the tensor into a target of the same shape, whatever its device and type."""
+        """Read the tensor into a target of the same shape, on any device and of any dtype."""
         if self.stride is not None or not target.is_contiguous():
             target.copy_(self.read())
             return
@@ -86,7 +86,7 @@ class Stored:
                 flat[at : at + part.numel()].copy_(part)
 
     def _fill(self, source: BinaryIO, flat: Tensor, at: int) -> None:
-        """Read elements from number `at` on, as many as there is room for."""
+        """Read elements from number `at` on, as many as fit."""
         if not flat.numel():
             return
         rest = memoryview(flat.view(torch.uint8).numpy().data)
@@ -103,8 +103,8 @@ class Stored:
 class Weights:
     """The tensors of a folder of weights, or of one file: `.safetensors`, or torch's `.bin`, `.pt`, `.pth`.
 
-    Tensors that the model has no place for are an error, unless their names match one of `ignore`; so are those that
-    the model lacks, unless they match one of `fresh`: these are initialised. Patterns are those of a shell: `head.*`.
+    Extra tensors in the files are an error, unless their names match a shell pattern in `ignore`, such as `head.*`.
+    Missing tensors are an error, unless they match a pattern in `fresh`: these are initialised.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -125,11 +125,11 @@ class Weights:
                 raise ModelError(f"{first} is in {one.file} too", expected="each tensor in only one file")
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor that the model has no place for is none it needs."""
+        """Whether to ignore a tensor that the model has no place for."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignore)
 
     def leaves_fresh(self, name: str) -> bool:
-        """Whether a tensor that is not in the files is to be initialised."""
+        """Whether to initialise a tensor that is not in the files."""
         return any(fnmatchcase(name, pattern) for pattern in self.fresh)
 
     def described(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -179,7 +179,7 @@ def _in_folder(folder: Path) -> Iterator[Stored]:
 
 
 def _indexed(index: Path) -> Iterator[Stored]:
-    """Yield the tensors of the files that an index names, where it says that they are."""
+    """Yield the tensors of the files that an index names, each from the file that it says."""
     try:
         table = Parsed(read_object(index, _INDEX), _INDEX)["weight_map"]
         where = {name: table[name].text() for name in table.only(table.value).value}
@@ -241,7 +241,7 @@ def _in_torch(file: Path) -> Iterator[Stored]:
     with opened(file, _WEIGHTS):
         pass  # torch would wait for a pipe
     try:
-        # On the meta device torch reads the names alone, and notes where in the file each storage begins.
+        # On the meta device, torch reads only the names, and records where in the file each storage begins.
         found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
     except Exception as error:
         raise ModelError(

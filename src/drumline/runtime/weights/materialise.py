@@ -1,13 +1,13 @@
-"""Memory and values for the blocks of one rank, and for nothing else.
+"""Give memory and values to the blocks of one rank, and to nothing else.
 
-A model built under `torch.device("meta")` has shapes and no memory. What this rank holds is given memory, and values
-from files of weights or from the modules' own initialisers. Everything else stays on the meta device: all ranks know
-the whole model's names and shapes, so that all of them see the same error where files and model disagree.
+A model built under `torch.device("meta")` has shapes and no memory. What this rank holds gets memory, and values from
+weights files or from the modules' own initialisers. Everything else stays on the meta device: all ranks know the whole
+model's names and shapes, so all of them raise the same error if files and model disagree.
 
-The names in files are usually those in the model. A file may hold a model inside of another (`layers.0` for
-`model.layers.0`) or the other way round: one prefix may be put on or taken off. Hugging Face models come with rules of
-their own, for files older than the model's code: other names, or several tensors that are made into one, as a layer's
-experts are.
+The names in files are usually those in the model. A file may contain a model inside another (`layers.0` for
+`model.layers.0`) or the other way round, so one prefix may be added or removed. Hugging Face models bring their own
+rules for files older than the model's code: other names, or several tensors that are merged into one, such as a layer's
+experts.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from drumline.runtime.weights.initialise import initialise
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Several tensors of files that are made into one or more of the model's, all at once."""
+    """Several tensors of files that are converted to one or more of the model's, all at once."""
 
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, Tensor]]
 
 
-# Where each tensor of the model comes from, by its name there.
+# The source of each tensor of the model, by its name in the model.
 Sources = dict[str, Stored | Conversion]
 
 
 def sources_of(
     stored: Mapping[str, Stored], names: Collection[str], root: nn.Module | None
 ) -> tuple[Sources, list[Stored]]:
-    """Return where the model's tensors of these names come from, and those of the files that it has no place for."""
+    """Return the sources of the model's tensors with these names, and file tensors without a place in the model."""
     rules = _rules(root)
     if rules is not None:
         sources, left = rules.sort(stored, names)
@@ -57,7 +57,7 @@ def sources_of(
 def _prefixed(
     stored: Mapping[str, Stored], names: Collection[str], prefixes: Sequence[str] | None
 ) -> tuple[Sources, list[str]]:
-    """Match names as they are, then those left over with one prefix put on or taken off; returns what is left too."""
+    """Match names directly, then the remaining ones with one prefix added or removed; also return those left over."""
     sources: Sources = {name: one for name, one in stored.items() if name in names}
     left = [name for name in stored if name not in names]
     known = set(names) - set(sources)
@@ -86,7 +86,7 @@ class _Rules:
     converters: list[Any]
 
     def sort(self, stored: Mapping[str, Stored], names: Collection[str]) -> tuple[Sources, list[str]]:
-        """Find each tensor's place in the model, as transformers does; returns the names without one too."""
+        """Find each tensor's place in the model, as transformers does; also return the names without one."""
         places = dict.fromkeys(names, True)
         plain: Sources = {}
         converted: Sources = {}
@@ -110,7 +110,7 @@ class _Rules:
         prefix = self.model.base_model_prefix
         rename = self.library.rename_source_key
         target, pattern = rename(name, self.renamings, self.converters, prefix, places)
-        if target not in places and name in places:  # one that a rule would have changed by mistake
+        if target not in places and name in places:  # a rule would have changed it by mistake
             target, pattern = rename(name, [], [], prefix, places)
         return target, pattern
 
@@ -133,14 +133,14 @@ class _Rules:
 
 
 def _rules(root: nn.Module | None) -> _Rules | None:
-    """Return the rules of a Hugging Face model, if the library has any; a model of it has imported it already."""
+    """Return the rules of a Hugging Face model, if the library has any; such a model has already imported it."""
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(root, library.PreTrainedModel):
         return None
     try:
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before its fifth version
+    except ImportError:  # before version 5
         return None
     mapping = get_model_conversion_mapping(root)
     return _Rules(
@@ -151,7 +151,7 @@ def _rules(root: nn.Module | None) -> _Rules | None:
     )
 
 
-# Older files hold what modules compute themselves today.
+# Older files contain tensors that modules now compute themselves.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -164,9 +164,9 @@ def materialise(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Give memory and values to what stands in `mine`, some of the model's `blocks`, which were cut from `root`.
+    """Give memory and values to the blocks in `mine`, some of the model's `blocks`, which were cut from `root`.
 
-    With weights, tensors that have values already are given those of the files.
+    With weights, tensors that already have values get those of the files.
     """
     tensors = (one for block in mine for one in (*block.module.parameters(), *block.module.buffers()))
     if weights is None and not any(one.is_meta for one in tensors):
@@ -191,7 +191,7 @@ def materialise(
             _load(loaded, sources)
     except BaseException:
         for entry, tensor in before:
-            entry.put(tensor)  # nothing is left that looks as if it had values
+            entry.put(tensor)  # leave nothing that looks as if it had values
         raise
     finally:
         _renew_flat_weights(mine)
@@ -205,7 +205,7 @@ def _name_in(sources: Sources, entry: Entry) -> str | None:
 def _check(
     catalogue: Catalogue, needed: Sequence[Entry], sources: Sources, unused: Sequence[Stored], weights: Weights
 ) -> None:
-    """Refuse files that lack a tensor, hold one too many, or one of another shape or kind."""
+    """Refuse files that lack a tensor, contain an extra one, or have another shape or dtype."""
     missing = [entry for entry in needed if entry.saved and _name_in(sources, entry) is None]
     missing = [entry for entry in missing if not any(map(weights.leaves_fresh, entry.names))]
     unused = [one for one in unused if not _is_expected(one.name, catalogue, weights)]
@@ -232,7 +232,7 @@ def _check(
 
 
 def _is_expected(name: str, catalogue: Catalogue, weights: Weights) -> bool:
-    """Whether a tensor that the model has no place for is harmless: ignored, or computed by the model itself."""
+    """Whether a tensor without a place in the model is harmless: ignored, or computed by the model itself."""
     patterns = getattr(catalogue.root, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (
         weights.ignores(name)
@@ -258,7 +258,7 @@ def _more(others: Sequence[object]) -> str:
 
 
 def _load(entries: Iterable[Entry], sources: Sources) -> None:
-    """Read every entry's value; what is converted together is converted once."""
+    """Read every entry's value; tensors that are converted together are converted once."""
     together: dict[Conversion, list[tuple[str, Entry]]] = {}
     for entry in entries:
         name = _name_in(sources, entry)
