@@ -335,7 +335,7 @@ def test_what_a_graph_could_not_repeat_is_refused() -> None:
 
     batch, target = data(8)
     for model, says in (
-        (mlp(dropout=0.5), "the block 0 draws random numbers.*use capture=False"),
+        (mlp(dropout=0.5), "block 0 draws random numbers.*use capture=False"),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "changes its buffers.*use capture=False"),
         (nn.Sequential(nn.Linear(WIDTH, WIDTH), Reads()), r"\[1F0 1I0\] cannot be captured.*use capture=False"),
     ):
