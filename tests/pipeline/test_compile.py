@@ -388,7 +388,7 @@ def test_an_error_of_a_block_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("aot_eagre", "backend 'aot_eagre', which is not there; did you mean aot_eager"),
+        ("aot_eagre", "torch.compile has no backend 'aot_eagre'; did you mean aot_eager"),
         ({"backnd": EAGER}, "compile has 'backnd'.*did you mean backend"),
         (3, "compile is a int"),
         ({"mode": "reduce-overhead"}, "asks for its own CUDA graphs.*max-autotune-no-cudagraphs"),
