@@ -322,7 +322,7 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         ({"balance": [1, 2]}, ModelError, r"balance is \[1, 2\]"),
         ({"balance": [8, 0]}, ModelError, r"balance is \[8, 0\]"),
         ({"checkpoint": "some"}, ModelError, "checkpoint is 'some'"),
-        ({"checkpoint": ["77"]}, ModelError, "'77', which is not there"),
+        ({"checkpoint": ["77"]}, ModelError, "'77', which does not exist"),
         ({"checkpoint": {5: "full"}}, ModelError, "checkpoint names stage 5"),
         ({"checkpoint": {"0": "full"}}, ModelError, "checkpoint names stage '0'"),
         ({"checkpoint": True}, ModelError, 'checkpoint is True; expected "none", "full"'),
@@ -333,7 +333,7 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         (
             {"loss_fn": nn.MSELoss},
             ModelError,
-            r"loss_fn is the class MSELoss; expected a function; make one: MSELoss\(\)",
+            r"loss_fn is the class MSELoss; expected a function; create an instance: MSELoss\(\)",
         ),
         ({"loss_weight": 2}, ModelError, "loss_weight is 2; expected a function"),
         ({"transport": "carrier pigeon"}, UsageError, "carrier pigeon"),

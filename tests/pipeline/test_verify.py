@@ -231,7 +231,7 @@ def test_a_pipeline_that_fails_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) 
         ("own_model.py", ModelError, "expected FILE.py:NAME"),
         ("absent.py:make", ModelError, "absent.py: no such file"),
         (".:make", ModelError, "not a file"),
-        ("own_model.py:mak", ModelError, "mak is not there; .* did you mean make?"),
+        ("own_model.py:mak", ModelError, "mak does not exist; .* did you mean make?"),
         ("own_model.py:number", ModelError, "number is not a function"),
         ("own_model.py:pair", ModelError, r"own_model.py:pair returned 2 values; expected \(model, loss_fn"),
         ("own_model.py:loss", ModelError, "loss failed with TypeError.* runs without arguments"),

@@ -90,7 +90,7 @@ class Items(Stack):
         return x * max(x.abs().max().item(), 1.0)
 
 
-@refused("a branch on Python's random numbers", "random.*inside of a block")
+@refused("a branch on Python's random numbers", "random.*inside a block")
 class Drops(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -130,7 +130,7 @@ class HookedDecision(Stack):
 ZOO["hooks on blocks that decide by numbers"] = Entry(HookedDecision)
 
 
-@refused("hooks inside of blocks that decide by numbers", "made and did not return")
+@refused("hooks inside of blocks that decide by numbers", "created but did not return")
 class InnerFeatures(Stack):
     def __init__(self) -> None:
         super().__init__(DecidesInside)
