@@ -328,7 +328,7 @@ WITH_STATE = dl.Program.parse("0UNSHARD,0F0,0B0,0RESHARD\n1F0,1B0", name="for to
         ({"checkpoint": True}, ModelError, 'checkpoint is True; expected "none", "full"'),
         ({"checkpoint": {0: None}}, ModelError, 'checkpoint is None; expected "none", "full"'),
         ({"balance": 2}, ModelError, "balance is 2; expected"),
-        ({"cuts": 2}, ModelError, "cuts is 2; expected a list of names"),
+        ({"cuts": 2}, ModelError, "cuts is 2; expected a list of block names"),
         ({"loss_fn": "mse"}, ModelError, "loss_fn is 'mse'; expected a function"),
         (
             {"loss_fn": nn.MSELoss},
