@@ -92,7 +92,7 @@ def test_what_was_never_taken_is_noticed_at_the_next_step(launch: Launch) -> Non
 def test_a_wait_that_is_too_long_says_for_what_and_where_every_thread_stands(launch: Launch) -> None:
     first, second = told(launch, "a_wait_that_is_too_long_names_itself")[1].split("|")
     assert first.startswith("rank 1 at 1F0 waits for 0F3 of rank 0, for ")
-    assert second.startswith("rank 1 waits for rank 0 to tell 'nothing', for ")
+    assert second.startswith("rank 1 waits for rank 0 to send 'nothing', for ")
     assert "in a_wait_that_is_too_long_names_itself" in launch.stderrs[1]
     assert "most recent call first" in launch.stderrs[1]
 

@@ -321,18 +321,18 @@ def test_a_second_mesh_over_the_same_store_is_another_one(meshes: Meshes) -> Non
     peer.tell("topic", "for the new one")
     new.tell("topic", "")
     assert new.hear("topic", deadline()) == ["", "for the new one"]
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 0 to tell 'topic'"):
+    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 0 to send 'topic'"):
         old.hear("topic", deadline(0.01))
 
 
 def test_connecting_is_bounded_and_names_who_is_missing() -> None:
-    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to tell its drumline/host"):
+    with pytest.raises(WaitTimeout, match="rank 0 waits for rank 1 to report its drumline/host"):
         ControlMesh(0, 2, store=HashStore(), timeout=0.05)
 
 
 def told(store: Store, topic: str, value: Any) -> None:
     """Put what rank 1 would tell into the store, as if it had come by already."""
-    with pytest.raises(WaitTimeout, match="rank 1 waits for rank 0 to tell"):
+    with pytest.raises(WaitTimeout, match="rank 1 waits for rank 0 to report"):
         exchange(store, 1, 2, topic, value, timeout=0.001)
 
 

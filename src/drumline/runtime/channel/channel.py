@@ -140,8 +140,8 @@ def step_topic(step: int) -> str:
 def too_late(what: Wait | str, seconds: float, others: Sequence[str] = ()) -> WaitTimeout:
     """Return the error of a wait that took too long; `others` says what the ranks it depends on were doing.
 
-    >>> print(too_late("rank 0 waits for rank 1 to tell of its model", 5.0))
-    rank 0 waits for rank 1 to tell of its model, for 5 s so far; raise `timeout` if that rank is just slow
+    >>> print(too_late("rank 0 waits for rank 1 to report its model", 5.0))
+    rank 0 waits for rank 1 to report its model, for 5 s so far; raise `timeout` if that rank is just slow
     """
     known = f" ({'; '.join(others)})" if others else ""
     return WaitTimeout(f"{what}, for {seconds:.3g} s so far{known}", fix="raise `timeout` if that rank is just slow")

@@ -161,7 +161,7 @@ class ControlMesh(Pump):
             everybody = set(range(self.num_ranks))
             self.wait(
                 lambda: len(words) == self.num_ranks,
-                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to tell {topic!r}",
+                lambda: f"rank {self.rank} waits for rank {min(everybody - set(words))} to send {topic!r}",
                 deadline_ns,
                 needs=lambda: set(self.links) - set(words),
             )

@@ -59,7 +59,7 @@ def exchange(store: Store, rank: int, num_ranks: int, topic: str, value: Any, *,
         try:
             here.wait([str(other)], timedelta(seconds=left))
         except DistStoreError:
-            raise too_late(f"rank {rank} waits for rank {other} to tell its {topic}", timeout) from None
+            raise too_late(f"rank {rank} waits for rank {other} to report its {topic}", timeout) from None
         values.append(pickle.loads(bytes.fromhex(here.get(str(other)).decode())))
     return values
 
