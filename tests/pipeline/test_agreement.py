@@ -337,6 +337,7 @@ def test_a_missing_rank_is_waited_for_no_longer_than_the_timeout(rank: int, monk
         port = free.getsockname()[1]
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    text = "rank 0 waits for rank 1 to report its arrival" if rank == 0 else "rank 1 waits for the store of rank 0 at 127"
+    missing = "rank 1 to report its arrival" if rank == 0 else "the store of rank 0 at 127"
+    text = f"rank {rank} waits for {missing}"
     with pytest.raises(WaitTimeout, match=text):
         transports.num_ranks("gloo", None, timeout=0.5)

@@ -95,7 +95,7 @@ class Intake:
             if batch is None:
                 raise BatchError(
                     f"rank {rank} holds the last stage but got no batch",
-                    expected="the batch on this rank too: the model computes its own loss, which counts the labels",
+                    expected="the batch here too: the model computes its own loss, and its labels must be counted",
                 )
             step.target = moved(batch, self.device) if step.batch is None else step.batch
         elif "last" in ends and (target is not None or step.train):

@@ -232,4 +232,4 @@ def _loaded(rank: int, parts: Any) -> Any:
     try:
         return by_value.loads(parts)
     except Exception as error:
-        raise LaunchError(f"what rank {rank} returned cannot be loaded: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"cannot load what rank {rank} returned: {type(error).__name__}: {error}") from error

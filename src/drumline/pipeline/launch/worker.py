@@ -134,7 +134,7 @@ def _result(value: Any) -> Parts:
     except Exception as error:
         found = blame(value, "the result") or f"{type(error).__name__}: {error}"
         raise LaunchError(
-            f"what fn returned cannot be sent back: {found}", fix="return tensors, numbers, or a state_dict()"
+            f"cannot send back what fn returned: {found}", fix="return tensors, numbers, or a state_dict()"
         ) from error
 
 

@@ -143,8 +143,8 @@ class FnWeight:
         )
         if ignores or walk.terms:
             warnings.warn(
-                f"loss_fn uses {', '.join(dict.fromkeys(walk.others))}, so Drumline cannot tell what it averages over"
-                " and weights microbatches by their rows. Pass loss_weight= if loss_fn ignores some targets",
+                f"loss_fn uses {', '.join(dict.fromkeys(walk.others))}, so Drumline cannot tell what it averages over."
+                " It weights microbatches by their rows. Pass loss_weight= if loss_fn ignores some targets",
                 stacklevel=2,
             )
 

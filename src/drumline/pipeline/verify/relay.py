@@ -191,7 +191,7 @@ class Relay:
 
     def _give_up(self, why: str) -> NoReturn:
         self._told(why, "", b"")
-        raise AssertionError("who gives up hears so")
+        raise AssertionError("giving up raises on all ranks")
 
     def _told(self, why: str, call: str, packed: bytes) -> list[bytes]:
         """Send one message and return those of all ranks; raise GaveUp if they are not about the same call."""
