@@ -265,7 +265,7 @@ def test_evaluation_weighs_alike() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Contrastive, r"compares rows of the batch with each other, in .*num_microbatches=1; or .* loss_weight="),
+        (Contrastive, r"compares rows of the batch with each other, in .*num_microbatches=1; or, .* loss_weight="),
         (Focal, r"comes from mul, so Drumline cannot tell how much each microbatch contributes; .*pass loss_weight="),
     ],
 )
