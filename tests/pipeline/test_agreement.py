@@ -295,10 +295,10 @@ def test_ranks_that_differ_learn_of_it_and_of_the_right_rank() -> None:
     assert zero["loaded"][0] == one["loaded"][0] == ""
     assert zero["strides"][0] == one["strides"][0] == ""
     texts = {
-        "transport": "ranks 0 and 1 have different values of transport: shared-memory and gloo",
+        "transport": "ranks 0 and 1 disagree on transport: shared-memory and gloo",
         "graph": "ranks 0 and 1 traced the model to different graphs: layers",
         "code": "ranks 0 and 1 have different code of the model: ",
-        "setting": "ranks 0 and 1 have different values of merge_weight_gradients: False and True",
+        "setting": "ranks 0 and 1 disagree on merge_weight_gradients: False and True",
         "weights": "ranks 0 and 1 were given models with different values of layers.0.weight",
         "batch": "step 0: ranks 0 and 1 got different batches: same shapes, different values",
         "checked batch": "step 0: ranks 0 and 1 got different batches: same shapes, different values",

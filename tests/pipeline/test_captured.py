@@ -491,5 +491,5 @@ def going_wrong() -> list[str]:
 
 def test_what_goes_wrong_on_one_rank_is_known_on_all() -> None:
     for mismatch, too_small in launch(going_wrong, num_ranks=2):
-        assert "ranks 0 and 1 have different values of capture: True and False" in mismatch
+        assert "ranks 0 and 1 disagree on capture: True and False" in mismatch
         assert "3 rows for 4 microbatches" in too_small

@@ -413,7 +413,7 @@ def test_ranks_that_compile_otherwise_differ() -> None:
     from drumline.pipeline.transports import agree as compare
 
     told = [pipeline(model_of("mlp", 2), compile=one)._engine.assembly.described() for one in (False, EAGER)]
-    with pytest.raises(MismatchError, match="different values of compile"):
+    with pytest.raises(MismatchError, match="disagree on compile"):
         compare(told)
 
 

@@ -44,7 +44,7 @@ def test_every_rank_must_have_been_given_the_same(rank: int) -> None:
     told = [{"seed": 0, "model": "a"} for _ in range(4)]
     agree(told)
     told[rank]["model"] = "b"
-    with pytest.raises(MismatchError, match=f"ranks 0 and {rank} have different values of model: a and b"):
+    with pytest.raises(MismatchError, match=f"ranks 0 and {rank} disagree on model: a and b"):
         agree(told)
 
 

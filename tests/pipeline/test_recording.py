@@ -363,7 +363,7 @@ def test_every_rank_writes_its_own_file(tmp_path: Path) -> None:
     assert len(run.timeline().transfers) == 8
     assert told[0][1] == told[1][1]
     assert "already holds a run" in told[0][1]
-    assert "ranks 0 and 1 have different values of record" in told[0][2]
+    assert "ranks 0 and 1 disagree on record" in told[0][2]
     assert not (tmp_path / "rank0").exists()
 
 

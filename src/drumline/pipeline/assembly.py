@@ -133,7 +133,7 @@ class Assembly:
                 for block in stage
                 for name, one in block.named_parameters()
             ],
-            "set of tied tensors": self.ties.described,
+            "the set of tied tensors": self.ties.described,
             "balance": [len(stage) for stage in self.cuts],
             "schedule": self.program.format(),  # after pruning
             "checkpoint": sorted(self.checkpointed),

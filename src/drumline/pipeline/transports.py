@@ -120,14 +120,14 @@ def agree(told: Sequence[dict[str, Any]]) -> None:
 
     >>> agree([{"seed": 0}, {"seed": 1}])
     Traceback (most recent call last):
-    drumline.core.errors.MismatchError: ranks 0 and 1 have different values of seed: 0 and 1; expected the same ...
+    drumline.core.errors.MismatchError: ranks 0 and 1 disagree on seed: 0 and 1; expected the same ...
     """
     first = told[0]
     for rank, other in enumerate(told):
         for what, value in first.items():
             if other[what] != value:
                 raise MismatchError(
-                    f"ranks 0 and {rank} have different values of {what}: {_difference(value, other[what])}",
+                    f"ranks 0 and {rank} disagree on {what}: {_difference(value, other[what])}",
                     expected="the same Pipeline(...) call on every rank",
                 )
 
