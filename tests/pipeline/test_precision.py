@@ -469,5 +469,5 @@ def disagree(what: str) -> str:
 
 
 def test_ranks_that_disagree_are_told() -> None:
-    for what, says in (("precision", "another precision"), ("scale", "ranks scaled the loss by 1, 2")):
+    for what, says in (("precision", "disagree on precision"), ("scale", "ranks scaled the loss by 1, 2")):
         assert all(says in one for one in launch(disagree, what, num_ranks=2))
