@@ -254,7 +254,7 @@ class HooksForAWhile(Stack):
         return made
 
 
-@refused("an attribute of a tensor set by hand", "sets `.data`.*move it into a block")
+@refused("an attribute of a tensor set by hand", "assigns to `.data`.*move it into a block")
 class SetsData(Stack):
     def between(self, x: Tensor, at: int) -> Any:
         y = x * 1

@@ -79,7 +79,7 @@ class Notes:
         raise ModelError(
             f"{what} takes a tensor that was created where Drumline cannot trace it",
             expected="tensors created by torch functions, but not inside torch.vmap or another torch.func transform",
-            fix="create it inside a block, or register it as a buffer",
+            fix="move it into a block, or register it as a buffer",
         )
 
     def kept_in(self, tensor: Tensor) -> str:
